@@ -1,0 +1,287 @@
+"""The configuration: one class per section, one documented field per key.
+
+The text below a field is its documentation everywhere: `--help`, `docs/config.md` and the JSON Schema
+are generated from it. Keys and meanings follow the TOML convention of TorchTitan 0.2. This module
+imports no torch, so that a mistake is answered in milliseconds.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+class Section(BaseModel):
+    """A strict, immutable group of keys: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    """What the run is called and where its files go."""
+
+    config_file: str | None = None
+    """The TOML file to read. `--config` is the same flag."""
+    dump_folder: str = "./outputs"
+    """Folder for everything the run writes: checkpoints, metrics, traces, the effective configuration."""
+    description: str = "default job"
+    """One line about the run, shown in the log and in W&B."""
+    print_config: bool = False
+    """Print the effective configuration as TOML before training."""
+    save_config_file: str | None = None
+    """Also write the effective configuration to this file, relative to `dump_folder`."""
+
+
+class Profiling(Section):
+    """torch profiler traces and memory snapshots, taken on a schedule."""
+
+    enable_profiling: bool = False
+    """Record a torch profiler trace (Chrome format) every `profile_freq` steps, on every rank."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, relative to `job.dump_folder`."""
+    profile_freq: PositiveInt = 10
+    """Steps from the start of one trace to the start of the next."""
+    profiler_active: PositiveInt = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps before each recording in which the profiler runs but discards what it sees."""
+    enable_memory_snapshot: bool = False
+    """Record the history of CUDA allocations every `profile_freq` steps, and when memory runs out (CUDA only)."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the memory snapshots, relative to `job.dump_folder`."""
+
+
+class Metrics(Section):
+    """What is logged, how often, and to where. `metrics.jsonl` is always written."""
+
+    log_freq: PositiveInt = 10
+    """Steps between two logged lines. The first and the last step are always logged."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard files, relative to `job.dump_folder`."""
+    disable_color_printing: bool = False
+    """Print plain lines: no colors and no live progress line."""
+    save_for_all_ranks: bool = False
+    """Let every rank write TensorBoard and W&B records of its own instead of rank 0 alone."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs the `wandb` package; project and entity from `WANDB_PROJECT`, `WANDB_TEAM`)."""
+
+
+class Model(Section):
+    """Which model is trained."""
+
+    name: str = "llama3"
+    """Model family."""
+    flavor: str = "debugmodel"
+    """Size of the model, one of the family's flavors (llama3: debugmodel, 1B, 3B, 8B, 70B, 405B)."""
+    hf_assets_path: str = "./tests/assets/tokenizer"
+    """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, if wanted, Hugging Face weights.
+    A relative path that does not exist here is looked up in the project's own folder too."""
+    overrides: dict[str, Any] = {}
+    """Fields of the flavor to replace, as a table: `[model.overrides]` then `n_layers = 4`."""
+
+
+class Optimizer(Section):
+    """The optimizer. Norm weights and biases get no weight decay."""
+
+    name: Literal["Adam", "AdamW"] = "AdamW"
+    """Optimizer class of `torch.optim`."""
+    lr: PositiveFloat = 8e-4
+    """Peak learning rate."""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the running mean of the gradient."""
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the running mean of the squared gradient."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay of matrices (decoupled in AdamW, an L2 term in Adam)."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the update is executed: one kernel for all (`fused`), one per operation (`foreach`), or one per tensor."""
+
+
+class LRScheduler(Section):
+    """Learning rate over the run: linear warm-up, then stable, then decay."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps of linear warm-up from zero. Cut to the length of the run if it is longer."""
+    total_steps: PositiveInt | None = None
+    """Length of the schedule in steps. Default: `training.steps`."""
+    decay_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Share of the run in which the rate decays; before it the rate is stable. Default: all of it after warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Lowest rate, as a share of the peak."""
+
+
+class DataLoader(Section):
+    """Reading ahead in worker processes. The batches are the same for every setting."""
+
+    num_workers: NonNegativeInt = 0
+    """Worker processes per rank. 0: one background thread prepares the next batches."""
+    persistent_workers: bool = False
+    """Keep the workers alive when the data is read again (validation)."""
+    pin_memory: bool = False
+    """Copy batches to pinned memory (CUDA only), so that the copy to the GPU overlaps with compute."""
+    prefetch_factor: PositiveInt | None = None
+    """Batches each worker prepares ahead. Default: 2."""
+
+
+class Training(Section):
+    """Data, batch, precision and length of the run."""
+
+    dataset: str = "demo"
+    """`demo` (the text of Python's standard library; `c4_test` is an alias), `c4`, any Hugging Face dataset,
+    or a name for the files of `dataset_path`."""
+    dataset_path: str | None = None
+    """Local files instead of a download: a file, folder or glob of JSONL, text, Parquet (also compressed),
+    or of token files made by `python -m torchtitan.tools.tokenize`."""
+    local_batch_size: PositiveInt = 8
+    """Rows of one forward and backward pass on each data-parallel rank."""
+    global_batch_size: int = Field(default=-1, ge=-1)
+    """Rows of one optimizer step over all ranks; reached by gradient accumulation.
+    -1: `local_batch_size` x data-parallel degree."""
+    seq_len: PositiveInt = 2048
+    """Tokens per row."""
+    max_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this global norm. 0: the norm is measured, nothing is scaled."""
+    steps: PositiveInt = 10000
+    """Optimizer steps of the whole run, resumed parts included."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    dtype: Dtype = "float32"
+    """Type in which parameters and optimizer state are stored."""
+    mixed_precision_param: Dtype = "bfloat16"
+    """Type of parameters and activations in compute."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type in which gradients are reduced over ranks."""
+    gc_freq: PositiveInt = 50
+    """Steps between two runs of Python's garbage collector, which is off in between so that ranks don't stall."""
+    gc_debug: bool = False
+    """Report objects found in reference cycles at each collection."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or gradient norm is NaN or infinite: `stop` with an error, or `skip` the optimizer step."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Parallelism(Section):
+    """How the work is spread over ranks. The degrees multiply to the number of ranks."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the (sharded) model: DDP when the shard degree is 1, HSDP otherwise."""
+    data_parallel_shard_degree: int = Field(default=-1, ge=-1)
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
+    -1: all ranks left by the other degrees."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free the gathered parameters of a block after its forward. `default`: yes, as no pipeline is in use."""
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest complete one in `folder`."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, relative to `job.dump_folder`."""
+    interval: PositiveInt = 500
+    """Steps between two checkpoints. The last step is always saved."""
+    initial_load_path: str | None = None
+    """Checkpoint to start from when `folder` has none: a `step-N` folder, or a folder of safetensors."""
+    initial_load_model_only: bool = True
+    """Take only the weights from `initial_load_path`; false: optimizer, schedule and data position too."""
+    initial_load_in_hf: bool = False
+    """`initial_load_path` (default: `model.hf_assets_path`) holds Hugging Face safetensors."""
+    last_save_model_only: bool = False
+    """Save only the weights at the last step, in `export_dtype`. Such a checkpoint can't be resumed."""
+    last_save_in_hf: bool = False
+    """At the last step also write Hugging Face safetensors with config and tokenizer, to `<folder>/step-N-hf`."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of weights in model-only and Hugging Face exports."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write in the background: `async` copies to host memory first, `async_with_pinned_mem` also overlaps that
+    copy with the next step's forward and backward."""
+    keep_latest_k: NonNegativeInt = 10
+    """Keep this many newest checkpoints and delete older ones. 0: keep all. 1 is not allowed: the only
+    checkpoint would be at risk while the next is written."""
+    load_step: int = Field(default=-1, ge=-1)
+    """Resume from this step. -1: the newest complete one."""
+    exclude_from_loading: list[str] = []
+    """Parts not to load when resuming: `model`, `optimizer`, `lr_scheduler`, `dataloader`, `train_state`."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after step 1, to find out early whether saving works."""
+    load_only: bool = False
+    """Load, but never save."""
+
+
+class Comm(Section):
+    """Process groups and their Flight Recorder."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Time limit of a collective until the first step is done."""
+    train_timeout_seconds: PositiveInt = 100
+    """Time limit of a collective after the first step."""
+    trace_buf_size: NonNegativeInt = 20000
+    """Collectives the Flight Recorder keeps in memory per rank. 0: off."""
+    save_traces_folder: str = "comm_traces"
+    """Folder of the Flight Recorder's dumps, relative to `job.dump_folder`."""
+    save_traces_file_prefix: str = "rank_"
+    """A dump is named by this and the rank."""
+
+
+class Validation(Section):
+    """Loss on held-out data during training."""
+
+    enable: bool = False
+    """Run validation."""
+    dataset: str = "c4_validation"
+    """As `training.dataset`; also `demo_validation`, the part of the demo text that training never sees."""
+    dataset_path: str | None = None
+    """As `training.dataset_path`."""
+    local_batch_size: PositiveInt = 8
+    """Rows of one forward pass on each data-parallel rank."""
+    seq_len: PositiveInt = 2048
+    """Tokens per row."""
+    freq: PositiveInt = 10
+    """Steps between two validations."""
+    steps: int = Field(default=-1, ge=-1)
+    """Batches of one validation. -1: the whole data set once."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Debug(Section):
+    """Reproducibility."""
+
+    seed: NonNegativeInt = 0
+    """Seed of initialization, data order and all other randomness."""
+    deterministic: bool = False
+    """Use only deterministic algorithms; an operation that has none is an error."""
+    deterministic_warn_only: bool = False
+    """Warn instead of failing where no deterministic algorithm exists."""
+
+
+class Experimental(Section):
+    """Extension points."""
+
+    custom_import: str = ""
+    """Python module to import before the model is looked up: it may register models of its own."""
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    job: Job = Job()
+    profiling: Profiling = Profiling()
+    metrics: Metrics = Metrics()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    comm: Comm = Comm()
+    validation: Validation = Validation()
+    debug: Debug = Debug()
+    experimental: Experimental = Experimental()

@@ -1,0 +1,95 @@
+"""Process groups: start, time limits, Flight Recorder, end."""
+
+import os
+import pickle
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from torchtitan.config.schema import Comm
+from torchtitan.utils.logging import logger
+
+# torch 2.13 renamed two collectives that FSDP2 itself still calls by their old names.
+warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
+
+
+def init_distributed(comm: Comm, dump_folder: str, device: torch.device) -> None:
+    """Start the default process group: NCCL on CUDA with gloo beside it, gloo alone on the CPU.
+
+    Under torchrun the rendezvous is read from the environment; without it the process is a world of its own.
+    """
+    configure_flight_recorder(comm, dump_folder)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    device_id = device if device.type == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+
+
+def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
+    """Set the Flight Recorder's environment, in the spellings of torch 2.11 and of 2.13, before any group exists."""
+    folder = Path(dump_folder, comm.save_traces_folder)
+    size = str(comm.trace_buf_size)
+    settings = {"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
+    if comm.trace_buf_size:
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = str(folder / comm.save_traces_file_prefix)
+        settings |= {
+            "TORCH_FR_DUMP_TEMP_FILE": prefix,
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            # 3 lets NCCL's watchdog write its dump before the process dies; torchrun presets 1.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        }
+    os.environ.update(settings)
+
+
+def dump_flight_recorder(comm: Comm, dump_folder: str) -> Path | None:
+    """Write this rank's record of collectives where `torchfrtrace` finds it; None if the recorder is off.
+
+    NCCL's watchdog dumps by itself on a time-out. gloo never does, keys its group table wrongly and leaves finished
+    collectives marked as scheduled: mended here, or the analyzer fails on the file.
+    """
+    if not comm.trace_buf_size or not dist.is_initialized():
+        return None
+    on_nccl = "nccl" in str(dist.get_backend_config()) and hasattr(c10d, "_dump_nccl_trace")
+    raw = (c10d._dump_nccl_trace if on_nccl else c10d._dump_fr_trace)(includeStackTraces=False)
+    if not on_nccl:
+        trace = pickle.loads(raw)
+        world = dist.distributed_c10d._world
+        trace["pg_config"] = {
+            world.pg_names[group]: {
+                "name": world.pg_names[group],
+                "desc": group.group_desc,
+                "ranks": str(sorted(ranks)),
+            }
+            for group, ranks in world.pg_group_ranks.items()
+            if isinstance(group, dist.ProcessGroup)
+        }
+        for entry in trace.get("entries", ()):
+            if entry["retired"]:
+                entry["state"] = "completed"
+        raw = pickle.dumps(trace)
+    path = Path(dump_folder, comm.save_traces_folder, f"{comm.save_traces_file_prefix}{dist.get_rank()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return path
+
+
+def set_timeout(seconds: int) -> None:
+    """Set the time limit of every process group, once the first step (compilation, lazy set-up) is over."""
+    if dist.get_world_size() == 1:
+        return
+    dist.barrier()  # no rank may still be inside the slow part when the limit shrinks
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    logger.info(f"Time limit of collectives is now {seconds} s")

@@ -1,0 +1,107 @@
+"""Llama 3's sizes, and what follows from them alone: initialization and FLOPs. Imports no torch."""
+
+import math
+
+from pydantic import BaseModel, Field, model_validator
+
+from torchtitan.models.spec import Init, ModelArgs
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's stretching of RoPE's low frequencies to longer contexts (arXiv:2407.21783, section 3.4.2)."""
+
+    model_config = ModelArgs.model_config
+
+    factor: float = 8.0
+    """Wavelengths that are long against the original context grow by this factor."""
+    low_freq_factor: float = 1.0
+    """Wavelengths over `original_max_seq_len / low_freq_factor` are stretched in full."""
+    high_freq_factor: float = 4.0
+    """Wavelengths under `original_max_seq_len / high_freq_factor` stay as they are."""
+    original_max_seq_len: int = 8192
+    """Context length of the first pretraining stage."""
+
+
+class LlamaArgs(ModelArgs):
+    """Hyper-parameters of a Llama 3 model."""
+
+    vocab_size: int = Field(default=128256, gt=0)
+    max_seq_len: int = Field(default=8192, gt=0)
+    dim: int = Field(default=4096, gt=0)
+    """Width of the residual stream."""
+    n_layers: int = Field(default=32, gt=0)
+    """Transformer blocks."""
+    n_heads: int = Field(default=32, gt=0)
+    """Query heads."""
+    n_kv_heads: int = Field(default=8, gt=0)
+    """Key and value heads (grouped-query attention)."""
+    ffn_dim: int = Field(default=14336, gt=0)
+    """Inner width of the feed-forward network."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = Field(default=500_000.0, gt=0)
+    """Base of the RoPE frequencies."""
+    rope_scaling: RopeScaling | None = RopeScaling()
+    """Llama 3.1 frequency scaling; none: plain RoPE."""
+    tie_embeddings: bool = False
+    """Use the token embedding as output projection (1B and 3B)."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "LlamaArgs":
+        if self.dim % self.n_heads or self.head_dim % 2:
+            raise ValueError(f"dim {self.dim} must be n_heads {self.n_heads} times an even head size")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+        return self
+
+
+FLAVORS = {
+    "debugmodel": LlamaArgs(
+        vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, rope_scaling=None
+    ),
+    "1B": LlamaArgs(
+        dim=2048, n_layers=16, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
+    ),
+    "3B": LlamaArgs(
+        dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
+    ),
+    "8B": LlamaArgs(),
+    "70B": LlamaArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
+    "405B": LlamaArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248),
+}
+
+
+def init(fqn: str, args: LlamaArgs) -> Init:
+    """Initialization of the parameter called `fqn`.
+
+    Matrices that write into the residual stream shrink with depth (1/sqrt(2 * depth), as in GPT-2), so that the
+    stream's variance stays bounded; the output projection starts at 1/sqrt(dim), so that the first loss is ln(vocab).
+    """
+    parts = fqn.split(".")
+    if "norm" in parts[-2]:
+        return Init("ones")
+    if parts[0] == "tok_embeddings":
+        # A tied embedding is the output projection too, and takes its scale.
+        return Init("normal", args.dim**-0.5 if args.tie_embeddings else 1.0)
+    if parts[0] == "output":
+        return Init("normal", args.dim**-0.5)
+    if parts[-2] in ("wo", "w2"):
+        return Init("normal", 0.02 / math.sqrt(2 * (int(parts[1]) + 1)))
+    return Init("normal", 0.02)
+
+
+def flops_per_token(args: LlamaArgs, seq_len: int) -> float:
+    """FLOPs of forward and backward for one token, without recomputation.
+
+    `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each weight N of a matrix product costs
+    2 FLOPs forward and 4 backward; each of L layers, H heads of size D, does two products over T positions. The causal
+    half is not subtracted, as is the convention for model FLOPs utilization. Embedding look-up and norms count nothing.
+    """
+    attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
+    feed_forward = 3 * args.dim * args.ffn_dim
+    matmul_weights = args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
+    return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len

@@ -1,0 +1,98 @@
+"""Llama 3, written for one device. Its ends may be absent, so that a part of it is a pipeline stage.
+
+Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.layers import (
+    Attend,
+    FeedForward,
+    apply_rope,
+    rope_cache,
+    rope_frequencies,
+    scale_frequencies,
+)
+from torchtitan.models.llama3.args import LlamaArgs
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions: `[b, s, dim] -> [b, s, dim]`."""
+
+    def __init__(self, args: LlamaArgs, attend: Attend):
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.attend = attend
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Head counts are read off the projections' outputs, which hold fewer heads under tensor parallelism.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: `[b, s, dim] -> [b, s, dim]`."""
+
+    def __init__(self, args: LlamaArgs, attend: Attend):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, attend)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """`forward(tokens [b, s]) -> logits [b, s, vocab]`; a part without its ends takes or gives `[b, s, dim]`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, args: LlamaArgs, attend: Attend):
+        super().__init__()
+        self.args = args
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
+        # Keyed by index, not listed: a layer keeps its name in every part of the model.
+        self.layers = nn.ModuleDict({str(i): Block(args, attend) for i in range(args.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output: nn.Linear | None = (
+            None if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+        )
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Compute the RoPE tables. Called again once a model built on the meta device has real memory."""
+        args, freqs = self.args, rope_frequencies(self.args.head_dim, self.args.rope_theta)
+        if scaling := args.rope_scaling:
+            freqs = scale_frequencies(
+                freqs,
+                scaling.factor,
+                scaling.low_freq_factor,
+                scaling.high_freq_factor,
+                scaling.original_max_seq_len,
+            )
+        cos, sin = rope_cache(freqs, args.max_seq_len)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        for layer in self.layers.values():
+            x = layer(x, cos, sin)
+        x = self.norm(x) if self.norm is not None else x
+        if self.output is not None:
+            return self.output(x)
+        if self.args.tie_embeddings and self.tok_embeddings is not None:
+            return F.linear(x, self.tok_embeddings.weight)
+        return x

@@ -1,0 +1,48 @@
+"""The device a rank computes on: CUDA where there is one, else the CPU. The one place that asks."""
+
+import os
+
+import torch
+
+
+def device_type() -> str:
+    """`cuda` or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def current_device() -> torch.device:
+    """This rank's device; makes it the current one on CUDA."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name() -> str:
+    """Name of the device as its vendor gives it, or `cpu`."""
+    return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
+
+
+def peak_memory() -> tuple[float, float]:
+    """Peak memory since the last call as (GiB, percent of the device's memory).
+
+    On CUDA: reserved by the caching allocator. On the CPU: resident set size of this process now.
+    """
+    if device_type() == "cuda":
+        reserved = torch.cuda.max_memory_reserved()
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        import psutil
+
+        reserved = psutil.Process().memory_info().rss
+        total = psutil.virtual_memory().total
+    return reserved / 2**30, 100 * reserved / total
+
+
+def use_all_cores() -> None:
+    """Give a CPU rank its share of this node's cores, unless `OMP_NUM_THREADS` says otherwise."""
+    if device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks if hasattr(os, "sched_getaffinity") else 1))

@@ -1,0 +1,60 @@
+"""Errors for people: one clear message, an exit code, and a traceback only on request."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+DEBUG_ENV = "TORCHTITAN_DEBUG"
+
+
+class UserError(Exception):
+    """Something the user can mend. The message says what is wrong, where it was set, and what to change."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """One or more mistakes in the configuration, reported together."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class NonFiniteError(UserError):
+    """The loss or the gradient became NaN or infinite and `training.on_nonfinite = "stop"`."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint can't be written, read or trusted."""
+
+
+def report(error: UserError) -> None:
+    """Print `error` for a person, with the traceback only if `TORCHTITAN_DEBUG=1`."""
+    if os.environ.get(DEBUG_ENV) == "1":
+        traceback.print_exception(error)
+        return
+    lines = str(error).splitlines() or [type(error).__name__]
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        print(f"error: {len(error.problems)} problems in the configuration", file=sys.stderr)
+        for problem in error.problems:
+            print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)
+    else:
+        print("error: " + "\n       ".join(lines), file=sys.stderr)
+    sys.stderr.flush()
+
+
+def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, quiet: bool = False) -> int:
+    """Run `main(argv)` and turn a `UserError` into its message and exit code.
+
+    `quiet` keeps the message back: set on all but one rank for errors that every rank meets alike.
+    """
+    try:
+        return main(sys.argv[1:] if argv is None else argv) or 0
+    except UserError as error:
+        if not (quiet and isinstance(error, ConfigError)):
+            report(error)
+        return error.exit_code
