@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from typing import Any
 
 logger = logging.getLogger("torchtitan")
 
@@ -15,8 +16,19 @@ def speaks(rank: int) -> bool:
 def init_logging(rank: int) -> None:
     """Send the package's log to stdout, prefixed with the rank where several ranks speak."""
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Stdout()
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if speaks(rank) else logging.ERROR)
+
+
+class _Stdout(logging.StreamHandler):
+    """Writes to whatever `sys.stdout` is now: a live progress line replaces it while it runs."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
+
+    @stream.setter
+    def stream(self, _: Any) -> None: ...

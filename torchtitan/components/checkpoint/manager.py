@@ -1,0 +1,281 @@
+"""When to save, what to resume, what to keep."""
+
+import errno
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from torchtitan.components.checkpoint.commit import (
+    CommittingWriter,
+    clean,
+    committed_steps,
+    damage,
+    read_manifest,
+    remove,
+    step_folder,
+)
+from torchtitan.components.checkpoint.state import (
+    State,
+    allocate_optimizer_state,
+    model_state,
+    optimizer_state,
+    read_tensors,
+)
+from torchtitan.config import schema
+from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.logging import logger
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that was loaded."""
+
+    step: int
+    train_state: dict[str, Any]
+    """Everything but tensors: counters, schedule, data position."""
+
+
+class Checkpointer:
+    """Saves and resumes one run's model and optimizer. Every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        config: schema.Checkpoint,
+        dump_folder: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        about: dict[str, Any],
+    ):
+        """
+        Args:
+            about: what the manifest records of the run: config, versions, data fingerprint.
+        """
+        self.config = config
+        self.folder = Path(dump_folder, config.folder)
+        self.model, self.optimizer, self.about = model, optimizer, about
+        self.saving = config.enable and not config.load_only
+        self._upload: Future[Any] | None = None
+        self._staging: Future[Any] | None = None
+        self._step_in_flight = 0
+        self._stager: DefaultStager | None = None
+        # A group of its own: a save in the background must not mix its collectives with training's.
+        self._group = dist.new_group(backend="gloo") if self.saving else None
+        if self.saving and config.async_mode != "disabled":
+            cuda = torch.cuda.is_available()
+            overlap = config.async_mode == "async_with_pinned_mem"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda and overlap,
+                    use_shared_memory=False,
+                    use_async_staging=overlap,
+                    use_non_blocking_copy=cuda and overlap,
+                )
+            )
+        if self.saving:
+            self._prepare_folder()
+
+    def _prepare_folder(self) -> None:
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if leftovers := clean(self.folder):
+                    logger.info(f"Removed what an interrupted save left behind: {', '.join(leftovers)}")
+            except OSError as error:
+                problem = f"checkpoint.folder: can't write to {self.folder}: {error.strerror}"
+        if problem := _from_rank_0(problem):
+            raise CheckpointError(problem)
+
+    # ---- saving
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint is to be saved after `step`."""
+        first = step == 1 and self.config.enable_first_step_checkpoint
+        return self.saving and (step % self.config.interval == 0 or step == last_step or first)
+
+    def save(self, step: int, train_state: dict[str, Any], *, model_only: bool = False) -> None:
+        """Save after `step`; in an async mode, return as soon as training may go on.
+
+        Raises:
+            CheckpointError: this save, or the one before in the background, failed.
+        """
+        self.wait()
+        dtype = getattr(torch, self.config.export_dtype)
+        if model_only:
+            state: State = {"model": {name: value.to(dtype) for name, value in model_state(self.model).items()}}
+        else:
+            state = {"model": model_state(self.model), "optimizer": optimizer_state(self.model, self.optimizer)}
+        manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
+        writer = CommittingWriter(step_folder(self.folder, step), manifest, self._purge)
+        self._step_in_flight = step
+        if self._stager is None:
+            self._guard(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
+            logger.info(f"Saved {writer.final}")
+            return
+        response = dcp.async_save(
+            state, storage_writer=writer, process_group=self._group, async_stager=self._stager
+        )
+        if isinstance(response, AsyncSaveResponse):
+            self._staging, self._upload = response.staging_completion, response.upload_completion
+        else:
+            self._upload = response
+
+    def wait_staged(self) -> None:
+        """Wait until a save in the background has its copy of the weights: before they change."""
+        if self._staging is not None:
+            self._guard(self._staging.result)
+            self._staging = None
+
+    def wait(self) -> None:
+        """Wait for a save in the background to be committed."""
+        self.wait_staged()
+        if self._upload is not None:
+            upload, self._upload = self._upload, None
+            self._guard(upload.result)
+            logger.info(f"Saved {step_folder(self.folder, self._step_in_flight)}")
+
+    def close(self) -> None:
+        """Finish the save in flight and release the staging buffers."""
+        try:
+            self.wait()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+                self._stager = None
+
+    def _guard(self, action: Callable[[], Any]) -> None:
+        """Run a part of a save; a failure becomes one sentence, and leaves nothing half-written."""
+        try:
+            action()
+        except Exception as error:
+            target = step_folder(self.folder, self._step_in_flight)
+            cause = _root_cause(error)
+            shutil.rmtree(target.with_name(f".{target.name}.tmp"), ignore_errors=True)
+            advice = "Free some space or set checkpoint.folder to another disk" if _is_full(cause) else "Mend that"
+            raise CheckpointError(
+                f"can't save {target}: {cause}. {advice}, then run the same command again: {self.last_good()}."
+            ) from error
+
+    def last_good(self) -> str:
+        """The newest complete checkpoint, in words."""
+        steps = committed_steps(self.folder) if self.config.enable else []
+        return f"the last good checkpoint is {step_folder(self.folder, steps[-1])}" if steps else "no checkpoint exists"
+
+    def _purge(self) -> None:
+        """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be resumed."""
+        keep = self.config.keep_latest_k
+        if not keep:
+            return
+        steps = committed_steps(self.folder)
+        resumable = [s for s in steps if not read_manifest(step_folder(self.folder, s))["model_only"]]
+        for step in steps[:-keep]:
+            if step != max(resumable, default=None):
+                remove(step_folder(self.folder, step))
+
+    # ---- resuming
+
+    def resume(self) -> Resumed | None:
+        """Load the newest complete checkpoint of this run (or `load_step`); None if there is none.
+
+        A damaged one is named and the one before it is taken.
+
+        Raises:
+            CheckpointError: `load_step` is missing or damaged, or every checkpoint is, or it is of another model.
+        """
+        if not self.config.enable:
+            return None
+        steps = _from_rank_0(committed_steps(self.folder) if dist.get_rank() == 0 else None)
+        if self.config.load_step >= 0:
+            if self.config.load_step not in steps:
+                have = ", ".join(map(str, steps)) or "none"
+                raise CheckpointError(
+                    f"checkpoint.load_step: {self.folder} has no step {self.config.load_step} (it has: {have})"
+                )
+            steps = [self.config.load_step]
+        problems = []
+        for step in reversed(steps):
+            path = step_folder(self.folder, step)
+            manifest, problem = self._verified(path)
+            if manifest is not None and manifest["model_only"]:
+                problem = "holds only weights (checkpoint.last_save_model_only)"
+            if manifest is None or problem:
+                problems.append(f"{path}: {problem}")
+                logger.error(f"Can't resume from {problems[-1]}")
+                continue
+            self._load(path, set(self.config.exclude_from_loading))
+            logger.info(f"Resumed from {path}")
+            return Resumed(step, manifest["train_state"])
+        if problems:
+            raise CheckpointError(
+                "no checkpoint can be resumed:\n" + "\n".join(problems) + "\nRestore one of them, or start anew with "
+                "another checkpoint.folder (checkpoint.initial_load_path takes weights only)."
+            )
+        return None
+
+    def load_initial(self, path: Path) -> Resumed | None:
+        """Start from a checkpoint of another run: weights only, or everything as `initial_load_model_only` says."""
+        manifest, problem = self._verified(path)
+        if manifest is None or problem:
+            raise CheckpointError(f"checkpoint.initial_load_path: {path}: {problem}")
+        if self.config.initial_load_model_only:
+            self._load(path, {"optimizer"})
+            return None
+        if manifest["model_only"]:
+            raise CheckpointError(
+                f"checkpoint.initial_load_path: {path} holds only weights; set checkpoint.initial_load_model_only = true"
+            )
+        self._load(path, set())
+        return Resumed(manifest["step"], manifest["train_state"])
+
+    def _verified(self, path: Path) -> tuple[dict[str, Any] | None, str | None]:
+        """The manifest, and what is wrong with the files; the ranks share the reading."""
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(path)
+            problem = damage(path, manifest, dist.get_rank(), dist.get_world_size())
+        except (CheckpointError, KeyError) as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        return manifest, next((p for p in problems if p), None)
+
+    def _load(self, path: Path, exclude: set[str]) -> None:
+        state: State = {}
+        if "model" not in exclude:
+            state["model"] = model_state(self.model)
+        if "optimizer" not in exclude:
+            allocate_optimizer_state(self.optimizer)
+            state["optimizer"] = optimizer_state(self.model, self.optimizer)
+        if state:
+            read_tensors(state, path)
+
+
+def _from_rank_0(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _root_cause(error: BaseException) -> str:
+    """The innermost reason of a failed save: DCP wraps the ranks' exceptions."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = sorted(failures.items())[0]
+        return f"rank {rank}: {_root_cause(cause)}"
+    while isinstance(error, Exception) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _is_full(cause: str) -> bool:
+    return any(f"[Errno {code}]" in cause for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

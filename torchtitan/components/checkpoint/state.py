@@ -1,0 +1,78 @@
+"""The tensors of a run under layout-free names: `model.<fqn>` and `optimizer.<fqn>.<slot>`.
+
+Hyper-parameters (learning rate, weight decay, ...) are not part of it: they come from the configuration, so that
+a changed value takes effect on resume.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from torchtitan.utils.errors import CheckpointError
+
+State = dict[str, Any]
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors by parameter name, the real ones, not copies."""
+    return {
+        f"{fqn}.{slot}": value
+        for fqn, param in model.named_parameters()
+        for slot, value in optimizer.state[param].items()
+        if isinstance(value, Tensor)
+    }
+
+
+def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let a fresh optimizer create its tensors, by a step that changes nothing: zero gradient, zero rate."""
+    if any(optimizer.state.values()):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def read_tensors(state: State, path: Path) -> None:
+    """Fill the tensors of `state` in place from a DCP checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing there or has another shape: a checkpoint of another model.
+    """
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    wrong = []
+    for name, value in _flatten(state):
+        if name not in stored:
+            wrong.append(f"{name} is missing")
+        elif (size := tuple(getattr(stored[name], "size", ()))) != tuple(value.shape):
+            wrong.append(f"{name} is {list(size)} there and {list(value.shape)} here")
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
+            "Set model.name, model.flavor and [model.overrides] to those in its manifest.json, "
+            "or choose another checkpoint.folder."
+        )
+    dcp.load(state, checkpoint_id=path)
+
+
+def _flatten(state: State, prefix: str = "") -> list[tuple[str, Tensor]]:
+    out = []
+    for key, value in state.items():
+        if isinstance(value, dict):
+            out += _flatten(value, f"{prefix}{key}.")
+        else:
+            out.append((prefix + key, value))
+    return out

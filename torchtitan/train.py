@@ -1,0 +1,59 @@
+"""Entry point: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key value ...]`.
+
+Runs without torchrun too, as one process. Everything is checked before torch is imported.
+"""
+
+import os
+import sys
+
+from torchtitan.config import Resolved, resolve
+from torchtitan.trainer.preflight import preflight
+from torchtitan.utils.errors import run_main
+from torchtitan.utils.logging import init_logging, logger
+
+
+def main(argv: list[str]) -> int:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    init_logging(rank)
+    resolved = resolve(argv, world)
+    for warning in resolved.warnings:
+        logger.warning(warning)
+    plan = preflight(resolved.config)
+    logger.info(f"{resolved.config.job.description}: {world} rank(s), results in {resolved.config.job.dump_folder}")
+
+    from torchtitan.trainer.trainer import Trainer  # torch, only now that the configuration is known to be right
+
+    trainer = Trainer(resolved.config, plan)
+    try:
+        progress = trainer.train()
+    except BaseException:
+        trainer.close(failed=True)
+        raise
+    trainer.close()
+    if rank == 0:
+        _summarize(resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss)
+    return 0
+
+
+def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None) -> None:
+    """Say what was made and what to do next."""
+    config = resolved.config
+    dump = config.job.dump_folder
+    if first is None:
+        logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to go on.")
+        return
+    logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
+    logger.info(f"  metrics     {dump}/metrics.jsonl")
+    logger.info(f"  config      {dump}/config.toml")
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        logger.info(f"  checkpoint  {dump}/{config.checkpoint.folder}/step-{step}")
+        if not config.checkpoint.last_save_model_only:
+            more = config.training.steps * 2
+            logger.info(f"Train on from here: the same command with --training.steps {more}")
+    else:
+        logger.info("No checkpoint was saved: set checkpoint.enable = true to keep the model")
+
+
+if __name__ == "__main__":
+    # Every rank meets the same configuration error; one of them says it.
+    sys.exit(run_main(main, quiet=os.environ.get("RANK", "0") != "0"))

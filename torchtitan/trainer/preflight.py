@@ -1,0 +1,85 @@
+"""Everything that can be checked before a process group or a GPU is taken. Imports no torch."""
+
+import glob
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.config.schema import Config
+from torchtitan.models import ModelSpec, get_spec
+from torchtitan.utils.errors import ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the configuration names, found and checked."""
+
+    spec: ModelSpec
+    args: Any
+    tokenizer: Tokenizer
+
+
+def preflight(config: Config) -> Plan:
+    """Find the model, tokenizer, data and folders that `config` names.
+
+    Raises:
+        ConfigError: all that is missing or doesn't fit together.
+    """
+    problems = [*_check_paths(config), *_check_dump_folder(config)]
+    spec = args = tokenizer = None
+    try:
+        if config.experimental.custom_import:
+            _import(config.experimental.custom_import)
+        spec = get_spec(config.model.name)
+        lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
+        args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+    except UserError as error:
+        problems.append(str(error))
+    if tokenizer and args and tokenizer.vocab_size > args.vocab_size:
+        problems.append(
+            f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries but {config.model.flavor} only "
+            f"{args.vocab_size}: set [model.overrides] vocab_size = {tokenizer.vocab_size}, or another tokenizer"
+        )
+    if problems or spec is None or tokenizer is None:
+        raise ConfigError(problems)
+    return Plan(spec, args, tokenizer)
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            [f"experimental.custom_import: can't import {module!r} ({error}); put its folder on PYTHONPATH"]
+        ) from error
+
+
+def _check_paths(config: Config) -> Iterator[str]:
+    sections = {"training": config.training, **({"validation": config.validation} if config.validation.enable else {})}
+    for name, section in sections.items():
+        path = section.dataset_path
+        # A name with a scheme (hf://, s3://) is a remote file, which only the loader can look up.
+        if path and "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
+            yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+    path = config.checkpoint.initial_load_path
+    if config.checkpoint.enable and path and not Path(path).is_dir():
+        yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
+
+
+def _check_dump_folder(config: Config) -> Iterator[str]:
+    folder = Path(config.job.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        yield f"job.dump_folder: can't write to {str(folder)!r} ({error.strerror}); choose another folder"

@@ -1,0 +1,44 @@
+"""The parts a run is made of, and what of them a checkpoint holds besides tensors."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.components.data import StepLoader
+from torchtitan.components.optimizer import LRSchedule
+from torchtitan.distributed.mesh import Mesh
+
+
+@dataclass
+class Parts:
+    """What is built once."""
+
+    mesh: Mesh
+    device: torch.device
+    model: FSDPModule
+    optimizer: torch.optim.Optimizer
+    schedule: LRSchedule
+    loader: StepLoader
+    validation_loader: StepLoader | None
+
+
+@dataclass
+class Progress:
+    """How far the run is."""
+
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    """Steps whose update was left out because the loss or gradient was not finite."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """This rank's part of the data position."""
+    first_loss: float | None = None
+    last_loss: float | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]

@@ -1,0 +1,261 @@
+"""The training loop: read, compute, update, record, save."""
+
+import gc
+import hashlib
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchtitan
+from torchtitan.components.checkpoint import Checkpointer, Resumed
+from torchtitan.components.checkpoint.hf import load_hf, save_hf
+from torchtitan.components.data import StepBatch, StepLoader
+from torchtitan.components.metrics import Metrics
+from torchtitan.components.profiler import Profiler
+from torchtitan.components.tokenizer import resolve_assets_path
+from torchtitan.config.render import to_toml
+from torchtitan.config.schema import Config
+from torchtitan.distributed.comm import dump_flight_recorder, init_distributed, set_timeout
+from torchtitan.trainer.build import build, set_determinism
+from torchtitan.trainer.evaluate import evaluate
+from torchtitan.trainer.preflight import Plan
+from torchtitan.trainer.state import Progress
+from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
+from torchtitan.utils.device import current_device, device_name, use_all_cores
+from torchtitan.utils.errors import NonFiniteError
+from torchtitan.utils.hardware import peak_flops
+from torchtitan.utils.logging import logger
+
+
+class Trainer:
+    """A run, from start or resume to the last step. All ranks make the same calls.
+
+    `config` must be derived and validated, `plan` from `preflight`.
+    """
+
+    def __init__(self, config: Config, plan: Plan):
+        self.config, self.plan = config, plan
+        self.device = current_device()
+        use_all_cores()
+        set_determinism(config.debug)
+        self.owns_process_group = not dist.is_initialized()
+        if self.owns_process_group:
+            init_distributed(config.comm, config.job.dump_folder, self.device)
+        self.parts = build(config, plan, self.device)
+        self.progress = Progress()
+        self.checkpointer = Checkpointer(
+            config.checkpoint, config.job.dump_folder, self.parts.model, self.parts.optimizer, self._about()
+        )
+        self._restore()
+        self._write_config()
+        self.profiler = Profiler(config.profiling, config.job.dump_folder)
+        self.metrics = Metrics(
+            config.metrics,
+            config.job,
+            config.model_dump(),
+            start_step=self.progress.step,
+            total_steps=config.training.steps,
+            flops_per_token=plan.spec.flops_per_token(plan.args, config.training.seq_len),
+            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+        )
+
+    def _about(self) -> dict[str, Any]:
+        """What every checkpoint's manifest says of the run."""
+        return {
+            "format": 1,
+            "versions": {
+                "torchtitan": torchtitan.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "model": {"name": self.plan.spec.name, **self.plan.args.model_dump()},
+            "data": self.parts.loader.fingerprint,
+            "config": to_toml(self.config),
+        }
+
+    def _write_config(self) -> None:
+        folder = Path(self.config.job.dump_folder)
+        text = to_toml(self.config)
+        if dist.get_rank() == 0:
+            (folder / "config.toml").write_text(text)
+            if self.config.job.save_config_file:
+                (folder / self.config.job.save_config_file).write_text(text)
+        if self.config.job.print_config:
+            logger.info(f"Configuration:\n{text}")
+
+    # ---- checkpoints
+
+    def _restore(self) -> None:
+        config = self.config.checkpoint
+        if resumed := self.checkpointer.resume():
+            self._apply(resumed, set(config.exclude_from_loading))
+            return
+        if config.enable and config.initial_load_in_hf:
+            folder = Path(config.initial_load_path or resolve_assets_path(self.config.model.hf_assets_path))
+            load_hf(self.parts.model, folder, self.plan.spec.hf.names(self.plan.args))
+            logger.info(f"Starting from the Hugging Face weights in {folder}")
+        elif config.enable and config.initial_load_path:
+            if initial := self.checkpointer.load_initial(Path(config.initial_load_path)):
+                self._apply(initial, set())
+            logger.info(f"Starting from {config.initial_load_path}")
+        else:
+            logger.info(f"Starting from scratch, seed {self.config.debug.seed}")
+
+    def _apply(self, resumed: Resumed, exclude: set[str]) -> None:
+        state = resumed.train_state
+        if "train_state" not in exclude:
+            self.progress.load_state_dict(state["progress"])
+        if "lr_scheduler" not in exclude:
+            self.parts.schedule.load_state_dict(state["lr_scheduler"])
+        if "dataloader" not in exclude:
+            self.parts.loader.load_state_dict(state["data"])
+
+    def _save(self) -> None:
+        config, step = self.config.checkpoint, self.progress.step
+        last = step == self.config.training.steps
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, self.progress.data)
+        train_state = {
+            "progress": self.progress.state_dict(),
+            "lr_scheduler": self.parts.schedule.state_dict(),
+            "data": StepLoader.merge_states(states),
+        }
+        self.checkpointer.save(step, train_state, model_only=last and config.last_save_model_only)
+        if last and config.last_save_in_hf:
+            self.checkpointer.wait()
+            dtype = config.export_dtype
+            folder = self.checkpointer.folder / f"step-{step}-hf"
+            save_hf(
+                self.parts.model,
+                folder,
+                self.plan.spec.hf.names(self.plan.args),
+                self.plan.spec.hf.config(self.plan.args, dtype),
+                getattr(torch, dtype),
+                self.plan.tokenizer.files,
+            )
+            logger.info(f"Exported Hugging Face weights to {folder}")
+
+    # ---- the loop
+
+    def train(self) -> Progress:
+        """Train to the last step.
+
+        Raises:
+            NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
+            CheckpointError: a save failed.
+        """
+        steps = self.config.training.steps
+        self._seed_step()
+        with self._frozen_gc(), self.profiler.capture_oom():
+            batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
+            while self.progress.step < steps:
+                self._train_one(batches)
+            self.checkpointer.close()
+        return self.progress
+
+    def _train_one(self, batches: Iterator[StepBatch]) -> None:
+        config, parts, progress, metrics = self.config, self.parts, self.progress, self.metrics
+        waiting_since = time.perf_counter()
+        batch = next(batches)
+        data_time = time.perf_counter() - waiting_since
+        rate = parts.schedule.apply()
+        result = forward_backward(
+            parts.model, batch, parts.mesh, parts.device, config.training.local_batch_size, config.training.max_norm
+        )
+        self.checkpointer.wait_staged()
+        if result.finite:
+            parts.optimizer.step()
+        else:
+            self._nonfinite(result)
+        parts.optimizer.zero_grad(set_to_none=True)
+        parts.schedule.advance()
+        progress.step += 1
+        progress.tokens += result.tokens
+        progress.data = batch.state
+        progress.last_loss = result.loss
+        if progress.first_loss is None:
+            progress.first_loss = result.loss
+            set_timeout(config.comm.train_timeout_seconds)
+        metrics.count(progress.step, result.tokens, data_time)
+        if metrics.due(progress.step):
+            metrics.log(
+                progress.step,
+                loss=result.loss,
+                max_loss=max_over_ranks(result.local_loss, parts.mesh, parts.device),
+                grad_norm=result.grad_norm,
+                lr=rate,
+                tokens=progress.tokens,
+                skipped=progress.skipped,
+            )
+        self.profiler.step(progress.step)
+        self._after_step()
+
+    def _after_step(self) -> None:
+        """What interrupts training: validation, saving, garbage collection. None of it counts in the rates."""
+        config, step = self.config, self.progress.step
+        paused = self.metrics.pause()
+        validation, last = config.validation, step == config.training.steps
+        if self.parts.validation_loader is not None and (step % validation.freq == 0 or last):
+            loss, tokens = evaluate(
+                self.parts.model, self.parts.validation_loader, self.parts.mesh, self.device, validation.steps
+            )
+            self.metrics.log_validation(step, loss, tokens)
+        if self.checkpointer.due(step, config.training.steps):
+            self._save()
+        if step % config.training.gc_freq == 0:
+            found = gc.collect()
+            if config.training.gc_debug:
+                logger.info(f"step {step}: garbage collection found {found} objects in reference cycles")
+        self._seed_step()
+        self.metrics.resume(paused)
+
+    def _nonfinite(self, result: StepResult) -> None:
+        """Leave this step's update out, or stop the run."""
+        step = self.progress.step + 1
+        what = f"loss {result.loss}, gradient norm {result.grad_norm}"
+        if self.config.training.on_nonfinite == "stop":
+            self.checkpointer.wait()
+            raise NonFiniteError(
+                f"step {step}: {what}. The weights were not updated; {self.checkpointer.last_good()}.\n"
+                'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to leave such steps out.'
+            )
+        self.progress.skipped += 1
+        logger.warning(f"step {step}: {what}; update skipped ({self.progress.skipped} so far)")
+
+    def _seed_step(self) -> None:
+        """Make all randomness of the next step a function of (seed, step, rank), so that there is none to save."""
+        key = f"{self.config.debug.seed}:{self.progress.step}:{self.parts.mesh.dp_rank}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)
+
+    @contextmanager
+    def _frozen_gc(self) -> Iterator[None]:
+        """Collect garbage only at `gc_freq`: on all ranks at once, so that none makes the others wait."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+            gc.unfreeze()
+
+    # ---- the end
+
+    def close(self, failed: bool = False) -> None:
+        """Release what the run holds. After a failure the other ranks may be gone: record collectives, don't wait."""
+        if failed and (path := dump_flight_recorder(self.config.comm, self.config.job.dump_folder)):
+            logger.info(f"Record of this rank's collectives: {path}")
+        self.metrics.close()
+        self.profiler.close()
+        self.parts.loader.close()
+        if self.parts.validation_loader is not None:
+            self.parts.validation_loader.close()
+        if self.owns_process_group and dist.is_initialized() and not failed:
+            dist.barrier()
+            dist.destroy_process_group()
