@@ -69,7 +69,9 @@ class ModelSpec:
         """
         if flavor not in self.flavors:
             choices = ", ".join(self.flavors)
-            near = difflib.get_close_matches(flavor, self.flavors, 1)
+            near = [f for f in self.flavors if f.lower() == flavor.lower()] or difflib.get_close_matches(
+                flavor, self.flavors, 1
+            )
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError([f"model.flavor: {self.name} has no flavor {flavor!r} (it has {choices}){hint}"])
         base = self.flavors[flavor]

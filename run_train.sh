@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Pretrains a model. Sets up an environment the first time; uses all GPUs of this machine, or the CPU.
+#
+#   ./run_train.sh                                             the demo: a small Llama on real text
+#   NGPU=8 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100
+#
+# Arguments are overrides (--section.key value; --help lists them). Environment:
+#   CONFIG_FILE  TOML file (train_configs/debug_model.toml)   NGPU     ranks on this node (its GPUs; 1 on a CPU)
+#   LOG_RANK     ranks that log, comma-separated (0)          NNODES   nodes (1); then RDZV_ENDPOINT=host:port too
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=$("$root/scripts/setup.sh")
+if [[ -z ${NGPU:-} ]]; then
+    NGPU=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
+    ((NGPU > 0)) || NGPU=1
+fi
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} LOG_RANK=${LOG_RANK:-0}
+exec "$python" -m torchtitan.launch --nproc-per-node "$NGPU" --nnodes "${NNODES:-1}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:-}" -- \
+    --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Finds or makes a Python environment for this project and prints the path of its interpreter.
+#
+#   scripts/setup.sh          what training needs
+#   scripts/setup.sh --dev    and what the tests need
+#
+# An interpreter that already has torch (an active environment, a cluster image) is used as it is: torch is never
+# installed over. Otherwise .venv is made once, with the versions in constraints.txt.
+#   TORCHTITAN_PYTHON  use this interpreter      TORCHTITAN_VENV  make the environment here instead of .venv
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${TORCHTITAN_VENV:-$root/.venv}
+extra=()
+[[ ${1:-} == --dev ]] && extra=(dev)
+say() { echo "setup: $*" >&2; }
+
+# Prints what `$1` lacks of this project's requirements, one per line; fails if it is older than Python 3.11.
+missing() {
+    "$1" - "$root/pyproject.toml" "${extra[@]}" <<'PY'
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(1)
+import re, tomllib
+from importlib import metadata
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+wanted = list(project["dependencies"])
+for extra in sys.argv[2:]:
+    wanted += project["optional-dependencies"][extra]
+for requirement in wanted:
+    try:
+        metadata.version(re.split(r"[<>=\[ ]", requirement)[0])
+    except metadata.PackageNotFoundError:
+        print(requirement)
+PY
+}
+
+has_torch() { "$1" -c 'from importlib import metadata; metadata.version("torch")' 2>/dev/null; }
+
+pip_install() { # interpreter, arguments
+    local python=$1
+    shift
+    "$python" -m pip install --quiet --disable-pip-version-check "$@" >&2
+}
+
+# Installs what is missing beside the torch that is there, which the constraint holds in place.
+complete() { # interpreter with torch, interpreter to install with
+    local lacking version
+    lacking=$(missing "$2")
+    [[ -z $lacking ]] && return
+    version=$("$1" -c 'from importlib import metadata; print(metadata.version("torch"))')
+    say "keeping torch $version, adding: $(tr '\n' ' ' <<<"$lacking")"
+    local -a names
+    mapfile -t names <<<"$lacking"
+    pip_install "$2" --constraint <(
+        echo "torch==$version"
+        grep -v '^torch==' "$root/constraints.txt"
+    ) "${names[@]}"
+}
+
+use_existing() { # interpreter with torch: prints the interpreter to use
+    local python=$1
+    if [[ -z $(missing "$python") ]]; then
+        echo "$python"
+    elif "$python" -c 'import os, sys; sys.exit(sys.prefix == sys.base_prefix and "CONDA_PREFIX" not in os.environ)'; then
+        complete "$python" "$python"
+        echo "$python"
+    else # a system-wide installation: leave it alone, put what is missing on top of it
+        [[ -x $venv/bin/python ]] || "$python" -m venv --system-site-packages "$venv"
+        complete "$python" "$venv/bin/python"
+        echo "$venv/bin/python"
+    fi
+}
+
+install_torch() { # interpreter
+    local pin
+    pin=$(grep '^torch==' "$root/constraints.txt")
+    if [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
+        # No NVIDIA driver: a CPU build, not gigabytes of CUDA. First where pip looks anyway, then PyTorch's own index.
+        pip_install "$1" "$pin+cpu" 2>/dev/null && return
+        pip_install "$1" "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
+    fi
+    pip_install "$1" "$pin"
+}
+
+make_venv() {
+    local python stamp=$venv/.ready-${extra[*]:-run} wanted
+    wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
+    [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
+    if [[ ! -x $venv/bin/python ]]; then
+        for python in python3 python3.13 python3.12 python3.11 python; do
+            command -v "$python" >/dev/null && missing "$python" >/dev/null 2>&1 && break
+            python=
+        done
+        [[ -n $python ]] || { say "needs Python 3.11 or newer; none found on PATH"; exit 1; }
+        say "making $venv (once; a few minutes)"
+        "$python" -m venv "$venv"
+    fi
+    has_torch "$venv/bin/python" || install_torch "$venv/bin/python"
+    pip_install "$venv/bin/python" --constraint "$root/constraints.txt" --editable "$root${extra:+[${extra[*]}]}"
+    echo "$wanted" >"$stamp"
+}
+
+if [[ -n ${TORCHTITAN_PYTHON:-} ]]; then
+    complete "$TORCHTITAN_PYTHON" "$TORCHTITAN_PYTHON"
+    echo "$TORCHTITAN_PYTHON"
+    exit
+fi
+for python in python python3; do
+    if command -v "$python" >/dev/null && missing "$python" >/dev/null 2>&1 && has_torch "$python"; then
+        use_existing "$(command -v "$python")"
+        exit
+    fi
+done
+make_venv
+echo "$venv/bin/python"

@@ -1,0 +1,80 @@
+"""Small training runs for tests: a tiny Llama on text made here, started through the real trainer."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config import resolve
+
+TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
+WORDS = "the model reads a row of tokens and every rank sees its own slice of one global batch".split()
+
+
+def write_corpus(path: Path, documents: int = 40, seed: int = 0) -> Path:
+    """A JSONL file of documents of very different lengths."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for i in range(documents):
+            text = " ".join(rng.choices(WORDS, k=rng.randint(3, 120)))
+            file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
+    return path
+
+
+def arguments(folder: Path, *extra: str, steps: int = 4, global_batch: int = 8, local_batch: int = 2) -> list[str]:
+    """Command-line arguments of a tiny run whose files are in `folder`."""
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus)
+    overrides = [f"--model.overrides.{key}={value}" for key, value in TINY.items()]
+    return [
+        f"--job.dump_folder={folder / 'out'}",
+        "--training.dataset=corpus",
+        f"--training.dataset_path={corpus}",
+        f"--training.steps={steps}",
+        f"--training.global_batch_size={global_batch}",
+        f"--training.local_batch_size={local_batch}",
+        "--training.seq_len=32",
+        "--training.mixed_precision_param=float32",
+        "--optimizer.lr=1e-2",
+        "--lr_scheduler.warmup_steps=2",
+        "--metrics.log_freq=1",
+        *overrides,
+        *extra,
+    ]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(argv: list[str]) -> dict[str, Any]:
+    """Run to the end on the ranks that call this; returns rank 0's metrics and every rank's full weights."""
+    from torchtitan.trainer.preflight import preflight
+    from torchtitan.trainer.trainer import Trainer
+
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    initial = {name: full(p) for name, p in trainer.parts.model.named_parameters()}
+    try:
+        progress = trainer.train()
+    finally:
+        trainer.close()
+    return {
+        "initial": initial,
+        "weights": {name: full(p) for name, p in trainer.parts.model.named_parameters()},
+        "metrics": read_metrics(Path(config.job.dump_folder)),
+        "progress": progress.state_dict(),
+    }
+
+
+def read_metrics(dump_folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (dump_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [record["loss"] for record in run["metrics"] if "loss" in record]

@@ -1,0 +1,77 @@
+"""Learning rate against its closed form; weight decay on matrices only."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.components.optimizer import LRSchedule, build_optimizer, lr_factor
+from torchtitan.config.schema import LRScheduler, Optimizer
+
+
+def curve(total, **kwargs):
+    schedule = LRScheduler(total_steps=total, **kwargs)
+    return [lr_factor(step, schedule) for step in range(total)]
+
+
+def test_warmup_rises_linearly_to_the_peak():
+    assert curve(10, warmup_steps=4, decay_ratio=0.0) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 7)
+
+
+def test_stable_phase_then_decay_over_the_last_share():
+    factors = curve(20, warmup_steps=2, decay_ratio=0.25)
+    assert factors[2:15] == [1.0] * 13
+    assert factors[15:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "shape"),
+    [
+        ("linear", lambda t: 1 - t),
+        ("sqrt", lambda t: 1 - math.sqrt(t)),
+        ("cosine", lambda t: 0.5 * (1 + math.cos(math.pi * t))),
+    ],
+)
+def test_decay_shapes_end_at_the_floor(decay_type, shape):
+    factors = curve(9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
+    assert factors == pytest.approx([0.1 + 0.9 * shape((i + 1) / 10) for i in range(9)])
+    beyond = lr_factor(50, LRScheduler(total_steps=9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1))
+    assert beyond == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(("name", "decayed"), [("AdamW", 1 - 0.5 * 0.25), ("Adam", None)])
+def test_weight_decay_spares_vectors(name, decayed, implementation):
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = build_optimizer(
+        model, Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation)
+    )
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(before)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    after = dict(model.named_parameters())
+    assert torch.equal(after["1.weight"], before["1.weight"])
+    assert torch.equal(after["0.bias"], before["0.bias"])
+    if decayed:
+        torch.testing.assert_close(after["0.weight"].detach(), before["0.weight"] * decayed)
+    else:
+        assert not torch.equal(after["0.weight"], before["0.weight"])
+
+
+def test_schedule_resumes_where_it_was():
+    model = nn.Linear(2, 2)
+    config = LRScheduler(total_steps=10, warmup_steps=3)
+    first = LRSchedule(build_optimizer(model, Optimizer()), 1.0, config)
+    rates = []
+    for _ in range(10):
+        rates.append(first.apply())
+        first.advance()
+        if len(rates) == 4:
+            saved = first.state_dict()
+    second = LRSchedule(build_optimizer(model, Optimizer()), 1.0, config)
+    second.load_state_dict(saved)
+    assert second.apply() == rates[4]
+    assert second.optimizer.param_groups[0]["lr"] == rates[4]
