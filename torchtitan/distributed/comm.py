@@ -34,10 +34,12 @@ def init_distributed(comm: Comm, dump_folder: str, device: torch.device) -> None
 
 
 def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
-    """Set the Flight Recorder's environment, in the spellings of torch 2.11 and of 2.13, before any group exists."""
+    """Set the Flight Recorder's environment, in the spellings of torch 2.11 and 2.13, before any group exists."""
     folder = Path(dump_folder, comm.save_traces_folder)
     size = str(comm.trace_buf_size)
-    settings = {"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
+    settings = {"TORCH_FR_BUFFER_SIZE": size}
+    if not hasattr(dist, "all_gather_single"):  # before torch 2.13, parts of the recorder know only the old name
+        settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] = size
     if comm.trace_buf_size:
         folder.mkdir(parents=True, exist_ok=True)
         prefix = str(folder / comm.save_traces_file_prefix)

@@ -1,0 +1,161 @@
+"""Validation, profiling, Flight Recorder and data position, through the real trainer."""
+
+import json
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.runs import arguments, full, losses, read_metrics, train, write_corpus
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import build_tokenizer
+from torchtitan.config import resolve
+from torchtitan.models.layers import attention_backend
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.trainer import Trainer
+
+
+def validation_arguments(folder, *extra):
+    held_out = folder / "held-out.jsonl"
+    if not held_out.exists():
+        write_corpus(held_out, documents=13, seed=5)
+    return arguments(
+        folder,
+        "--validation.enable",
+        "--validation.dataset=held-out",
+        f"--validation.dataset_path={held_out}",
+        "--validation.seq_len=32",
+        "--validation.freq=2",
+        *extra,
+    )
+
+
+def validations(run):
+    return [(r["step"], r["validation_loss"], r["validation_tokens"]) for r in run["metrics"] if "validation_loss" in r]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path, batch):
+    """Against one long pass by hand; 13 documents divide evenly among no number of ranks here."""
+    argv = validation_arguments(tmp_path, f"--validation.local_batch_size={batch}")
+    run = ranks(2, train, argv)[0]
+    assert [step for step, *_ in validations(run)] == [2, 4]
+    plan = preflight(resolve(argv, 1).config)
+    model = plan.spec.build(plan.args, attention_backend("cpu"))
+    model.load_state_dict(run["weights"])
+    rows = ranks(1, all_rows, argv, batch * 2)[0]
+    loss = tokens = 0
+    with torch.no_grad():
+        for inputs, labels in rows:
+            loss += F.cross_entropy(
+                model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            ).item()
+            tokens += int((labels != IGNORE_INDEX).sum())
+    _, measured, counted = validations(run)[-1]
+    assert measured == pytest.approx(loss / tokens, rel=1e-5)
+    assert counted == tokens
+    lines = (tmp_path / "held-out.jsonl").read_text().splitlines()
+    documents = [build_tokenizer("./tests/assets/tokenizer").encode_document(json.loads(x)["text"]) for x in lines]
+    assert sum(map(len, documents)) - tokens <= batch * 2, "only each lane's very first token is not predicted"
+
+
+def all_rows(argv, rows):
+    from torchtitan.trainer.build import build_data
+
+    class OneRank:
+        dp_rank, dp_degree = 0, 1
+
+    config = resolve(argv, 1).config
+    loader = build_data("validation", config.validation, rows, preflight(config).tokenizer, OneRank(), 0)
+    return [(b.tokens, b.labels) for b in loader]
+
+
+def test_validation_does_not_depend_on_the_ranks_nor_change_training(ranks, tmp_path):
+    plain = ranks(2, train, arguments(tmp_path, f"--job.dump_folder={tmp_path / 'plain'}"))[0]
+    curves = []
+    for world, batch in ((1, 4), (2, 2), (4, 1)):
+        extra = [f"--validation.local_batch_size={batch}", f"--job.dump_folder={tmp_path / str(world)}"]
+        run = ranks(world, train, validation_arguments(tmp_path, *extra))[0]
+        assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
+        curves.append(validations(run))
+    for curve in curves[1:]:
+        assert [c[2] for c in curve] == [c[2] for c in curves[0]]
+        assert [c[1] for c in curve] == pytest.approx([c[1] for c in curves[0]], rel=1e-5)
+
+
+def test_validation_steps_limit_the_batches(ranks, tmp_path):
+    extra = ["--validation.local_batch_size=2", "--validation.steps=2"]
+    run = ranks(2, train, validation_arguments(tmp_path, *extra))[0]
+    assert validations(run)[0][2] == 2 * 2 * 2 * 32
+
+
+def test_a_save_after_validation_holds_whole_weights(ranks, tmp_path):
+    """Gathered weights that a forward leaves behind must not reach a checkpoint."""
+    extra = ["--checkpoint.enable", "--checkpoint.interval=2"]
+    whole = ranks(2, train, validation_arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'a'}"))[0]
+    again = ["--checkpoint.load_step=2", f"--job.dump_folder={tmp_path / 'a'}"]
+    run = ranks(4, train, validation_arguments(tmp_path, *extra, *again, "--training.local_batch_size=1"))[0]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_profiler_traces_are_written_on_schedule(ranks, tmp_path):
+    extra = ["--profiling.enable_profiling", "--profiling.profile_freq=3", "--profiling.profiler_warmup=1"]
+    ranks(2, train, arguments(tmp_path, *extra, steps=6))
+    traces = sorted(str(p.relative_to(tmp_path / "out/profile_traces")) for p in tmp_path.rglob("*trace.json"))
+    assert traces == [f"step_{s}/rank{r}_trace.json" for s in (3, 6) for r in (0, 1)]
+    events = json.loads((tmp_path / "out/profile_traces/step_3/rank0_trace.json").read_text())["traceEvents"]
+    assert any("scaled_dot_product" in str(event.get("name")) for event in events)
+
+
+def fail_at_step_2(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    trainer._after_step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.close(failed=True)
+    return dist.get_rank()
+
+
+def test_flight_recorder_is_on_and_dumped_on_failure(ranks, tmp_path):
+    ranks(2, fail_at_step_2, arguments(tmp_path))
+    for rank in (0, 1):
+        trace = pickle.loads((tmp_path / f"out/comm_traces/rank_{rank}").read_bytes())
+        names = {entry["profiling_name"] for entry in trace["entries"]}
+        assert any("all_gather" in name for name in names)
+        assert any("all_reduce" in name for name in names)
+        group_keys = {str(key) for key in trace["pg_config"]}
+        assert {str(entry["process_group"][0]) for entry in trace["entries"]} <= group_keys
+
+
+def gradients_after_one_backward(argv, max_norm):
+    from torchtitan.trainer.step import forward_backward
+
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    parts = trainer.parts
+    result = forward_backward(
+        parts.model, next(iter(parts.loader)), parts.mesh, parts.device, config.training.local_batch_size, max_norm
+    )
+    grads = {name: full(param.grad) for name, param in parts.model.named_parameters()}
+    trainer.close()
+    return result.grad_norm, grads
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gradient_norm_and_clipping_are_global(ranks, tmp_path, world):
+    argv = arguments(tmp_path, "--training.local_batch_size=2")
+    norm, raw = ranks(world, gradients_after_one_backward, argv, 0.0)[0]
+    assert norm == pytest.approx(torch.cat([g.flatten() for g in raw.values()]).norm().item(), rel=1e-5)
+    _, clipped = ranks(world, gradients_after_one_backward, argv, norm / 4)[0]
+    for name, grad in raw.items():
+        torch.testing.assert_close(clipped[name], grad / 4, rtol=1e-4, atol=1e-8)
+
+
+def test_effective_config_reproduces_the_run(ranks, tmp_path):
+    first = ranks(2, train, arguments(tmp_path))[0]
+    again = ["--config", str(tmp_path / "out/config.toml"), f"--job.dump_folder={tmp_path / 'again'}"]
+    assert losses(ranks(2, train, again)[0]) == losses(first)
+    assert [r["step"] for r in read_metrics(tmp_path / "again")] == [1, 2, 3, 4]

@@ -1,0 +1,68 @@
+"""The one-way import graph, held by reading every import statement, lazy and type-checking ones included."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "torchtitan"
+LAYERS = {
+    "utils": 0,
+    "config": 1,
+    "models": 2,
+    "distributed": 3,
+    "components": 4,
+    "trainer": 5,
+    "tools": 6,
+    "train": 6,
+    "launch": 6,
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules a file imports, wherever the statement stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def unit(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "torchtitan" and parts[1] in LAYERS else None
+
+
+def own_unit(path: Path) -> str | None:
+    return unit(".".join(("torchtitan", *path.relative_to(ROOT).with_suffix("").parts)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path):
+    own = own_unit(path)
+    if own is None:
+        assert path.name == "__init__.py"
+        return
+    for name in imports(path):
+        other = unit(name)
+        assert other is None or LAYERS[other] <= LAYERS[own], f"{path.name} (layer {own}) imports {name}"
+
+
+def test_every_file_has_a_layer():
+    """Guards the test above: a new folder must be given its place."""
+    assert len(FILES) > 30
+    assert {own_unit(path) for path in FILES} - {None} == set(LAYERS)
+
+
+def test_models_know_nothing_of_parallelism():
+    for path in (ROOT / "models").rglob("*.py"):
+        assert not any(name.startswith("torch.distributed") for name in imports(path)), path
+
+
+def test_config_imports_no_torch():
+    for path in [*(ROOT / "config").rglob("*.py"), ROOT / "trainer" / "preflight.py"]:
+        assert not any(name.split(".")[0] == "torch" for name in imports(path)), path

@@ -1,0 +1,116 @@
+"""What is recorded, against hand-made runs and the formats' own readers."""
+
+import json
+import time
+
+import pytest
+import torch.distributed as dist
+
+from torchtitan.components.metrics import ConsoleSink, JsonlSink, Metrics, TensorBoardSink, WandbSink
+from torchtitan.config import schema
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.hardware import peak_flops
+
+KEYS = {
+    "step", "loss", "max_loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_second", "tflops", "mfu",
+    "memory_gib", "memory_pct", "data_loading_pct", "step_time_s", "time",
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+
+def make(folder, start=0, total=20, peak=None, **kwargs):
+    job = schema.Job(dump_folder=str(folder))
+    config = schema.Metrics(**kwargs)
+    return Metrics(config, job, {}, start_step=start, total_steps=total, flops_per_token=2e9, peak_flops=peak)
+
+
+VALUES = dict(loss=2.5, max_loss=2.75, grad_norm=0.5, lr=1e-3, tokens=700, skipped=0)
+
+
+def test_record_has_every_field_and_right_rates(one_rank, tmp_path):
+    metrics = make(tmp_path, peak=1e12)
+    start = time.perf_counter()
+    time.sleep(0.05)
+    for step in (1, 2):
+        metrics.count(step, 350, data_time=0.005)
+    paused = metrics.pause()
+    time.sleep(0.1)
+    metrics.resume(paused)
+    record = metrics.log(2, **VALUES)
+    training = time.perf_counter() - start - 0.1
+    metrics.close()
+    assert set(record) == KEYS
+    assert record["tokens_per_second"] == pytest.approx(700 / training, rel=0.1)
+    assert record["step_time_s"] == pytest.approx(training / 2, rel=0.1)
+    assert record["data_loading_pct"] == pytest.approx(100 * 0.01 / training, rel=0.1)
+    assert record["tflops"] == pytest.approx(record["tokens_per_second"] * 2e9 / 1e12)
+    assert record["mfu"] == pytest.approx(100 * record["tokens_per_second"] * 2e9 / 1e12)
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [record]
+
+
+def test_first_last_and_every_kth_step_are_due(one_rank, tmp_path):
+    metrics = make(tmp_path, start=3, total=21, log_freq=5)
+    assert [s for s in range(4, 22) if metrics.due(s)] == [4, 5, 10, 15, 20, 21]
+
+
+def test_resume_drops_steps_that_will_be_trained_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 5, 9)) + '{"step": 10, "lo')
+    sink = JsonlSink(path, start_step=5)
+    sink.log({"step": 6})
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 5, 6]
+
+
+def test_a_new_run_does_not_overwrite_an_old_ones_metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    JsonlSink(path, start_step=0).close()
+    (old,) = set(tmp_path.glob("metrics-*.jsonl"))
+    assert old.read_text() == '{"step": 1}\n'
+    assert path.read_text() == ""
+
+
+def test_tensorboard_reads_back(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2):
+        sink.log({"step": step, "loss": 3.0 / step, "mfu": None, "time": 100.0 + step})
+    sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 3.0), (2, 1.5)]
+
+
+def test_missing_package_is_named_with_its_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"metrics.enable_wandb needs the package wandb"):
+        WandbSink(tmp_path, schema.Job(), {})
+
+
+def test_console_line_says_mfu_only_where_the_peak_is_known():
+    console = ConsoleSink(100, 0, plain=True)
+    record = dict.fromkeys(KEYS, 1.0) | {"step": 7, "mfu": None}
+    assert "step   7/100" in console.line(record)
+    assert "MFU" not in console.line(record)
+    assert "MFU 1.0%" in console.line(record | {"mfu": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "float32", None),
+        ("NVIDIA GeForce GTX 1080", "bfloat16", None),
+        ("cpu", "bfloat16", None),
+    ],
+)
+def test_peak_rates_are_known_or_none(name, dtype, peak):
+    assert peak_flops(name, dtype) == peak

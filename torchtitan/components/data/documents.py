@@ -1,0 +1,149 @@
+"""Documents that can be read in any order: the demo text and local files."""
+
+import glob
+import hashlib
+import logging
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.utils.errors import UserError
+
+logger = logging.getLogger("torchtitan")
+
+FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+
+# Tests differ between distributions, and tables of encodings are no text; without them the size is stable.
+_NOT_DEMO = {"test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip", "turtledemo", "__pycache__"}
+_HELD_OUT_EVERY = 20
+
+
+class Documents(Protocol):
+    """A fixed collection of texts."""
+
+    fingerprint: str
+    """Changes when the texts do."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> str: ...
+
+
+class DemoDocuments:
+    """The text of Python's own standard library: real prose and code on every machine, with nothing to download.
+
+    Every 20th file is held out, for `demo_validation`.
+    """
+
+    def __init__(self, validation: bool):
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = sorted(d for d in subfolders if d not in _NOT_DEMO and not d.endswith("-packages"))
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        files.sort(key=lambda path: path.relative_to(root).as_posix())
+        self.files = [f for i, f in enumerate(files) if (i % _HELD_OUT_EVERY == 0) == validation]
+        listing = "".join(f"{f.relative_to(root)}:{f.stat().st_size};" for f in self.files)
+        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> str:
+        return self.files[index].read_text(encoding="utf-8", errors="replace")
+
+
+class LocalDocuments:
+    """JSONL, text or Parquet files, memory-mapped by the `datasets` library, which indexes them once per node.
+
+    A text file is one document; the other formats hold one per line or row, in the column `text`.
+    """
+
+    def __init__(self, path: str, key: str):
+        self.files = find_files(path, key)
+        kinds = {_format(file) for file in self.files}
+        if len(kinds) != 1 or None in kinds:
+            names = ", ".join(sorted({file.name for file in self.files})[:3])
+            raise UserError(f"{key}: files must be all of one kind of {', '.join(FORMATS)} (also .gz, .zst); got {names}")
+        self.table = self._load(str(kinds.pop()), self.files, key)
+        columns = self.table.column_names
+        if "text" not in columns:
+            raise UserError(f"{key}: no column 'text' in {path}; it has {', '.join(columns)}. Rename one to 'text'")
+        listing = "".join(f"{file.name}:{file.stat().st_size};" for file in self.files)
+        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+    @staticmethod
+    def _load(kind: str, files: Sequence[Path], key: str) -> Any:
+        import datasets  # seconds to import: only where it is needed
+
+        datasets.disable_progress_bars()
+        datasets.utils.logging.set_verbosity_error()
+        options = {"sample_by": "document"} if kind == "text" else {}
+        try:
+            return datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train", **options)
+        except Exception as error:
+            if len(files) > 1:  # say which one
+                for file in files:
+                    LocalDocuments._load(kind, [file], key)
+            if files[0].stat().st_size == 0 or "EmptyDataset" in type(error).__name__:
+                raise UserError(f"{key}: {files[0]} is empty") from None
+            raise UserError(f"{key}: can't read {files[0]} (damaged or cut off?): {_innermost(error)}") from error
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> str:
+        text = self.table[index]["text"]
+        return text if isinstance(text, str) else ""
+
+
+def find_files(path: str, key: str) -> list[Path]:
+    """Files that `path` (a file, folder or glob) names, sorted.
+
+    Raises:
+        UserError: there are none.
+    """
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        found = [p for p in sorted(Path(expanded).rglob("*")) if p.is_file() and _format(p)]
+    else:
+        found = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if os.path.isfile(p)]
+    if not found:
+        raise UserError(f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin token files)")
+    return found
+
+
+def _format(file: Path) -> str | None:
+    name = file.name.lower()
+    for ending in _COMPRESSED:
+        name = name.removesuffix(ending)
+    return FORMATS.get(Path(name).suffix)
+
+
+def _innermost(error: BaseException) -> str:
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def open_documents(dataset: str, dataset_path: str | None, key: str) -> Documents | None:
+    """The random-access collection that the configuration names, or None if it names a stream.
+
+    Raises:
+        UserError: files that are missing, damaged, of unknown kind, or empty.
+    """
+    documents: Documents
+    if dataset_path is not None:
+        documents = LocalDocuments(dataset_path, f"{key}.dataset_path")
+    elif dataset in ("demo", "c4_test", "demo_validation"):
+        if dataset == "c4_test":
+            logger.info(f'{key}.dataset: "c4_test" is the demo text here: the standard library\'s')
+        documents = DemoDocuments(validation=dataset == "demo_validation")
+    else:
+        return None
+    if len(documents) == 0:
+        raise UserError(f"{key}.dataset_path: {dataset_path or dataset} holds no documents")
+    return documents

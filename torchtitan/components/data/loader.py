@@ -1,0 +1,279 @@
+"""From the configuration to this rank's rows of every step, read ahead in a thread or in worker processes."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from torchtitan.components.data.documents import find_files, open_documents
+from torchtitan.components.data.rows import DocumentCursor, Lane, LaneRows, Row, Rows, TokenRows, lanes_of, merge_states
+from torchtitan.components.data.streams import StreamCursor, open_stream
+from torchtitan.components.data.token_files import TokenFiles
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config import schema
+from torchtitan.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's part of one step."""
+
+    tokens: Tensor
+    """`[rows, seq]` int64."""
+    labels: Tensor
+    """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
+    state: dict[str, Any]
+    """This rank's part of the position after the step."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What to read, as plain values that travel to worker processes."""
+
+    dataset: str
+    dataset_path: str | None
+    tokenizer: Tokenizer
+    seq_len: int
+    rows_per_step: int
+    seed: int
+    infinite: bool
+    key: str
+
+    def open(self) -> "_Opened":
+        path_key = f"{self.key}.dataset_path"
+        if self.dataset_path is not None:
+            pattern = self.dataset_path if not _is_folder_of_tokens(self.dataset_path) else f"{self.dataset_path}/*.bin"
+            if pattern.endswith(".bin"):
+                files = TokenFiles(find_files(pattern, path_key), self.seq_len, self.tokenizer, path_key)
+                return _Opened(files.fingerprint, 0, partial(self._token_rows, files))
+        documents = open_documents(self.dataset, self.dataset_path, self.key)
+        if documents is not None:
+            lane: Callable[[int], Any] = lambda i: DocumentCursor(  # noqa: E731
+                documents, i, self.rows_per_step, self.seed, self.infinite
+            )
+            return _Opened(documents.fingerprint, self.rows_per_step, partial(self._lane_rows, lane, 1))
+        stream = open_stream(self.dataset, self.key)
+        lanes = _largest_divisor(self.rows_per_step, stream.num_shards)
+        lane = lambda i: StreamCursor(stream, i, lanes, self.infinite, self.key)  # noqa: E731
+        return _Opened("stream", lanes, partial(self._lane_rows, lane, self.rows_per_step // lanes))
+
+    def _token_rows(self, files: TokenFiles, rows: range) -> Rows:
+        return TokenRows(files, rows, self.rows_per_step, self.seed, self.infinite)
+
+    def _lane_rows(self, cursor: Callable[[int], Any], rows_per_lane: int, rows: range) -> Rows:
+        lanes = {i: Lane(cursor(i), self.tokenizer, self.seq_len) for i in lanes_of(rows, rows_per_lane)}
+        return LaneRows(lanes, rows, rows_per_lane)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    fingerprint: str
+    lanes: int
+    """0 for random access to rows."""
+    reader: Callable[[range], Rows]
+
+
+def build_loader(
+    *,
+    dataset: str,
+    dataset_path: str | None,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    rows_per_step: int,
+    dp_rank: int,
+    dp_degree: int,
+    seed: int,
+    dataloader: schema.DataLoader,
+    infinite: bool,
+    key_prefix: str = "training",
+) -> "StepLoader":
+    """This rank's loader of `[training]` or `[validation]`.
+
+    Args:
+        rows_per_step: rows of one step over all ranks; `dp_degree` divides it.
+        infinite: epoch after epoch, shuffled; else one pass in order.
+
+    Raises:
+        UserError: the data is missing, damaged, empty, or made for another tokenizer.
+    """
+    per_rank = rows_per_step // dp_degree
+    rows = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)
+    source = _Source(dataset, dataset_path, tokenizer, seq_len, rows_per_step, seed, infinite, key_prefix)
+    return StepLoader(source, rows, dataloader)
+
+
+class StepLoader:
+    """Iterates over steps. Training data has no end; a finite pass begins anew with every iteration."""
+
+    def __init__(self, source: _Source, rows: range, options: schema.DataLoader):
+        self.source, self.rows, self.options = source, rows, options
+        opened = source.open()
+        self.reader = opened.reader
+        self.fingerprint: dict[str, Any] = {
+            "dataset": source.dataset_path or source.dataset,
+            "contents": opened.fingerprint,
+            "tokenizer": source.tokenizer.fingerprint,
+            "seq_len": source.seq_len,
+            "seed": source.seed,
+        }
+        if opened.lanes:
+            self.fingerprint |= {"rows_per_step": source.rows_per_step, "lanes": opened.lanes}
+        self.start: dict[str, Any] | None = None
+        self.pin = options.pin_memory and torch.cuda.is_available()
+        self._stop: threading.Event | None = None
+        self._workers: DataLoader | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a merged position, under any number of ranks and workers.
+
+        Raises:
+            UserError: it is the position in other data.
+        """
+        keys = {
+            "dataset": "dataset",
+            "contents": "dataset",
+            "tokenizer": "hf_assets_path",
+            "seed": "seed",
+            "rows_per_step": "global_batch_size",
+        }
+        sections = {"tokenizer": "model", "seed": "debug"}
+        saved = state["fingerprint"]
+        for name in self.fingerprint.keys() | saved.keys():
+            old, new = saved.get(name), self.fingerprint.get(name)
+            if old != new and name not in ("dataset",):
+                key = f"{sections.get(name, self.source.key)}.{keys.get(name, name)}"
+                raise UserError(
+                    f"{key}: the checkpoint's data position is for {name} {old}, but this run has {new}.\n"
+                    'Set it back, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"].'
+                )
+        self.start = state
+
+    @staticmethod
+    def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The position of the whole run out of every rank's `StepBatch.state`."""
+        return merge_states(states)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        self.close()
+        return self._from_workers() if self.options.num_workers else self._from_thread()
+
+    def _batch(self, rows: list[Row], state: dict[str, Any]) -> StepBatch:
+        ids = torch.from_numpy(np.stack(rows))
+        # A missing id is never an input that matters: its label is ignored too.
+        tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
+        if self.pin:
+            tokens, labels = tokens.pin_memory(), labels.pin_memory()
+        return StepBatch(tokens, labels, state | {"fingerprint": self.fingerprint})
+
+    def _from_thread(self) -> Iterator[StepBatch]:
+        ahead: queue.Queue[StepBatch | BaseException | None] = queue.Queue(self.options.prefetch_factor or 2)
+        stop = self._stop = threading.Event()
+
+        def put(item: StepBatch | BaseException | None) -> bool:
+            while not stop.is_set():
+                try:
+                    ahead.put(item, timeout=0.1)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def produce() -> None:
+            try:
+                reader = self.reader(self.rows)
+                if self.start is not None:
+                    reader.load_state_dict(self.start)
+                while (rows := reader.step()) is not None:
+                    if not put(self._batch(rows, reader.state_dict())):
+                        return
+                put(None)
+            except BaseException as error:
+                put(error)
+
+        threading.Thread(target=produce, name="data", daemon=True).start()
+        while (item := ahead.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _from_workers(self) -> Iterator[StepBatch]:
+        count = self.options.num_workers
+        if self._workers is None:
+            self._workers = DataLoader(
+                _WorkerRows(self.source, self.rows, self.start),
+                batch_size=None,
+                num_workers=count,
+                persistent_workers=self.options.persistent_workers,
+                prefetch_factor=self.options.prefetch_factor,
+                # Forking a process that runs gloo's and NCCL's threads can deadlock.
+                multiprocessing_context="forkserver",
+            )
+        # Items come in turn from worker 0, 1, ..., 0, 1, ...: `count` of them are one step.
+        items = iter(self._workers)
+        while True:
+            parts = [next(items) for _ in range(count)]
+            for part in parts:
+                if isinstance(part, str):
+                    raise UserError(part)
+            if all(rows is None for rows, _ in parts):
+                return
+            rows = [row for part, _ in parts for row in part or []]
+            if len(rows) < len(self.rows):
+                blank = np.full(self.source.seq_len + 1, -100)
+                rows = [row for (part, _), own in zip(parts, _split(self.rows, count), strict=True)
+                        for row in (part or [blank] * len(own))]  # fmt: skip
+            yield self._batch(rows, merge_states([state for _, state in parts]))
+
+    def close(self) -> None:
+        """Stop reading ahead. A later iteration starts again."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+        if self._workers is not None and not self.options.persistent_workers:
+            self._workers = None
+
+
+class _WorkerRows(IterableDataset):
+    """One worker's share of the rank's rows. After the end of a finite pass it keeps saying so."""
+
+    def __init__(self, source: _Source, rows: range, start: dict[str, Any] | None):
+        self.source, self.rows, self.start = source, rows, start
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        try:
+            reader = self.source.open().reader(_split(self.rows, info.num_workers)[info.id])
+            if self.start is not None:
+                reader.load_state_dict(self.start)
+            while True:
+                rows = reader.step()
+                yield rows, reader.state_dict()
+        except UserError as error:
+            # DataLoader can only raise again what takes a single string; the text is what matters.
+            while True:
+                yield str(error)
+
+
+def _split(rows: range, count: int) -> list[range]:
+    """`rows` in `count` consecutive parts, as even as can be."""
+    cuts = [rows.start + len(rows) * i // count for i in range(count + 1)]
+    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+def _is_folder_of_tokens(path: str) -> bool:
+    from pathlib import Path
+
+    folder = Path(path).expanduser()
+    return folder.is_dir() and any(folder.glob("*.bin"))

@@ -1,0 +1,82 @@
+"""Hugging Face data sets by streaming: too large to index, read front to back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.utils.errors import UserError
+
+KNOWN = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+}
+
+
+def open_stream(dataset: str, key: str) -> Any:
+    """A streaming data set: a known name, or `org/name[:config][@split]`.
+
+    Raises:
+        UserError: it can't be found or read.
+    """
+    import datasets  # seconds to import: only where it is needed
+
+    datasets.disable_progress_bars()
+    if dataset in KNOWN:
+        path, name, split = KNOWN[dataset]
+    else:
+        rest, _, split = dataset.partition("@")
+        path, _, name = rest.partition(":")
+    if "/" not in path:
+        choices = ", ".join(["demo", "demo_validation", *KNOWN])
+        raise UserError(
+            f"{key}.dataset: no data set {dataset!r}; there are {choices}, any Hugging Face data set as "
+            f'"org/name:config@split", or local files by {key}.dataset_path'
+        )
+    try:
+        return datasets.load_dataset(path, name or None, split=split or "train", streaming=True)
+    except Exception as error:
+        raise UserError(
+            f"{key}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
+            f"Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set {key}.dataset_path to local files."
+        ) from error
+
+
+class StreamCursor:
+    """One lane's reader of a stream: every `lanes`-th shard (or document, if there are too few shards)."""
+
+    def __init__(self, stream: Any, lane: int, lanes: int, infinite: bool, key: str):
+        from datasets.distributed import split_dataset_by_node
+
+        self.stream = split_dataset_by_node(stream, lane, lanes)
+        self.infinite, self.key = infinite, key
+        self.epoch = 0
+        self.iterator: Iterator[dict[str, Any]] | None = None
+
+    def next(self) -> str | None:
+        """The next document; None at the end of a finite pass."""
+        for _ in range(2):
+            if self.iterator is None:
+                self.stream.set_epoch(self.epoch)
+                self.iterator = iter(self.stream)
+            try:
+                row = next(self.iterator, None)
+            except Exception as error:
+                raise UserError(f"{self.key}.dataset: reading failed: {type(error).__name__}: {error}") from error
+            if row is not None:
+                if "text" not in row:
+                    raise UserError(f"{self.key}.dataset: no column 'text'; it has {', '.join(row)}")
+                return row["text"]
+            if not self.infinite:
+                return None
+            self.epoch, self.iterator = self.epoch + 1, None
+        raise UserError(f"{self.key}.dataset: a lane of the data set holds no documents; lower the number of lanes")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "stream": self.stream.state_dict() if self.iterator is not None else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        self.stream.set_epoch(self.epoch)
+        self.iterator = None
+        if state["stream"] is not None:
+            self.stream.load_state_dict(state["stream"])
+            self.iterator = iter(self.stream)

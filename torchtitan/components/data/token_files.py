@@ -1,0 +1,99 @@
+"""Pre-tokenized data: a flat file of ids, memory-mapped, and a JSON file that says what is in it.
+
+    corpus-00000.bin    token ids, uint16 or uint32, documents one after another
+    corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.utils.errors import UserError
+
+
+def write_token_file(
+    path: Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, about: dict[str, Any]
+) -> dict[str, Any]:
+    """Write `path` (`X.bin`) and `X.json`, atomically; the JSON comes last, so that its presence means "complete".
+
+    Args:
+        about: further entries of the JSON.
+
+    Returns:
+        The JSON's contents.
+    """
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    tokens = count = 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        for ids in documents:
+            file.write(np.asarray(ids, dtype).tobytes())
+            tokens, count = tokens + len(ids), count + 1
+        file.flush()
+        os.fsync(file.fileno())
+    meta = {
+        "dtype": dtype.name,
+        "tokens": tokens,
+        "documents": count,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        **about,
+    }
+    temporary_meta = path.with_name(f".{path.stem}.json.tmp")
+    temporary_meta.write_text(json.dumps(meta, indent=1))
+    temporary.replace(path)
+    temporary_meta.replace(path.with_suffix(".json"))
+    return meta
+
+
+class TokenFiles:
+    """Token files as one sequence of windows of `seq_len + 1` ids, each overlapping the next by one."""
+
+    def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
+        self.seq_len = seq_len
+        self.arrays: list[NDArray[Any]] = []
+        for file in files:
+            meta = self._meta(file, key)
+            if meta["tokenizer"] != tokenizer.fingerprint:
+                raise UserError(
+                    f"{key}: {file} was made with another tokenizer than model.hf_assets_path names; "
+                    "tokenize it anew, or set model.hf_assets_path to the one it was made with"
+                )
+            size = np.dtype(meta["dtype"]).itemsize * meta["tokens"]
+            if file.stat().st_size != size:
+                raise UserError(
+                    f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (cut off?); tokenize it anew"
+                )
+            if meta["tokens"] > 1:
+                self.arrays.append(np.memmap(file, dtype=meta["dtype"], mode="r"))
+        # Ceiling: the last window of a file may be short, and is padded.
+        self.ends = np.cumsum([-(-(len(a) - 1) // seq_len) for a in self.arrays])
+        if not len(self):
+            raise UserError(f"{key}: no tokens in {files[0]}{' and the others' if len(files) > 1 else ''}")
+        self.fingerprint = f"{len(files)} files, {sum(map(len, self.arrays))} tokens"
+
+    @staticmethod
+    def _meta(file: Path, key: str) -> dict[str, Any]:
+        try:
+            meta = json.loads(file.with_suffix(".json").read_text())
+            return {name: meta[name] for name in ("dtype", "tokens", "tokenizer")}
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{key}: {file} has no complete description {file.with_suffix('.json').name} beside it ({error}); "
+                "make token files with python -m torchtitan.tools.tokenize"
+            ) from None
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def window(self, index: int) -> NDArray[np.int64]:
+        """Window `index`; the last one of a file may be shorter than `seq_len + 1`."""
+        which = int(np.searchsorted(self.ends, index, side="right"))
+        start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
+        return self.arrays[which][start : start + self.seq_len + 1].astype(np.int64)

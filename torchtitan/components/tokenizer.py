@@ -1,0 +1,175 @@
+"""Tokenizers: Hugging Face `tokenizer.json`, or Llama 3's tiktoken `.model`, whichever lies in the folder.
+
+Ordinary text never becomes a special token: only `bos` and `eos` add those. Imports no torch.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.utils.errors import UserError
+
+PROJECT = Path(__file__).parents[2]
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""How Llama 3 splits text before byte-pair merging."""
+
+LLAMA3_SPECIAL = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    5: "<|step_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+"""Llama 3's named special tokens among its 256, counted from the end of the ranks; the others are reserved."""
+
+_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
+_EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back."""
+
+    vocab_size: int
+    """Largest id plus one."""
+    bos_id: int | None
+    eos_id: int
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+        """Hash of the tokenizer's file: two runs with the same one see the same ids."""
+
+    @abstractmethod
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """Ids of `text`, with the special tokens asked for around it."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens spelled out."""
+
+    def encode_document(self, text: str) -> list[int]:
+        """A whole document as training sees it: begin-of-text (if there is one), text, end-of-text."""
+        return self.encode(text, bos=self.bos_id is not None, eos=True)
+
+    def _wrap(self, ids: list[int], bos: bool, eos: bool) -> list[int]:
+        start = [self.bos_id] if bos and self.bos_id is not None else []
+        return [*start, *ids, *([self.eos_id] if eos else [])]
+
+    @property
+    def files(self) -> list[Path]:
+        """What an export has to contain so that others can use the tokenizer."""
+        names = ("tokenizer_config.json", "special_tokens_map.json")
+        return [self.path, *(p for n in names if (p := self.path.with_name(n)).is_file())]
+
+    def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[str]]:
+        return build_tokenizer, (str(self.path),)  # worker processes read the file anew
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, read by the `tokenizers` library."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self.backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"model.hf_assets_path: {path} is not a tokenizer: {error}") from None
+        super().__init__(path)
+        # A special token's spelling in ordinary text stays ordinary text.
+        self.backend.encode_special_tokens = True
+        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        config = _read_json(path.with_name("tokenizer_config.json"))
+        self.bos_id = self._special(config.get("bos_token"), _BOS_NAMES)
+        eos = self._special(config.get("eos_token"), _EOS_NAMES)
+        if eos is None:
+            raise UserError(
+                f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in tokenizer_config.json"
+            )
+        self.eos_id = eos
+
+    def _special(self, configured: Any, usual: Sequence[str]) -> int | None:
+        name = configured.get("content") if isinstance(configured, dict) else configured
+        ids = (self.backend.token_to_id(n) for n in ((name,) if name else usual))
+        return next((i for i in ids if i is not None), None)
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        return self._wrap(self.backend.encode(text, add_special_tokens=False).ids, bos, eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Llama 3's `.model`: lines of a base64 token and its rank, read by `tiktoken`."""
+
+    def __init__(self, path: Path):
+        import tiktoken
+        from tiktoken.load import load_tiktoken_bpe
+
+        try:
+            ranks = load_tiktoken_bpe(str(path))
+        except Exception as error:
+            raise UserError(f"model.hf_assets_path: {path} is not a tiktoken model: {error}") from None
+        super().__init__(path)
+        reserved = iter(f"<|reserved_special_token_{i}|>" for i in range(256))
+        names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
+        special = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.backend = tiktoken.Encoding(
+            path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+        self.vocab_size = self.backend.n_vocab
+        self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        return self._wrap(self.backend.encode(text, disallowed_special=()), bos, eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids))
+
+
+def build_tokenizer(hf_assets_path: str) -> Tokenizer:
+    """The tokenizer in a folder (or its `original/`), or the one a path names directly.
+
+    Raises:
+        UserError: no such folder, no tokenizer in it, or a damaged one.
+    """
+    path = resolve_assets_path(hf_assets_path)
+    folders = [path, path / "original"] if path.is_dir() else []
+    found = [path] if path.is_file() else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
+    for file in found:
+        if file.is_file():
+            return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+    reason = "holds neither tokenizer.json nor a tiktoken .model file" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"model.hf_assets_path: {hf_assets_path} {reason}; "
+        "scripts/download_hf_assets.py fetches a model's tokenizer, and ./tests/assets/tokenizer ships with the project"
+    )
+
+
+def resolve_assets_path(path: str) -> Path:
+    """`path` if it exists, else the same path below the project's own folder."""
+    given = Path(path).expanduser()
+    return given if given.exists() or given.is_absolute() else _existing(PROJECT / given, given)
+
+
+def _existing(first: Path, second: Path) -> Path:
+    return first if first.exists() else second
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"model.hf_assets_path: {path} is not valid JSON: {error}") from None

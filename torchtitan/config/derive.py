@@ -1,0 +1,69 @@
+"""Values that follow from others. Each rule is one function; its formula is what `--explain` shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.config.schema import Config
+
+Derived = tuple[str, Any, str]
+"""(key, value, formula)."""
+
+
+def _shard_degree(config: Config, world: int) -> Derived | None:
+    p = config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        return None
+    value = max(1, world // p.data_parallel_replicate_degree)
+    text = f"{world} ranks / data_parallel_replicate_degree {p.data_parallel_replicate_degree}"
+    return "parallelism.data_parallel_shard_degree", value, text
+
+
+def _global_batch(config: Config, world: int) -> Derived | None:
+    t, dp = config.training, data_parallel_degree(config)
+    if t.global_batch_size != -1:
+        return None
+    text = f"local_batch_size {t.local_batch_size} x data-parallel degree {dp}"
+    return "training.global_batch_size", t.local_batch_size * dp, text
+
+
+def _total_steps(config: Config, world: int) -> Derived | None:
+    if config.lr_scheduler.total_steps is not None:
+        return None
+    return "lr_scheduler.total_steps", config.training.steps, "training.steps"
+
+
+def _warmup(config: Config, world: int) -> Derived | None:
+    s = config.lr_scheduler
+    if s.total_steps is None or s.warmup_steps <= s.total_steps:
+        return None
+    return "lr_scheduler.warmup_steps", s.total_steps, f"{s.warmup_steps} cut to total_steps {s.total_steps}"
+
+
+RULES: tuple[Callable[[Config, int], Derived | None], ...] = (_shard_degree, _global_batch, _total_steps, _warmup)
+"""In order: a later rule sees what an earlier one set."""
+
+
+def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
+    """`config` with every "derive it" value filled in for `world` ranks, and the formula of each filled key."""
+    formulas = {}
+    for rule in RULES:
+        if result := rule(config, world):
+            key, value, formulas[key] = result
+            config = replace(config, key, value)
+    return config, formulas
+
+
+def replace(config: Config, key: str, value: Any) -> Config:
+    """A copy of `config` with one dotted key set."""
+    section, _, name = key.partition(".")
+    return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+
+
+def data_parallel_degree(config: Config) -> int:
+    """Ranks that read different data. The shard degree must be derived."""
+    return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+
+
+def gradient_accumulation_steps(config: Config) -> int:
+    """Microbatches of one optimizer step on each rank."""
+    return config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config))

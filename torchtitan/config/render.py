@@ -1,0 +1,117 @@
+"""The schema as text: `--help`, `docs/config.md`, a JSON Schema for editors; and a configuration as TOML."""
+
+import json
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from torchtitan.config.load import fields_of
+from torchtitan.config.schema import Config
+
+
+def type_name(kind: Any) -> str:
+    """A field's type as a person writes it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " | ".join(to_toml_value(arg) for arg in args)
+    if origin in (Union, UnionType):
+        return " | ".join(type_name(arg) for arg in args if arg is not type(None))
+    if origin is list:
+        return f"list of {type_name(args[0])}"
+    if origin is dict:
+        return "table"
+    return {"str": "string", "int": "integer", "float": "number", "bool": "true | false"}[kind.__name__]
+
+
+def _sections() -> dict[str, tuple[type[BaseModel], list[tuple[str, Any]]]]:
+    sections: dict[str, tuple[type[BaseModel], list[tuple[str, Any]]]] = {}
+    for key, info, model in fields_of(Config):
+        sections.setdefault(key.rpartition(".")[0], (model, []))[1].append((key, info))
+    return sections
+
+
+def _default(info: Any) -> str:
+    value = info.get_default(call_default_factory=True)
+    return "unset" if value is None else to_toml_value(value)
+
+
+def help_text(section: str | None = None) -> str:
+    """`--help`, whole or of one section."""
+    sections = _sections()
+    if section is not None and section not in sections:
+        return f"no section {section!r}; there are {', '.join(sections)}"
+    lines = ["Flags are --section.key value (also =value; - and _ are the same; a bare flag is true).", ""]
+    lines += ["A TOML file is given by --job.config_file (or --config); flags override it.", ""]
+    for name, (model, fields) in sections.items():
+        if section in (None, name):
+            lines += [f"[{name}]  {model.__doc__}"]
+            for key, info in fields:
+                lines += [f"  --{key}  {type_name(info.annotation)}  (default: {_default(info)})"]
+                lines += [f"      {line.strip()}" for line in info.description.splitlines()]
+            lines += [""]
+    return "\n".join(lines)
+
+
+def markdown() -> str:
+    """`docs/config.md`."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated from the schema by `python -m torchtitan.tools.config --markdown`. Every key is also a flag:",
+        "`--section.key value`.",
+        "",
+    ]
+    for name, (model, fields) in _sections().items():
+        lines += [f"## [{name}]", "", (model.__doc__ or "").strip(), "", "| key | type | default | |", "|---|---|---|---|"]
+        for key, info in fields:
+            kind = type_name(info.annotation).replace("|", "\\|")
+            text = " ".join(info.description.split()).replace("|", "\\|")
+            lines += [f"| `{key.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {text} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def json_schema() -> str:
+    """A JSON Schema of the TOML file, for editors that complete and check it."""
+    schema = Config.model_json_schema()
+    schema["properties"]["extends"] = {
+        "description": "TOML file or files whose values this one starts from.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that `load_config` reads back to an equal one. Unset keys are left out."""
+    lines: list[str] = []
+    for name, (_, fields) in _sections().items():
+        section: Any = config
+        for part in name.split("."):
+            section = getattr(section, part)
+        tables = []
+        lines += [f"[{name}]"]
+        for key, _ in fields:
+            short = key.rpartition(".")[2]
+            value = getattr(section, short)
+            if isinstance(value, dict):
+                tables += [(key, value)] if value else []
+            elif value is not None and key != "job.config_file":
+                lines += [f"{short} = {to_toml_value(value)}"]
+        for key, table in tables:
+            lines += ["", f"[{key}]", *(f"{k} = {to_toml_value(v)}" for k, v in table.items())]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def to_toml_value(value: Any) -> str:
+    """One value in TOML. JSON's strings are TOML's."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {to_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_toml_value(v) for v in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

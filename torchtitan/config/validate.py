@@ -1,0 +1,164 @@
+"""Rules over several keys, each a small function that yields what is wrong and what would be legal."""
+
+import difflib
+from collections.abc import Callable, Iterator
+
+from torchtitan.config.derive import data_parallel_degree
+from torchtitan.config.schema import Config
+from torchtitan.utils.errors import ConfigError
+
+PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+"""What `checkpoint.exclude_from_loading` may name."""
+
+
+def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
+    p = config.parallelism
+    replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    if shard == 0:
+        yield "parallelism.data_parallel_shard_degree: 0 is no degree; 1 turns sharding off, -1 takes all ranks left"
+    elif replicate * shard != world:
+        fits = f"set data_parallel_shard_degree = {world // replicate}" if world % replicate == 0 else (
+            f"data_parallel_replicate_degree must divide {world}: {', '.join(map(str, _divisors(world)))}"
+        )
+        yield (
+            f"parallelism: data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} is "
+            f"{replicate * shard}, but there are {world} ranks; {fits}"
+        )
+
+
+def batch_divides(config: Config, world: int) -> Iterator[str]:
+    t, dp = config.training, data_parallel_degree(config)
+    unit = t.local_batch_size * dp
+    if unit and (t.global_batch_size <= 0 or t.global_batch_size % unit):
+        below = t.global_batch_size // unit * unit
+        legal = " or ".join(str(n) for n in (below, below + unit) if n > 0)
+        yield (
+            f"training.global_batch_size: {t.global_batch_size} is not a multiple of local_batch_size "
+            f"{t.local_batch_size} x data-parallel degree {dp} = {unit}; set it to {legal}"
+        )
+
+
+def storage_is_no_narrower_than_compute(config: Config, world: int) -> Iterator[str]:
+    t = config.training
+    if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
+        yield (
+            'training.dtype = "bfloat16" stores parameters with less precision than training.mixed_precision_param = '
+            '"float32" computes in; set both to bfloat16, or dtype = "float32"'
+        )
+
+
+def decay_follows_warmup(config: Config, world: int) -> Iterator[str]:
+    s = config.lr_scheduler
+    total = s.total_steps or config.training.steps
+    if s.decay_ratio is not None and s.warmup_steps + round(total * s.decay_ratio) > total:
+        yield (
+            f"lr_scheduler.decay_ratio: decay over {s.decay_ratio:g} of {total} steps would begin before the "
+            f"{s.warmup_steps} warmup_steps end; set it to at most {(total - s.warmup_steps) / total:.3g}"
+        )
+
+
+def retention_is_safe(config: Config, world: int) -> Iterator[str]:
+    if config.checkpoint.keep_latest_k == 1:
+        yield (
+            "checkpoint.keep_latest_k: with 1 the only checkpoint would be at risk while the next is written; "
+            "set 2 or more, or 0 to keep all"
+        )
+
+
+def excluded_parts_exist(config: Config, world: int) -> Iterator[str]:
+    for part in config.checkpoint.exclude_from_loading:
+        if part not in PARTS:
+            near = difflib.get_close_matches(part, PARTS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"checkpoint.exclude_from_loading: no part {part!r} (there are {', '.join(PARTS)}){hint}"
+
+
+def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
+    c = config.checkpoint
+    asked = {
+        "load_step": c.load_step >= 0,
+        "load_only": c.load_only,
+        "initial_load_path": c.initial_load_path is not None,
+        "initial_load_in_hf": c.initial_load_in_hf,
+        "last_save_in_hf": c.last_save_in_hf,
+        "last_save_model_only": c.last_save_model_only,
+    }
+    for key, is_set in asked.items():
+        if is_set and not c.enable:
+            yield f"checkpoint.{key} has no effect without checkpoint.enable = true"
+
+
+def hf_weights_have_no_optimizer(config: Config, world: int) -> Iterator[str]:
+    c = config.checkpoint
+    if c.initial_load_in_hf and not c.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only = false needs optimizer state, which Hugging Face weights "
+            "(checkpoint.initial_load_in_hf) don't have; set one of the two the other way"
+        )
+
+
+def profile_fits_its_period(config: Config, world: int) -> Iterator[str]:
+    p = config.profiling
+    needed = p.profiler_warmup + p.profiler_active
+    if p.enable_profiling and needed > p.profile_freq:
+        yield (
+            f"profiling.profile_freq: {p.profile_freq} steps don't hold profiler_warmup {p.profiler_warmup} + "
+            f"profiler_active {p.profiler_active}; set it to {needed} or more"
+        )
+
+
+def worker_options_need_workers(config: Config, world: int) -> Iterator[str]:
+    for key in ("training", "validation"):
+        loader = getattr(config, key).dataloader
+        if loader.persistent_workers and loader.num_workers == 0:
+            yield f"{key}.dataloader.persistent_workers needs num_workers of 1 or more"
+
+
+def warn_only_needs_determinism(config: Config, world: int) -> Iterator[str]:
+    if config.debug.deterministic_warn_only and not config.debug.deterministic:
+        yield "debug.deterministic_warn_only has no effect without debug.deterministic = true"
+
+
+def validation_sees_data(config: Config, world: int) -> Iterator[str]:
+    if config.validation.enable and config.validation.steps == 0:
+        yield "validation.steps: 0 batches give no loss; -1 takes the whole data set, or set validation.enable = false"
+
+
+RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
+    degrees_fill_the_world,
+    batch_divides,
+    storage_is_no_narrower_than_compute,
+    decay_follows_warmup,
+    retention_is_safe,
+    excluded_parts_exist,
+    loading_is_enabled,
+    hf_weights_have_no_optimizer,
+    profile_fits_its_period,
+    worker_options_need_workers,
+    warn_only_needs_determinism,
+    validation_sees_data,
+)
+
+
+def validate(config: Config, world: int, sources: dict[str, str] | None = None) -> None:
+    """Check a derived configuration for `world` ranks.
+
+    Args:
+        sources: where keys were set, to be named in the messages.
+
+    Raises:
+        ConfigError: every rule that is broken.
+    """
+    problems = [problem for rule in RULES for problem in rule(config, world)]
+    if problems:
+        raise ConfigError([_with_place(problem, sources or {}) for problem in problems])
+
+
+def _with_place(problem: str, sources: dict[str, str]) -> str:
+    key = problem.split(" ")[0].rstrip(":")
+    where = sources.get(key)
+    return f"{where}: {problem}" if where and where != f"--{key}" else problem
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
