@@ -16,12 +16,12 @@ CPU = torch.device("cpu")
 
 
 class Toy(nn.Module):
-    """Sizes that no world size here divides, and more rows than one block."""
+    """More rows than one block, and sizes that three ranks don't divide (tensor parallelism needs them even)."""
 
     def __init__(self):
         super().__init__()
-        self.tall = nn.Linear(9, 2 * ROWS_PER_BLOCK + 37, bias=False)
-        self.small = nn.Linear(2 * ROWS_PER_BLOCK + 37, 3, bias=True)
+        self.tall = nn.Linear(9, 2 * ROWS_PER_BLOCK + 36, bias=False)
+        self.small = nn.Linear(2 * ROWS_PER_BLOCK + 36, 3, bias=True)
 
     def init_buffers(self):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
@@ -53,7 +53,7 @@ def full_weights(layout):
     return {name: value.detach().clone() for name, value in full.items()} | {"table": toy.table}
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")])
+@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")])
 def test_weights_do_not_depend_on_the_layout(ranks, world, layout):
     expected = ranks(1, full_weights, "plain")[0]
     for actual in ranks(world, full_weights, layout):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.runs import arguments, full, losses, train
@@ -171,7 +172,7 @@ def full_disk(argv):
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    config = resolve(argv, torch.distributed.get_world_size()).config
+    config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -230,25 +231,31 @@ def wait_for(condition, process, folder: Path, timeout: float = 60) -> None:
 
 
 def poisoned(argv, step_to_poison):
-    """Train with one rank's weights made NaN just before a step."""
-    config = resolve(argv, torch.distributed.get_world_size()).config
+    """Train with the activations of rank 1 made NaN in one step; tells whether that step changed the weights."""
+    config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    before = None
+    weight = trainer.parts.model.layers["0"].attention.wq.weight
+    after_step, before = trainer._after_step, None
 
     def poison(module, args):
-        nonlocal before
-        if trainer.progress.step + 1 == step_to_poison and before is None:
-            before = full(trainer.parts.model.layers["0"].attention.wq.weight)
-            return (torch.full_like(args[0], float("nan")), *args[1:]) if torch.distributed.get_rank() == 1 else args
+        if trainer.progress.step + 1 == step_to_poison and dist.get_rank() == 1:
+            return torch.full_like(args[0], float("nan")), *args[1:]
         return args
 
-    trainer.parts.model.layers["1"].register_forward_pre_hook(poison, prepend=False)
+    def watch():
+        nonlocal before
+        after_step()
+        if trainer.progress.step + 1 == step_to_poison:
+            before = full(weight)
+        elif trainer.progress.step == step_to_poison:
+            before = torch.equal(full(weight), before)
+
+    trainer._after_step = watch
+    trainer.parts.model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
     try:
-        progress = trainer.train()
-        return "ok", progress.state_dict(), losses({"metrics": []})
+        return "ok", trainer.train().state_dict(), before
     except Exception as error:
-        after = full(trainer.parts.model.layers["0"].attention.wq.weight)
-        return type(error).__name__, str(error), torch.equal(before, after)
+        return type(error).__name__, str(error), torch.equal(full(weight), before)
     finally:
         trainer.close()
 
@@ -265,6 +272,7 @@ def test_nonfinite_loss_on_one_rank_stops_all_before_the_update(ranks, tmp_path)
 
 def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
     argv = arguments(tmp_path, "--training.on_nonfinite=skip", steps=6)
-    for kind, progress, _ in ranks(2, poisoned, argv, 4):
+    for kind, progress, unchanged in ranks(2, poisoned, argv, 4):
+        assert unchanged
         assert kind == "ok"
         assert progress == {"step": 6, "tokens": 6 * 8 * 32, "skipped": 1}

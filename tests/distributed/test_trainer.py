@@ -148,7 +148,7 @@ def gradients_after_one_backward(argv, max_norm):
 def test_gradient_norm_and_clipping_are_global(ranks, tmp_path, world):
     argv = arguments(tmp_path, "--training.local_batch_size=2")
     norm, raw = ranks(world, gradients_after_one_backward, argv, 0.0)[0]
-    assert norm == pytest.approx(torch.cat([g.flatten() for g in raw.values()]).norm().item(), rel=1e-5)
+    assert norm == pytest.approx(torch.cat([g.flatten() for g in raw.values()]).double().norm().item(), rel=1e-5)
     _, clipped = ranks(world, gradients_after_one_backward, argv, norm / 4)[0]
     for name, grad in raw.items():
         torch.testing.assert_close(clipped[name], grad / 4, rtol=1e-4, atol=1e-8)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.models.spec import Init
 
@@ -70,13 +70,12 @@ def _owned(param: Tensor, dim: int) -> Tensor:
     index = torch.arange(param.shape[dim])
     if not isinstance(param, DTensor):
         return index
-    # `_StridedShard` (FSDP x TP) is a Shard with a split factor; moving it to axis 0 keeps that.
-    placements = [_moved_to_first(p) if p.is_shard(dim) else Replicate() for p in param.placements]
+    placements = [_along_first(p) if getattr(p, "dim", None) == dim else Replicate() for p in param.placements]
     index = index.to(param.device_mesh.device_type)
     return distribute_tensor(index, param.device_mesh, placements, src_data_rank=None).to_local().cpu()
 
 
-def _moved_to_first(placement: Shard) -> Shard:
-    if factor := getattr(placement, "split_factor", None):
-        return type(placement)(0, split_factor=factor)
-    return Shard(0)
+def _along_first(placement: Placement) -> Placement:
+    """The same sharding of axis 0. FSDP x TP has shards with a split factor, which are no `Shard`."""
+    factor = getattr(placement, "split_factor", None)
+    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)  # type: ignore[call-arg]

@@ -133,8 +133,12 @@ class CommittingWriter(FileSystemWriter):
         super().__init__(self.temporary, sync_files=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future = super().write_data(plan, planner)
-        names = {result.storage_data.relative_path for result in future.wait()}
+        try:
+            future = super().write_data(plan, planner)
+            names = {result.storage_data.relative_path for result in future.wait()}
+        except Exception as error:
+            # DCP pickles the exception to tell the other ranks, which loses what it was caused by.
+            raise root_cause(error) from error
         if names:
             sums = {name: _file_entry(self.temporary / name) for name in sorted(names)}
             write_json(self.temporary / _SIDECAR.format(plan.storage_data.prefix.strip("_")), sums)
@@ -150,6 +154,14 @@ class CommittingWriter(FileSystemWriter):
         write_json(self.temporary / MANIFEST, self.manifest | {"files": dict(sorted(files.items()))})
         commit(self.temporary, self.final)
         self.committed()
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The operating system's own error, where torch's writer wraps it in one about its internals."""
+    chain = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+    return next((e for e in chain if isinstance(e, OSError)), chain[-1])
 
 
 def _file_entry(path: Path) -> dict[str, int]:

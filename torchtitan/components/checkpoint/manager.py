@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -22,6 +23,7 @@ from torchtitan.components.checkpoint.commit import (
     damage,
     read_manifest,
     remove,
+    root_cause,
     step_folder,
 )
 from torchtitan.components.checkpoint.state import (
@@ -157,9 +159,9 @@ class Checkpointer:
         """Run a part of a save; a failure becomes one sentence, and leaves nothing half-written."""
         try:
             action()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             target = step_folder(self.folder, self._step_in_flight)
-            cause = _root_cause(error)
+            cause = _describe(error)
             shutil.rmtree(target.with_name(f".{target.name}.tmp"), ignore_errors=True)
             advice = "Free some space or set checkpoint.folder to another disk" if _is_full(cause) else "Mend that"
             raise CheckpointError(
@@ -266,15 +268,14 @@ def _from_rank_0(value: Any) -> Any:
     return box[0]
 
 
-def _root_cause(error: BaseException) -> str:
-    """The innermost reason of a failed save: DCP wraps the ranks' exceptions."""
+def _describe(error: BaseException) -> str:
+    """Rank and reason of a failed save: DCP wraps the ranks' exceptions."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = sorted(failures.items())[0]
-        return f"rank {rank}: {_root_cause(cause)}"
-    while isinstance(error, Exception) and error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"rank {rank}: {_describe(cause)}"
+    cause = root_cause(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _is_full(cause: str) -> bool:
