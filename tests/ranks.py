@@ -33,7 +33,7 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    stacks = Path(folder, f"stack-{rank}").open("w+")
+    stacks = Path(folder, f"stack-{rank}").open("w+")  # noqa: SIM115 - open as long as the process lives
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     while True:
         try:
@@ -62,9 +62,7 @@ class RankPool:
         self.folder = tempfile.mkdtemp(prefix="ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         for rank in range(self.world):
             ours, theirs = mp.Pipe()
-            process = _context.Process(
-                target=_rank_main, args=(rank, self.world, self.folder, theirs), daemon=False
-            )
+            process = _context.Process(target=_rank_main, args=(rank, self.world, self.folder, theirs), daemon=False)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -4,9 +4,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 import torchtitan.train
 import torchtitan.trainer.trainer  # noqa: F401

@@ -12,7 +12,26 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import resolve
 
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
-WORDS = "the model reads a row of tokens and every rank sees its own slice of one global batch".split()
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "row",
+    "of",
+    "tokens",
+    "and",
+    "every",
+    "rank",
+    "sees",
+    "its",
+    "own",
+    "slice",
+    "of",
+    "one",
+    "global",
+    "batch",
+]
 
 
 def write_corpus(path: Path, documents: int = 40, seed: int = 0) -> Path:

@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int:
 
     if os.environ.get(DEBUG_ENV) != "1":
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    where = ["--standalone"] if options.nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={options.rdzv_endpoint}"]
+    where = (
+        ["--standalone"] if options.nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={options.rdzv_endpoint}"]
+    )
     nodes = [f"--nnodes={options.nnodes}", f"--nproc-per-node={options.nproc_per_node}"]
     try:
         torchrun([*where, *nodes, "-m", "torchtitan.train", *train_argv])

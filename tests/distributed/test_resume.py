@@ -216,7 +216,9 @@ def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, delay):
     assert steps
     assert all((folder / f"step-{step}/.metadata").is_file() for step in steps)
     more = [*arguments(tmp_path, steps=steps[-1] + 2), "--checkpoint.enable"]
-    done = subprocess.run([sys.executable, "-m", "torchtitan.train", *more], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", *more], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert f"Resumed from {folder / f'step-{steps[-1]}'}" in done.stdout
     assert not list(folder.glob(".step-*"))

@@ -28,7 +28,7 @@ def make(folder, start=0, total=20, peak=None, **kwargs):
     return Metrics(config, job, {}, start_step=start, total_steps=total, flops_per_token=2e9, peak_flops=peak)
 
 
-VALUES = dict(loss=2.5, max_loss=2.75, grad_norm=0.5, lr=1e-3, tokens=700, skipped=0)
+VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "skipped": 0}
 
 
 def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch):

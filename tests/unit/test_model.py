@@ -14,7 +14,7 @@ from torchtitan.models.llama3.args import RopeScaling
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
-TINY = dict(vocab_size=160, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=96, max_seq_len=128)
+TINY = {"vocab_size": 160, "dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "max_seq_len": 128}
 
 
 def build(**overrides):

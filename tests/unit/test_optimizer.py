@@ -45,9 +45,7 @@ def test_decay_shapes_end_at_the_floor(decay_type, shape):
 def test_weight_decay_spares_vectors(name, decayed, implementation):
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = build_optimizer(
-        model, Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation)
-    )
+    optimizer = build_optimizer(model, Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation))
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(before)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)

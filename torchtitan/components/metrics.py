@@ -134,7 +134,9 @@ class ConsoleSink:
         """The record in words."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
         if "validation_loss" in record:
-            return f"{step}  validation loss {record['validation_loss']:.4f} over {record['validation_tokens']:,} tokens"
+            return (
+                f"{step}  validation loss {record['validation_loss']:.4f} over {record['validation_tokens']:,} tokens"
+            )
         parts = [
             step,
             f"loss {record['loss']:.4f}",

@@ -288,5 +288,7 @@ def _meant(key: str, keys: list[str], section: bool) -> str:
     choices = sorted({k.rpartition(".")[0] for k in keys} - {""}) if section else keys
     near = difflib.get_close_matches(key, choices, 1, 0.75)
     last = key.rpartition(".")[2]
-    near = near or [k for k in choices if k.rpartition(".")[2] == last][:1] or difflib.get_close_matches(key, choices, 1)
+    near = (
+        near or [k for k in choices if k.rpartition(".")[2] == last][:1] or difflib.get_close_matches(key, choices, 1)
+    )
     return f"; did you mean {near[0]!r}?" if near else ""

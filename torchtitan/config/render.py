@@ -63,7 +63,14 @@ def markdown() -> str:
         "",
     ]
     for name, (model, fields) in _sections().items():
-        lines += [f"## [{name}]", "", (model.__doc__ or "").strip(), "", "| key | type | default | |", "|---|---|---|---|"]
+        lines += [
+            f"## [{name}]",
+            "",
+            (model.__doc__ or "").strip(),
+            "",
+            "| key | type | default | |",
+            "|---|---|---|---|",
+        ]
         for key, info in fields:
             kind = type_name(info.annotation).replace("|", "\\|")
             text = " ".join(info.description.split()).replace("|", "\\|")

@@ -17,8 +17,10 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
     if shard == 0:
         yield "parallelism.data_parallel_shard_degree: 0 is no degree; 1 turns sharding off, -1 takes all ranks left"
     elif replicate * shard != world:
-        fits = f"set data_parallel_shard_degree = {world // replicate}" if world % replicate == 0 else (
-            f"data_parallel_replicate_degree must divide {world}: {', '.join(map(str, _divisors(world)))}"
+        fits = (
+            f"set data_parallel_shard_degree = {world // replicate}"
+            if world % replicate == 0
+            else (f"data_parallel_replicate_degree must divide {world}: {', '.join(map(str, _divisors(world)))}")
         )
         yield (
             f"parallelism: data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} is "

@@ -5,10 +5,10 @@ import pickle
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from torchtitan.config.schema import Comm
 from torchtitan.utils.logging import logger
@@ -61,6 +61,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str) -> Path | None:
     """
     if not comm.trace_buf_size or not dist.is_initialized():
         return None
+    c10d: Any = torch._C._distributed_c10d
     on_nccl = "nccl" in str(dist.get_backend_config()) and hasattr(c10d, "_dump_nccl_trace")
     raw = (c10d._dump_nccl_trace if on_nccl else c10d._dump_fr_trace)(includeStackTraces=False)
     if not on_nccl:

@@ -33,9 +33,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
         # The last block is needed again at once, by its own backward.
         free = reshard == "always" or (reshard == "default" and i < len(blocks) - 1)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard == "always"
-    )
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard == "always")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

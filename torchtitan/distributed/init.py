@@ -78,4 +78,4 @@ def _owned(param: Tensor, dim: int) -> Tensor:
 def _along_first(placement: Placement) -> Placement:
     """The same sharding of axis 0. FSDP x TP has shards with a split factor, which are no `Shard`."""
     factor = getattr(placement, "split_factor", None)
-    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)  # type: ignore[call-arg]
+    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)

@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
 
 def _options(argv: list[str]) -> tuple[list[str], set[str], int]:
     """Take this tool's own options out of the arguments."""
-    rest, modes = [], set()
+    rest: list[str] = []
+    modes: set[str] = set()
     world = os.environ.get("WORLD_SIZE", "1")
     words = iter(argv)
     for word in words:

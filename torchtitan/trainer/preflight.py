@@ -63,9 +63,10 @@ def _import(module: str) -> None:
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    sections = {"training": config.training, **({"validation": config.validation} if config.validation.enable else {})}
-    for name, section in sections.items():
-        path = section.dataset_path
+    paths = {"training": config.training.dataset_path}
+    if config.validation.enable:
+        paths["validation"] = config.validation.dataset_path
+    for name, path in paths.items():
         # A name with a scheme (hf://, s3://) is a remote file, which only the loader can look up.
         if path and "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
             yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"

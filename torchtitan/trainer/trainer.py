@@ -223,7 +223,7 @@ class Trainer:
             self.checkpointer.wait()
             raise NonFiniteError(
                 f"step {step}: {what}. The weights were not updated; {self.checkpointer.last_good()}.\n"
-                'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to leave such steps out.'
+                'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to go on without.'
             )
         self.progress.skipped += 1
         logger.warning(f"step {step}: {what}; update skipped ({self.progress.skipped} so far)")

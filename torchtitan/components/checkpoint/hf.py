@@ -42,8 +42,7 @@ def load_hf(model: nn.Module, folder: Path, names: dict[str, str]) -> None:
             )
     # The reader fills tensors of the file's own type; the copy into the parameters converts.
     target = {
-        names[name]: torch.empty_like(value, dtype=stored[names[name]].properties.dtype)
-        for name, value in ours.items()
+        names[name]: torch.empty_like(value, dtype=stored[names[name]].properties.dtype) for name, value in ours.items()
     }
     dcp.load(target, storage_reader=HuggingFaceStorageReader(str(folder)))
     with torch.no_grad():

@@ -124,9 +124,7 @@ class Checkpointer:
             self._guard(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
             logger.info(f"Saved {writer.final}")
             return
-        response = dcp.async_save(
-            state, storage_writer=writer, process_group=self._group, async_stager=self._stager
-        )
+        response = dcp.async_save(state, storage_writer=writer, process_group=self._group, async_stager=self._stager)
         if isinstance(response, AsyncSaveResponse):
             self._staging, self._upload = response.staging_completion, response.upload_completion
         else:
@@ -234,7 +232,7 @@ class Checkpointer:
             return None
         if manifest["model_only"]:
             raise CheckpointError(
-                f"checkpoint.initial_load_path: {path} holds only weights; set checkpoint.initial_load_model_only = true"
+                f"checkpoint.initial_load_path: {path} has only weights; set checkpoint.initial_load_model_only = true"
             )
         self._load(path, set())
         return Resumed(manifest["step"], manifest["train_state"])

@@ -67,7 +67,9 @@ class LocalDocuments:
         kinds = {_format(file) for file in self.files}
         if len(kinds) != 1 or None in kinds:
             names = ", ".join(sorted({file.name for file in self.files})[:3])
-            raise UserError(f"{key}: files must be all of one kind of {', '.join(FORMATS)} (also .gz, .zst); got {names}")
+            raise UserError(
+                f"{key}: files must be all of one kind of {', '.join(FORMATS)} (also .gz, .zst); got {names}"
+            )
         self.table = self._load(str(kinds.pop()), self.files, key)
         columns = self.table.column_names
         if "text" not in columns:

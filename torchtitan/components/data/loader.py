@@ -1,10 +1,12 @@
 """From the configuration to this rank's rows of every step, read ahead in a thread or in worker processes."""
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torchtitan.components.data.documents import find_files, open_documents
 from torchtitan.components.data.rows import DocumentCursor, Lane, LaneRows, Row, Rows, TokenRows, lanes_of, merge_states
 from torchtitan.components.data.streams import StreamCursor, open_stream
 from torchtitan.components.data.token_files import TokenFiles
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
@@ -80,6 +83,16 @@ class _Opened:
     reader: Callable[[range], Rows]
 
 
+_KEYS = {
+    "contents": "{section}.dataset",
+    "tokenizer": "model.hf_assets_path",
+    "seed": "debug.seed",
+    "rows_per_step": "{section}.global_batch_size",
+    "lanes": "{section}.dataset",
+}
+"""The configuration key behind each entry of a fingerprint, where their names differ."""
+
+
 def build_loader(
     *,
     dataset: str,
@@ -136,19 +149,12 @@ class StepLoader:
         Raises:
             UserError: it is the position in other data.
         """
-        keys = {
-            "dataset": "dataset",
-            "contents": "dataset",
-            "tokenizer": "hf_assets_path",
-            "seed": "seed",
-            "rows_per_step": "global_batch_size",
-        }
-        sections = {"tokenizer": "model", "seed": "debug"}
         saved = state["fingerprint"]
-        for name in self.fingerprint.keys() | saved.keys():
+        # The files' folder may have moved; what is in them may not have changed.
+        for name in (self.fingerprint.keys() | saved.keys()) - {"dataset"}:
             old, new = saved.get(name), self.fingerprint.get(name)
-            if old != new and name not in ("dataset",):
-                key = f"{sections.get(name, self.source.key)}.{keys.get(name, name)}"
+            if old != new:
+                key = _KEYS.get(name, "{section}." + name).format(section=self.source.key)
                 raise UserError(
                     f"{key}: the checkpoint's data position is for {name} {old}, but this run has {new}.\n"
                     'Set it back, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"].'
@@ -217,6 +223,8 @@ class StepLoader:
             )
         # Items come in turn from worker 0, 1, ..., 0, 1, ...: `count` of them are one step.
         items = iter(self._workers)
+        shares = _split(self.rows, count)
+        blank = np.full(self.source.seq_len + 1, IGNORE_INDEX)
         while True:
             parts = [next(items) for _ in range(count)]
             for part in parts:
@@ -224,11 +232,8 @@ class StepLoader:
                     raise UserError(part)
             if all(rows is None for rows, _ in parts):
                 return
-            rows = [row for part, _ in parts for row in part or []]
-            if len(rows) < len(self.rows):
-                blank = np.full(self.source.seq_len + 1, -100)
-                rows = [row for (part, _), own in zip(parts, _split(self.rows, count), strict=True)
-                        for row in (part or [blank] * len(own))]  # fmt: skip
+            # A worker whose lanes are used up before the others' delivers rows without labels.
+            rows = [row for (part, _), share in zip(parts, shares, strict=True) for row in part or [blank] * len(share)]
             yield self._batch(rows, merge_states([state for _, state in parts]))
 
     def close(self) -> None:
@@ -265,7 +270,7 @@ class _WorkerRows(IterableDataset):
 def _split(rows: range, count: int) -> list[range]:
     """`rows` in `count` consecutive parts, as even as can be."""
     cuts = [rows.start + len(rows) * i // count for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -273,7 +278,5 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def _is_folder_of_tokens(path: str) -> bool:
-    from pathlib import Path
-
     folder = Path(path).expanduser()
     return folder.is_dir() and any(folder.glob("*.bin"))

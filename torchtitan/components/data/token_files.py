@@ -1,7 +1,7 @@
 """Pre-tokenized data: a flat file of ids, memory-mapped, and a JSON file that says what is in it.
 
-    corpus-00000.bin    token ids, uint16 or uint32, documents one after another
-    corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
+corpus-00000.bin    token ids, uint16 or uint32, documents one after another
+corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
 """
 
 import json

@@ -63,9 +63,7 @@ FLAVORS = {
     "debugmodel": LlamaArgs(
         vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, rope_scaling=None
     ),
-    "1B": LlamaArgs(
-        dim=2048, n_layers=16, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
-    ),
+    "1B": LlamaArgs(dim=2048, n_layers=16, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
     "3B": LlamaArgs(
         dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
     ),

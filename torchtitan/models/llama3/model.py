@@ -18,7 +18,7 @@ from torchtitan.models.llama3.args import LlamaArgs
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions: `[b, s, dim] -> [b, s, dim]`."""
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions; keeps `[b, s, dim]`."""
 
     def __init__(self, args: LlamaArgs, attend: Attend):
         super().__init__()

@@ -1,0 +1,367 @@
+"""Loading: both notations, every mistake at once with its place, old spellings, what isn't supported yet."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config import load_config, resolve
+from torchtitan.config.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, NotYet, Tuning
+from torchtitan.config.load import FIELDS, fields_of
+from torchtitan.config.render import json_schema, markdown, to_toml
+from torchtitan.config.schema import Config
+from torchtitan.tools import config as config_tool
+from torchtitan.utils.errors import ConfigError, run_main
+
+ROOT = Path(__file__).parents[2]
+
+# Every key of the TorchTitan 0.2 TOML convention.
+CONVENTION = """
+job: config_file dump_folder description print_config save_config_file custom_config_module
+profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup enable_memory_snapshot
+  save_memory_snapshot_folder
+metrics: log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb
+model: name flavor hf_assets_path tokenizer_path converters print_after_conversion
+optimizer: name lr beta1 beta2 eps weight_decay implementation early_step_in_backward
+lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor
+training: dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps enable_cpu_offload dtype
+  mixed_precision_param mixed_precision_reduce gc_freq gc_debug
+training.dataloader: num_workers persistent_workers pin_memory prefetch_factor
+parallelism: data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree
+  disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree module_fqns_per_model_part
+  pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage
+  pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size
+  pipeline_parallel_expert_parallel_overlap context_parallel_degree context_parallel_load_balancer
+  context_parallel_rotate_method expert_parallel_degree expert_tensor_parallel_degree expert_parallel_comm_backend
+checkpoint: enable enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only
+  initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype async_mode
+  keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only
+activation_checkpoint: mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget
+  visualize_memory_budget_pareto preserve_rng_state determinism_check debug
+compile: enable components backend
+quantize.linear.float8: enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns
+  emulate
+quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns
+quantize.grouped_mm.float8: fqns
+quantize.grouped_mm.mx: recipe_name fqns
+comm: init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix mode
+memory_estimation: enable disable_fake_mode
+fault_tolerance: enable process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method
+experimental: custom_import custom_args_module
+validation: enable dataset dataset_path local_batch_size seq_len freq steps
+validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor
+debug: seed deterministic deterministic_warn_only moe_force_load_balance
+"""
+
+
+def convention_keys():
+    section = ""
+    for word in CONVENTION.split():
+        if word.endswith(":"):
+            section = word[:-1]
+        else:
+            yield f"{section}.{word}"
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text, name="run.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def load(*argv):
+    return load_config(list(argv)).config
+
+
+def problems(*argv):
+    with pytest.raises(ConfigError) as error:
+        load_config(list(argv))
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--training.steps", "5", "--checkpoint.enable", "--training.max-norm=0.5"],
+        ["--training.steps=5", "--checkpoint.enable=true", "--training.max_norm", "0.5"],
+        ["--checkpoint.enable", "True", "--training.max-norm", "5e-1", "--training.steps", "5"],
+    ],
+)
+def test_every_form_of_a_flag(argv):
+    config = load(*argv)
+    assert (config.training.steps, config.checkpoint.enable, config.training.max_norm) == (5, True, 0.5)
+
+
+def test_flags_of_other_types():
+    config = load(
+        "--checkpoint.enable=false",
+        "--checkpoint.exclude_from_loading=dataloader,optimizer",
+        "--lr_scheduler.decay_ratio",
+        "None",
+        "--model.overrides.n_layers=4",
+        "--model.overrides.rope_scaling.factor",
+        "2.0",
+        "--checkpoint.load-step=-1",
+    )
+    assert config.checkpoint.enable is False
+    assert config.checkpoint.exclude_from_loading == ["dataloader", "optimizer"]
+    assert config.lr_scheduler.decay_ratio is None
+    assert config.model.overrides == {"n_layers": 4, "rope_scaling": {"factor": 2.0}}
+    assert load("--checkpoint.exclude_from_loading", "model", "optimizer").checkpoint.exclude_from_loading == [
+        "model",
+        "optimizer",
+    ]
+
+
+def test_command_line_overrides_the_file(toml):
+    file = toml("[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n")
+    for flag in ("--job.config_file", "--config"):
+        loaded = load_config([flag, file, "--training.steps", "9"])
+        assert (loaded.config.training.steps, loaded.config.training.seq_len) == (9, 64)
+        assert loaded.config.optimizer.lr == 1.0
+        assert loaded.sources["training.steps"] == "--training.steps"
+        assert loaded.sources["training.seq_len"] == f"{file}:3"
+
+
+def test_extends_composes_files(toml):
+    toml("[training]\nsteps = 1\nseq_len = 16\n", "base.toml")
+    toml("[training]\nseq_len = 32\n[optimizer]\nlr = 2e-4\n", "more.toml")
+    file = toml('extends = ["base.toml", "more.toml"]\n[optimizer]\nlr = 3e-4\n')
+    loaded = load_config(["--config", file])
+    assert (loaded.config.training.steps, loaded.config.training.seq_len) == (1, 32)
+    assert loaded.config.optimizer.lr == 3e-4
+    assert loaded.sources["training.steps"].endswith("base.toml:2")
+
+
+def test_a_file_that_extends_itself_is_refused(toml):
+    toml('extends = "run.toml"\n', "base.toml")
+    (problem,) = problems("--config", toml('extends = "base.toml"\n'))
+    assert "extends itself: run.toml -> base.toml -> run.toml" in problem
+
+
+def test_all_mistakes_at_once_each_with_its_place(toml):
+    file = toml(
+        """
+[training]
+stpes = 4
+seq_len = "100a"
+note = '''
+[optimizer]
+lr = 1
+'''
+steps = true
+
+[optimzer]
+lr = 1
+
+[lr_scheduler]
+decay_type = "cosin"
+min_lr_factor = 1.5
+"""
+    )
+    found = problems("--config", file, "--metrics.log_frq=3", "--training.max_norm", "abc", "--optimizer.lr", "stray")
+    expected = [
+        f"{file}:3: training.stpes: unknown key; did you mean 'training.steps'?",
+        f"{file}:4: training.seq_len: got '100a', must be an integer",
+        f"{file}:5: training.note: unknown key",
+        f"{file}:9: training.steps: got True, must be an integer",
+        f"{file}:11: optimzer: unknown section; did you mean 'optimizer'?",
+        f"{file}:15: lr_scheduler.decay_type: got 'cosin', must be 'linear', 'sqrt' or 'cosine'; did you mean 'cosine'?",
+        f"{file}:16: lr_scheduler.min_lr_factor: got 1.5: input should be less than or equal to 1",
+        "--metrics.log_frq: unknown key; did you mean 'metrics.log_freq'?",
+        "--training.max_norm: got 'abc', must be a number",
+        "--optimizer.lr: got 'stray', must be a number",
+    ]
+    for text in expected:
+        assert any(problem.startswith(text) for problem in found), (text, found)
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["training.steps=3"], "unexpected argument 'training.steps=3'"),
+        (["--training.steps"], "--training.steps: needs a value"),
+        (["--training.steps", "1", "2"], "takes one value"),
+        (["--config", "missing.toml"], "can't read missing.toml: No such file"),
+        (["--config", "."], "can't read .: Is a directory"),
+        (["--checkpoint.enable", "yes please"], "must be true or false"),
+        (["--training", "3"], "must be a table"),
+    ],
+)
+def test_bad_command_lines(argv, text):
+    assert any(text in problem for problem in problems(*argv))
+
+
+def test_invalid_toml_names_the_line(toml):
+    file = toml("[training]\nsteps = \n")
+    (problem,) = problems("--config", file)
+    assert problem.startswith(f"{file}: not valid TOML")
+    assert "line 2" in problem
+
+
+def test_every_key_of_the_convention_is_known():
+    keys = list(convention_keys())
+    assert len(keys) == len(set(keys)) > 130
+    for key in keys:
+        assert key in FIELDS or key in UNSUPPORTED or key in RENAMED, key
+    assert set(UNSUPPORTED) <= set(keys), "the table of unsupported keys holds nothing else"
+    assert not set(UNSUPPORTED) & set(FIELDS)
+
+
+@pytest.mark.parametrize("key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, NotYet)])
+def test_unsupported_keys_are_refused_unless_off(key):
+    entry = UNSUPPORTED[key]
+    assert entry.off
+    for off in entry.off:
+        text = str(off).lower() if isinstance(off, bool) else str(off)
+        load(f"--{key}={text}")
+    (problem,) = problems(f"--{key}=16")
+    assert problem.startswith(f"--{key}: not supported yet: {entry.what}")
+
+
+def test_tuning_keys_have_an_unsupported_gate():
+    for entry in UNSUPPORTED.values():
+        if isinstance(entry, Tuning):
+            gate = UNSUPPORTED[entry.gate]
+            assert isinstance(gate, NotYet), "once the gate is supported its tuning keys must be too"
+
+
+def test_a_file_with_everything_off_is_accepted(toml):
+    load(
+        "--config",
+        toml(
+            """
+[model]
+converters = []
+[parallelism]
+tensor_parallel_degree = 1
+pipeline_parallel_schedule = "Interleaved1F1B"
+context_parallel_rotate_method = "alltoall"
+[activation_checkpoint]
+mode = "none"
+selective_ac_option = "op"
+[compile]
+enable = false
+components = ["model", "loss"]
+[quantize.linear.float8]
+filter_fqns = ["output"]
+"""
+        ),
+    )
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_spellings_are_taken_with_a_warning(old):
+    new = RENAMED[old]
+    values = {"job.print_config": "true", "lr_scheduler.min_lr_factor": "0.25", "model.hf_assets_path": "somewhere"}
+    value = values.get(new, "3" if new == "debug.seed" else "false")
+    if new in UNSUPPORTED:
+        entry = UNSUPPORTED[new]
+        value = "false" if isinstance(entry, NotYet) else "1"
+        assert load_config([f"--{old}={value}"]).warnings == [f"--{old}: {old} is called {new} now"]
+        return
+    loaded = load_config([f"--{old}={value}"])
+    assert loaded.warnings == [f"--{old}: {old} is called {new} now"]
+    section, _, name = new.partition(".")
+    assert str(getattr(getattr(loaded.config, section), name)).lower() == value
+
+
+def test_old_sections_are_renamed(toml):
+    for old, new in RENAMED_SECTIONS.items():
+        warnings = load_config(["--config", toml(f"[{old}]\nfilter_fqns = []\n")]).warnings
+        assert warnings
+        assert f"{new}.filter_fqns" in warnings[0]
+
+
+def test_toml_round_trip(toml):
+    config = load(
+        "--model.overrides.rope_scaling.factor=2.5",
+        "--model.overrides.n_layers=3",
+        '--job.description=a "quoted" \\ näme',
+        "--checkpoint.exclude_from_loading=model",
+        "--training.dataset_path=x*.jsonl",
+        "--optimizer.eps=1e-12",
+    )
+    assert load("--config", toml(to_toml(config))).model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
+        exclude={"job": {"config_file"}}
+    )
+
+
+def test_everything_is_documented():
+    for key, info, model in fields_of(Config):
+        assert info.description, key
+        assert model.__doc__, model
+
+
+def test_every_key_is_read_somewhere():
+    """A key that no code reads would be ignored silently."""
+    sources = "\n".join(p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts)
+    sources += (ROOT / "torchtitan/config/__init__.py").read_text() + (ROOT / "torchtitan/config/load.py").read_text()
+    sources += (ROOT / "torchtitan/config/derive.py").read_text()
+    for key in FIELDS:
+        name = key.rpartition(".")[2]
+        assert f".{name}" in sources or key == "job.config_file", key
+
+
+def test_generated_documents_are_up_to_date():
+    assert (ROOT / "docs/config.md").read_text() == markdown(), "python -m torchtitan.tools.config --markdown"
+    assert (ROOT / "docs/config.schema.json").read_text() == json_schema(), "... --json-schema"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("world", [1, 8])
+def test_shipped_configs_are_legal(file, world):
+    config = resolve(["--config", str(file)], world).config
+    assert config.job.description != "default job"
+
+
+def test_there_are_shipped_configs():
+    assert len(list((ROOT / "train_configs").glob("*.toml"))) >= 4
+
+
+def test_explain_names_every_origin(toml, tmp_path, capsys):
+    file = toml("[training]\nsteps = 7\n")
+    argv = [file, "--explain", "--world", "4", "--optimizer.lr=1e-4", f"--job.dump_folder={tmp_path}"]
+    assert config_tool.main(argv) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(rows) == set(FIELDS)
+    assert rows["training.steps"].endswith(f"{file}:2")
+    assert rows["optimizer.lr"].endswith("--optimizer.lr")
+    assert rows["training.seq_len"].endswith("default")
+    assert rows["training.global_batch_size"].split()[1] == "32"
+    assert "derived: local_batch_size 8 x data-parallel degree 4" in rows["training.global_batch_size"]
+
+
+def test_errors_and_help_are_quick_and_need_no_torch():
+    code = (
+        "import sys, time; start = time.process_time()\n"
+        "from torchtitan.utils.errors import run_main; from torchtitan.train import main\n"
+        "try: code = run_main(main, sys.argv[1:])\n"
+        "except SystemExit as e: code = e.code\n"
+        "assert not any(m == 'torch' or m.startswith('torch.') for m in sys.modules), 'torch was imported'\n"
+        "assert time.process_time() - start < 1, time.process_time() - start\n"
+        "sys.exit(code)"
+    )
+    for argv, status, text in (
+        (["--help"], 0, "--training.steps  integer  (default: 10000)"),
+        (["--help", "optimizer"], 0, "--optimizer.lr  number  (default: 0.0008)"),
+        (["--training.stpes=3"], 2, "did you mean 'training.steps'?"),
+        (["--model.flavor=9B"], 2, "model.flavor: llama3 has no flavor '9B'"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == status, done.stderr
+        assert text in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_traceback_only_on_request(monkeypatch, capsys):
+    for value, shown in (("0", False), ("1", True)):
+        monkeypatch.setenv("TORCHTITAN_DEBUG", value)
+        assert run_main(lambda argv: load_config(argv) and 0, ["--training.stpes=3"]) == 2
+        assert ("Traceback" in capsys.readouterr().err) == shown

@@ -1,0 +1,314 @@
+"""One global order of rows: against a naive packer, for any number of ranks and workers, across resumes."""
+
+import gzip
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runs import write_corpus
+from torchtitan.components.data import StepLoader, build_loader
+from torchtitan.components.data.documents import DemoDocuments, LocalDocuments
+from torchtitan.components.data.shuffle import permute, permute_many
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import build_tokenizer
+from torchtitan.config.schema import DataLoader
+from torchtitan.tools import tokenize
+from torchtitan.utils.errors import UserError
+
+TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
+SEQ, ROWS = 24, 8
+
+
+def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files", **options):
+    return build_loader(
+        dataset=dataset,
+        dataset_path=None if path is None else str(path),
+        tokenizer=TOKENIZER,
+        seq_len=options.pop("seq_len", SEQ),
+        rows_per_step=rows,
+        dp_rank=rank,
+        dp_degree=degree,
+        seed=options.pop("seed", 3),
+        dataloader=DataLoader(**options),
+        infinite=infinite,
+    )
+
+
+def take(loader, count):
+    """The next `count` steps, as (tokens, labels, state)."""
+    try:
+        return [(b.tokens, b.labels, b.state) for b in itertools.islice(iter(loader), count)]
+    finally:
+        loader.close()
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """The same kind of text in each form that can be read."""
+    folder = tmp_path_factory.mktemp("corpora")
+    jsonl = write_corpus(folder / "corpus.jsonl", documents=23)
+    (folder / "shards").mkdir()
+    for i, lines in enumerate(np.array_split(jsonl.read_text().splitlines(), 4)):
+        with gzip.open(folder / f"shards/{i}.json.gz", "wt") as file:
+            file.write("\n".join(lines))
+    tokenize.main(["--input", str(jsonl), "--output", str(folder / "tokens"), "--part", "10", "--workers", "2"])
+    return {"jsonl": jsonl, "shards": folder / "shards", "tokens": folder / "tokens", "stream": None}
+
+
+@pytest.fixture
+def streaming(corpora, monkeypatch):
+    """`dataset = "local/stream"` streams the compressed shards through `datasets`, as a hub data set is."""
+    import datasets
+
+    real = datasets.load_dataset
+
+    def load(path, name=None, **options):
+        if path != "local/stream":
+            return real(path, name, **options)
+        assert options == {"split": "train", "streaming": True}
+        files = sorted(str(p) for p in corpora["shards"].iterdir())
+        return real("json", data_files=files, split="train", streaming=True)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+
+def open_kind(kind, corpora, *args, **kwargs):
+    return loader(corpora[kind], *args, dataset="local/stream" if kind == "stream" else "files", **kwargs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
+def test_permutation_is_a_bijection_and_differs_by_epoch(size):
+    orders = [permute_many(np.arange(size, dtype=np.uint64), size, 5, epoch).tolist() for epoch in (0, 1)]
+    for order in orders:
+        assert sorted(order) == list(range(size))
+    if size > 3:
+        assert orders[0] != orders[1]
+        assert orders[0] != permute_many(np.arange(size, dtype=np.uint64), size, 6, 0).tolist()
+    assert [permute(i, size, 5, 1) for i in range(size)] == orders[1]
+
+
+def test_permutation_has_no_trend():
+    order = permute_many(np.arange(20_000, dtype=np.uint64), 20_000, 1, 0).astype(float)
+    assert abs(np.corrcoef(np.arange(20_000), order)[0, 1]) < 0.03
+
+
+def test_text_rows_equal_a_naive_packer(corpora):
+    """Lane l reads documents l, l + 8, ... of the shuffled epochs; rows are cut from their concatenation."""
+    texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
+    lanes = []
+    for lane in range(ROWS):
+        ids = []
+        for k in range(lane, 40 * ROWS, ROWS):
+            epoch, slot = divmod(k, len(texts))
+            text = texts[permute(slot, len(texts), 3, epoch)]
+            ids += [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+        lanes.append(ids)
+    for step, (tokens, labels, _) in enumerate(take(loader(corpora["jsonl"]), 12)):
+        for lane, ids in enumerate(lanes):
+            row = ids[step * SEQ : (step + 1) * SEQ + 1]
+            assert tokens[lane].tolist() == row[:-1]
+            assert labels[lane].tolist() == row[1:]
+
+
+def test_an_epoch_holds_every_document_once(corpora):
+    texts = sorted(json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines())
+    documents = LocalDocuments(str(corpora["jsonl"]), "key")
+    for epoch in (0, 1):
+        assert sorted(documents[permute(i, 23, 3, epoch)] for i in range(23)) == texts
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_global_batch_does_not_depend_on_the_ranks(corpora, streaming, kind, degree):
+    whole = take(open_kind(kind, corpora), 9)
+    ranks = [take(open_kind(kind, corpora, rank, degree), 9) for rank in range(degree)]
+    for step, (tokens, labels, _) in enumerate(whole):
+        assert torch.equal(torch.cat([rank[step][0] for rank in ranks]), tokens)
+        assert torch.equal(torch.cat([rank[step][1] for rank in ranks]), labels)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
+@pytest.mark.parametrize(("before", "after", "at"), [(1, 4, 1), (4, 2, 5), (2, 8, 7), (8, 1, 3)])
+def test_resume_at_any_step_under_another_degree(corpora, streaming, kind, before, after, at):
+    whole = take(open_kind(kind, corpora), at + 4)
+    ranks = [take(open_kind(kind, corpora, rank, before), at) for rank in range(before)]
+    merged = StepLoader.merge_states([rank[-1][2] for rank in ranks])
+    merged = json.loads(json.dumps(merged))  # as a checkpoint's manifest keeps it
+    parts = []
+    for rank in range(after):
+        resumed = open_kind(kind, corpora, rank, after)
+        resumed.load_state_dict(merged)
+        parts.append(take(resumed, 4))
+    for i in range(4):
+        assert torch.equal(torch.cat([part[i][0] for part in parts]), whole[at + i][0])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tokens"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(corpora, kind, workers):
+    plain = take(loader(corpora[kind], 1, 2), 6)
+    resumed = loader(corpora[kind], 1, 2, num_workers=workers, prefetch_factor=3)
+    resumed.load_state_dict(plain[1][2])
+    assert [s for *_, s in take(resumed, 4)] == [s for *_, s in plain[2:]]
+    for (tokens, labels, _), (t, lab, _) in zip(take(resumed, 4), plain[2:], strict=True):
+        assert torch.equal(tokens, t)
+        assert torch.equal(labels, lab)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
+@pytest.mark.parametrize(("degree", "rows", "workers"), [(1, 1, 0), (2, 4, 0), (4, 4, 0), (2, 6, 2)])
+def test_a_finite_pass_predicts_every_token_once(corpora, streaming, kind, degree, rows, workers):
+    if kind == "stream" and workers:
+        pytest.skip("the patched hub does not reach worker processes")
+    texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
+    expected = sorted(i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id])
+    seen, first = [], 0
+    for rank in range(degree):
+        one = open_kind(kind, corpora, rank, degree, infinite=False, rows=rows, num_workers=workers)
+        steps = take(one, 10_000)
+        again = take(one, 10_000)
+        assert [t.tolist() for t, *_ in again] == [t.tolist() for t, *_ in steps], "a second pass is the same"
+        seen += [i for _, labels, _ in steps for i in labels[labels != IGNORE_INDEX].tolist()]
+    lanes = 3 if kind == "tokens" else min(rows, 23, 4 if kind == "stream" else rows)
+    if kind == "stream":
+        lanes = next(d for d in range(min(rows, 4), 0, -1) if rows % d == 0)
+    first = len(expected) - len(seen)
+    assert first == lanes, "only the very first token of each lane (of each token file) has nothing before it"
+    missing = list(expected)
+    for i in seen:
+        missing.remove(i)
+    assert set(missing) <= {TOKENIZER.bos_id}
+
+
+def test_padding_is_never_a_label(corpora):
+    *_, last = take(loader(corpora["jsonl"], infinite=False, rows=1), 10_000)
+    tokens, labels, _ = last
+    assert (labels == IGNORE_INDEX).any()
+    assert tokens.min() >= 0
+
+
+def test_demo_is_real_text_with_a_held_out_part():
+    train, held_out = DemoDocuments(validation=False), DemoDocuments(validation=True)
+    assert not set(train.files) & set(held_out.files)
+    assert len(held_out) == pytest.approx(len(train) / 19, rel=0.02)
+    total = sum(path.stat().st_size for path in train.files)
+    assert 5e6 < total < 2e7
+    assert any("import" in train[i] for i in range(20))
+
+
+def test_c4_test_is_an_alias_of_the_demo_and_says_so(caplog, monkeypatch):
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    with caplog.at_level("INFO", "torchtitan"):
+        alias = loader(None, dataset="c4_test")
+    assert "c4_test" in caplog.text
+    assert torch.equal(take(alias, 1)[0][0], take(loader(None, dataset="demo"), 1)[0][0])
+
+
+def test_text_and_parquet_files(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.txt").write_text("one document\n\nwith two paragraphs")
+    documents = LocalDocuments(str(tmp_path / "*.txt"), "key")
+    assert [documents[0]] == ["one document\n\nwith two paragraphs"]
+    pq.write_table(pa.table({"text": ["x", "y"], "id": [1, 2]}), tmp_path / "b.parquet")
+    documents = LocalDocuments(str(tmp_path / "b.parquet"), "key")
+    assert [documents[i] for i in range(len(documents))] == ["x", "y"]
+
+
+def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
+    argv = ["--input", str(corpora["jsonl"]), "--output", str(tmp_path), "--part", "5", "--workers", "1"]
+    tokenize.main(argv)
+    contents = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert len(contents) == 2 * 5
+    assert not any(name.startswith(".") for name in contents)
+    (tmp_path / "tokens-00002.json").unlink()
+    tokenize.main(argv)
+    assert "4 of 5 parts are there already" in capsys.readouterr().out
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == contents
+    with pytest.raises(UserError, match="is of another input"):
+        tokenize.main([*argv[:1], "demo", *argv[2:]])
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def cut_tokens(folder, corpora):
+    for file in corpora["tokens"].iterdir():
+        content = file.read_bytes()
+        write(folder / file.name, content[:-2] if file.name == "tokens-00001.bin" else content)
+    return folder
+
+
+def foreign_tokens(folder, corpora):
+    file = write(folder / "x.bin", b"\0\0" * 100)
+    write(folder / "x.json", json.dumps({"dtype": "uint16", "tokens": 100, "tokenizer": "other"}))
+    return file
+
+
+BAD = {
+    "no such file": (lambda d, c: d / "nothing*.jsonl", "no file matches"),
+    "empty file": (lambda d, c: write(d / "e.jsonl", ""), "e.jsonl"),
+    "cut gzip": (lambda d, c: write(d / "c.jsonl.gz", (c["shards"] / "0.json.gz").read_bytes()[:-40]), "c.jsonl.gz"),
+    "cut parquet": (lambda d, c: write(d / "c.parquet", b"PAR1" + b"\0" * 50), "c.parquet"),
+    "cut json": (lambda d, c: write(d / "c.jsonl", '{"text": "a"}\n{"text": "b'), "c.jsonl"),
+    "wrong column": (lambda d, c: write(d / "w.jsonl", '{"content": "a"}\n'), "no column 'text'.*content"),
+    "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must be all of one kind"),
+    "cut token file": (cut_tokens, "tokens-00001.bin has .* bytes instead of"),
+    "tokens of another tokenizer": (foreign_tokens, "another tokenizer"),
+    "token file alone": (lambda d, c: write(d / "x.bin", b"\0\0"), "no complete description x.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_data_is_named_with_the_key(tmp_path, corpora, case):
+    make, text = BAD[case]
+    with pytest.raises(UserError, match=text) as error:
+        take(loader(make(tmp_path, corpora)), 1)
+    assert "training.dataset_path" in str(error.value)
+
+
+def test_unknown_dataset_lists_what_there_is():
+    with pytest.raises(UserError, match=r"training.dataset: no data set 'wikitext'.*demo"):
+        loader(None, dataset="wikitext")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"seq_len": 48}, "training.seq_len"),
+        ({"seed": 9}, "debug.seed"),
+        ({"rows": 16}, "training.global_batch_size"),
+        ({"path": "other"}, "training.dataset"),
+    ],
+)
+def test_position_in_other_data_is_refused(tmp_path, corpora, change, key):
+    state = take(loader(corpora["jsonl"]), 2)[-1][2]
+    path = write_corpus(tmp_path / "corpus.jsonl", seed=8) if change.pop("path", None) else corpora["jsonl"]
+    with pytest.raises(UserError, match=key) as error:
+        loader(path, **change).load_state_dict(state)
+    assert "exclude_from_loading" in str(error.value)
+
+
+def test_token_files_go_on_under_another_batch_size(corpora):
+    whole = torch.cat([tokens for tokens, *_ in take(loader(corpora["tokens"], rows=4), 12)])
+    state = take(loader(corpora["tokens"], rows=4), 4)[-1][2]
+    resumed = loader(corpora["tokens"], rows=8)
+    resumed.load_state_dict(state)
+    assert torch.equal(torch.cat([tokens for tokens, *_ in take(resumed, 4)]), whole[16:])
+
+
+def test_an_error_while_reading_reaches_the_trainer(monkeypatch):
+    def fail(self, index):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DemoDocuments, "__getitem__", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        take(loader(None, dataset="demo"), 1)

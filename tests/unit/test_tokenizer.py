@@ -1,0 +1,111 @@
+"""Both kinds of tokenizer: same ids from the same merges, special tokens, and what is said of bad folders."""
+
+import base64
+import json
+import shutil
+
+import pytest
+
+from torchtitan.components.data.documents import DemoDocuments
+from torchtitan.components.tokenizer import LLAMA3_SPECIAL, build_tokenizer, resolve_assets_path
+from torchtitan.utils.errors import UserError
+
+SHIPPED = "./tests/assets/tokenizer"
+TEXTS = [
+    "def f(x):\n    return x + 1  # naïve 'quotes'\r\n\r\n",
+    "1234567 don't DON'T\t\ttabs   spaces ",
+    "日本語 und Größe 🚀",
+    "",
+]
+
+
+def byte_alphabet():
+    """GPT-2's printable stand-ins for bytes, the other way round."""
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in keep]
+    return {chr(b): b for b in keep} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    """The shipped vocabulary as a Llama-3 style `original/tokenizer.model`."""
+    folder = tmp_path_factory.mktemp("llama")
+    vocab = json.loads((resolve_assets_path(SHIPPED) / "tokenizer.json").read_text())["model"]["vocab"]
+    alphabet, names = byte_alphabet(), sorted(vocab, key=vocab.get)
+    ranks = [bytes(alphabet[c] for c in name) for name in names if not name.startswith("<|")]
+    (folder / "original").mkdir()
+    lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
+    (folder / "original/tokenizer.model").write_bytes(b"".join(lines))
+    return folder
+
+
+def test_shipped_tokenizer():
+    tokenizer = build_tokenizer(SHIPPED)
+    assert tokenizer.vocab_size == 2048
+    assert tokenizer.decode([tokenizer.bos_id]) == "<|begin_of_text|>"
+    assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        document = tokenizer.encode_document(text)
+        assert document == [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+
+
+def test_tiktoken_and_tokenizers_give_the_same_ids(llama_folder):
+    """Two independent implementations of the split pattern and the merges agree; ids differ by the two specials."""
+    hf, tiktoken = build_tokenizer(SHIPPED), build_tokenizer(str(llama_folder))
+    documents = DemoDocuments(validation=True)
+    for text in [*TEXTS, *(documents[i] for i in range(5))]:
+        assert [i - 2 for i in hf.encode(text)] == tiktoken.encode(text)
+        assert tiktoken.decode(tiktoken.encode(text)) == text
+
+
+def test_llama3_special_tokens_have_their_places(llama_folder):
+    tokenizer = build_tokenizer(str(llama_folder))
+    base = tokenizer.vocab_size - 256
+    assert tokenizer.bos_id == base
+    assert tokenizer.eos_id == base + 1
+    for offset, name in LLAMA3_SPECIAL.items():
+        assert tokenizer.decode([base + offset]) == name
+    # Published Llama 3 ids, from the end of the vocabulary: <|reserved_special_token_0|> is 128002 of 128000 + 256.
+    assert tokenizer.decode([base + 2]) == "<|reserved_special_token_0|>"
+    assert tokenizer.decode([base + 255]) == "<|reserved_special_token_246|>"
+
+
+@pytest.mark.parametrize("which", ["hf", "tiktoken"])
+def test_text_never_becomes_a_special_token(which, llama_folder):
+    tokenizer = build_tokenizer(SHIPPED if which == "hf" else str(llama_folder))
+    ids = tokenizer.encode("a<|end_of_text|>b")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == "a<|end_of_text|>b"
+
+
+def test_json_goes_before_model(tmp_path, llama_folder):
+    shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
+    shutil.copy(resolve_assets_path(SHIPPED) / "tokenizer.json", tmp_path)
+    assert build_tokenizer(str(tmp_path)).path.name == "tokenizer.json"
+    assert build_tokenizer(str(tmp_path / "original/tokenizer.model")).vocab_size == 2046 + 256
+
+
+def test_relative_path_is_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert build_tokenizer(SHIPPED).vocab_size == 2048
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (None, "does not exist"),
+        ({}, "holds neither"),
+        ({"tokenizer.json": "{"}, "is not a tokenizer"),
+        ({"tokenizer.model": "no ranks here"}, "is not a tiktoken model"),
+    ],
+)
+def test_bad_folders_are_named_with_the_key(tmp_path, files, text):
+    folder = tmp_path / "assets"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_text(content)
+    with pytest.raises(UserError, match=text) as error:
+        build_tokenizer(str(folder))
+    assert "model.hf_assets_path" in str(error.value)

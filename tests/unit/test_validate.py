@@ -1,0 +1,99 @@
+"""Every cross-field rule refuses what it should, names the keys, and offers something that is then accepted."""
+
+import pytest
+
+from torchtitan.config import gradient_accumulation_steps, resolve
+from torchtitan.config.validate import RULES
+from torchtitan.utils.errors import ConfigError
+
+# rule -> (ranks, arguments it refuses, words of the message, arguments that mend it)
+CASES = {
+    "degrees_fill_the_world": [
+        (8, ["--parallelism.data_parallel_shard_degree=3"], "3, but there are 8 ranks; set data_parallel_shard_degree = 8",
+         ["--parallelism.data_parallel_shard_degree=8"]),
+        (6, ["--parallelism.data_parallel_replicate_degree=4"], "must divide 6: 1, 2, 3, 6",
+         ["--parallelism.data_parallel_replicate_degree=3"]),
+        (2, ["--parallelism.data_parallel_shard_degree=0"], "1 turns sharding off",
+         ["--parallelism.data_parallel_shard_degree=-1"]),
+    ],
+    "batch_divides": [
+        (2, ["--training.local_batch_size=4", "--training.global_batch_size=20"], "= 8; set it to 16 or 24",
+         ["--training.global_batch_size=24"]),
+        (4, ["--training.global_batch_size=0"], "set it to 32", ["--training.global_batch_size=32"]),
+    ],
+    "storage_is_no_narrower_than_compute": [
+        (1, ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"], "set both to bfloat16",
+         ["--training.mixed_precision_param=bfloat16"]),
+    ],
+    "decay_follows_warmup": [
+        (1, ["--training.steps=100", "--lr_scheduler.warmup_steps=30", "--lr_scheduler.decay_ratio=0.8"], "at most 0.7",
+         ["--lr_scheduler.decay_ratio=0.7"]),
+    ],
+    "retention_is_safe": [
+        (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
+    ],
+    "excluded_parts_exist": [
+        (1, ["--checkpoint.exclude_from_loading=dataloder"], "did you mean 'dataloader'",
+         ["--checkpoint.exclude_from_loading=dataloader"]),
+    ],
+    "loading_is_enabled": [
+        (1, ["--checkpoint.load_step=3"], "without checkpoint.enable = true", ["--checkpoint.enable"]),
+        (1, ["--checkpoint.last_save_in_hf"], "without checkpoint.enable = true", ["--checkpoint.enable"]),
+    ],
+    "hf_weights_have_no_optimizer": [
+        (1, ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_model_only=false"],
+         "needs optimizer state", ["--checkpoint.initial_load_model_only=true"]),
+    ],
+    "profile_fits_its_period": [
+        (1, ["--profiling.enable_profiling", "--profiling.profile_freq=3"], "set it to 4 or more",
+         ["--profiling.profile_freq=4"]),
+    ],
+    "worker_options_need_workers": [
+        (1, ["--validation.dataloader.persistent_workers"], "needs num_workers", ["--validation.dataloader.num_workers=1"]),
+    ],
+    "warn_only_needs_determinism": [
+        (1, ["--debug.deterministic_warn_only"], "without debug.deterministic", ["--debug.deterministic"]),
+    ],
+    "validation_sees_data": [
+        (1, ["--validation.enable", "--validation.steps=0"], "-1 takes the whole data set", ["--validation.steps=-1"]),
+    ],
+}  # fmt: skip
+
+
+def test_every_rule_has_a_case():
+    assert [rule.__name__ for rule in RULES] == list(CASES)
+
+
+@pytest.mark.parametrize(("world", "bad", "text", "mend"), [case for cases in CASES.values() for case in cases])
+def test_rule(world, bad, text, mend):
+    with pytest.raises(ConfigError) as error:
+        resolve(bad, world)
+    assert len(error.value.problems) == 1
+    assert text in str(error.value)
+    resolve([*bad, *mend], world)
+
+
+def test_several_broken_rules_are_reported_together(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[checkpoint]\nkeep_latest_k = 1\n[training]\nglobal_batch_size = 7\n")
+    with pytest.raises(ConfigError) as error:
+        resolve(["--config", str(file)], 1)
+    places = [problem.split(" ")[0] for problem in error.value.problems]
+    assert places == [f"{file}:4:", f"{file}:2:"]
+
+
+def test_derived_values_and_their_formulas():
+    argv = ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=3", "--training.steps=50"]
+    resolved = resolve(argv, 8)
+    config = resolved.config
+    assert config.parallelism.data_parallel_shard_degree == 4
+    assert config.training.global_batch_size == 24
+    assert config.lr_scheduler.total_steps == 50
+    assert config.lr_scheduler.warmup_steps == 50
+    assert set(resolved.formulas) == {
+        "parallelism.data_parallel_shard_degree",
+        "training.global_batch_size",
+        "lr_scheduler.total_steps",
+        "lr_scheduler.warmup_steps",
+    }
+    assert gradient_accumulation_steps(resolve([*argv, "--training.global_batch_size=96"], 8).config) == 4

@@ -1,0 +1,114 @@
+"""Tokenize text once, so that training reads ids from memory-mapped files:
+
+    python -m torchtitan.tools.tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer assets/hf/Llama-3.1-8B
+
+then `training.dataset_path = "tokens/"`. Work is cut into parts of `--part` documents, spread over processes. A part is
+written atomically; the same command after an interruption does only what is missing.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.data.documents import Documents, open_documents
+from torchtitan.components.data.token_files import write_token_file
+from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.utils.errors import UserError, run_main
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker needs to open the input for itself."""
+
+    input: str
+    output: Path
+    tokenizer: str
+    part: int
+    name: str
+
+    def documents(self) -> Documents:
+        demo = self.input in ("demo", "demo_validation")
+        documents = open_documents(self.input, None if demo else self.input, "--input")
+        assert documents is not None
+        return documents
+
+    def file(self, index: int) -> Path:
+        return self.output / f"{self.name}-{index:05d}.bin"
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(job: Job) -> None:
+    _worker.update(job=job, documents=job.documents(), tokenizer=build_tokenizer(job.tokenizer))
+
+
+def _do_part(index: int) -> int:
+    """Tokenize part `index`; the number of its tokens."""
+    job: Job = _worker["job"]
+    documents: Documents = _worker["documents"]
+    tokenizer: Tokenizer = _worker["tokenizer"]
+    chosen = range(index * job.part, min((index + 1) * job.part, len(documents)))
+    ids: Iterator[list[int]] = (tokenizer.encode_document(documents[i]) for i in chosen)
+    about = {"source": documents.fingerprint, "first_document": chosen.start, "part": job.part}
+    return write_token_file(job.file(index), ids, tokenizer, about)["tokens"]
+
+
+def _is_done(file: Path, expected: dict[str, Any]) -> bool:
+    """Whether a part is there, complete, and of this input and tokenizer."""
+    try:
+        meta = json.loads(file.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return False
+    if any(meta.get(key) != value for key, value in expected.items()):
+        raise UserError(
+            f"--output: {file} is of another input, tokenizer or --part; choose an empty folder or another --name"
+        )
+    return file.is_file()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.tools.tokenize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input", required=True, help="file, folder or glob of JSONL, text or Parquet; or demo")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the token files")
+    parser.add_argument("--tokenizer", default="./tests/assets/tokenizer", help="as model.hf_assets_path")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument("--part", type=int, default=100_000, help="documents per file (100000)")
+    parser.add_argument("--name", default="tokens", help="beginning of the files' names (tokens)")
+    options = parser.parse_args(argv)
+
+    job = Job(options.input, options.output, options.tokenizer, options.part, options.name)
+    documents, tokenizer = job.documents(), build_tokenizer(job.tokenizer)
+    job.output.mkdir(parents=True, exist_ok=True)
+    parts = range(-(-len(documents) // job.part))
+    common = {"source": documents.fingerprint, "tokenizer": tokenizer.fingerprint, "part": job.part}
+    todo = [i for i in parts if not _is_done(job.file(i), common)]
+    if skipped := len(parts) - len(todo):
+        print(f"{skipped} of {len(parts)} parts are there already")
+
+    from rich.progress import Progress
+
+    context = multiprocessing.get_context("forkserver")
+    with Progress(disable=not sys.stdout.isatty()) as progress:
+        bar = progress.add_task("tokenizing", total=len(parts), completed=skipped)
+        with context.Pool(min(options.workers, max(1, len(todo))), _start_worker, (job,)) as pool:
+            for _ in pool.imap_unordered(_do_part, todo):
+                progress.advance(bar)
+    total = sum(json.loads(job.file(i).with_suffix(".json").read_text())["tokens"] for i in parts)
+    print(f"{total:,} tokens of {len(documents):,} documents in {job.output}")
+    print(f'Train on them: --training.dataset_path {job.output} --model.hf_assets_path "{options.tokenizer}"')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
