@@ -9,7 +9,7 @@ from torchtitan.utils.errors import ConfigError
 # rule -> (ranks, arguments it refuses, words of the message, arguments that mend it)
 CASES = {
     "degrees_fill_the_world": [
-        (8, ["--parallelism.data_parallel_shard_degree=3"], "3, but there are 8 ranks; set data_parallel_shard_degree = 8",
+        (8, ["--parallelism.data_parallel_shard_degree=3"], "there are 8 ranks; set data_parallel_shard_degree = 8",
          ["--parallelism.data_parallel_shard_degree=8"]),
         (6, ["--parallelism.data_parallel_replicate_degree=4"], "must divide 6: 1, 2, 3, 6",
          ["--parallelism.data_parallel_replicate_degree=3"]),
@@ -49,7 +49,8 @@ CASES = {
          ["--profiling.profile_freq=4"]),
     ],
     "worker_options_need_workers": [
-        (1, ["--validation.dataloader.persistent_workers"], "needs num_workers", ["--validation.dataloader.num_workers=1"]),
+        (1, ["--validation.dataloader.persistent_workers"], "needs num_workers",
+         ["--validation.dataloader.num_workers=1"]),
     ],
     "warn_only_needs_determinism": [
         (1, ["--debug.deterministic_warn_only"], "without debug.deterministic", ["--debug.deterministic"]),

@@ -2,7 +2,7 @@
 
 import json
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -13,6 +13,8 @@ from torchtitan.config.schema import Config
 def type_name(kind: Any) -> str:
     """A field's type as a person writes it."""
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return type_name(args[0])
     if origin is Literal:
         return " | ".join(to_toml_value(arg) for arg in args)
     if origin in (Union, UnionType):

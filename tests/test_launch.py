@@ -1,0 +1,122 @@
+"""From the outside: the real launcher, torchrun and scripts, as a user meets them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import arguments, read_metrics
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.e2e
+
+
+def start(*command, cwd=ROOT, **env):
+    full = os.environ | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | env
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=full, timeout=240)
+
+
+def test_run_train_in_another_folder_on_two_ranks(tmp_path):
+    """The demo configuration on gloo ranks, then the same command again, which has nothing left to do."""
+    command = [
+        ROOT / "run_train.sh",
+        "--training.steps=6",
+        "--training.seq_len=32",
+        "--training.local_batch_size=2",
+        "--training.global_batch_size=4",
+        "--metrics.log_freq=2",
+        "--validation.steps=1",
+        "--validation.seq_len=32",
+    ]
+    done = start(*command, cwd=tmp_path, NGPU="2")
+    assert done.returncode == 0, done.stderr
+    dump = tmp_path / "outputs/debug_model"
+    steps = [r["step"] for r in read_metrics(dump) if "loss" in r]
+    assert steps == [1, 2, 4, 6]
+    assert "Done: step 6" in done.stdout
+    assert "outputs/debug_model/checkpoint/step-6" in done.stdout
+    assert "--training.steps 12" in done.stdout
+    assert json.loads((dump / "checkpoint/step-6/manifest.json").read_text())["step"] == 6
+    again = start(*command, cwd=tmp_path, NGPU="1")
+    assert again.returncode == 0, again.stderr
+    assert "Nothing to do" in again.stdout
+
+
+def test_plain_torchrun(tmp_path):
+    argv = arguments(tmp_path)
+    done = start(sys.executable, "-m", "torch.distributed.run", "--standalone",
+                 "--nproc-per-node=2", "-m", "torchtitan.train", *argv)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_configuration_error_is_one_clear_message(tmp_path, ranks):
+    bad = ["--training.stpes=3", "--optimizer.lr=fast"]
+    done = start(ROOT / "run_train.sh", *bad, cwd=tmp_path, NGPU=ranks)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: 2 problems in the configuration",
+        "  - --optimizer.lr: got 'fast', must be a number",
+        "  - --training.stpes: unknown key; did you mean 'training.steps'?",
+    ]
+    assert not (tmp_path / "outputs").exists()
+
+
+BAD = {
+    "batch": (["--training.global_batch_size=7"], "training.global_batch_size", 2),
+    "degrees": (["--parallelism.data_parallel_shard_degree=5"], "data_parallel_shard_degree", 2),
+    "data file": (["--training.dataset_path=missing*.jsonl"], "training.dataset_path: no file matches", 2),
+    "empty data": (["--training.dataset_path=empty.jsonl"], "training.dataset_path: empty.jsonl is empty", 1),
+    "cut data": (["--training.dataset_path=cut.jsonl.gz"], "can't read cut.jsonl.gz", 1),
+    "tokenizer": (["--model.hf_assets_path=nowhere"], "model.hf_assets_path: nowhere does not exist", 2),
+    "vocabulary": (["--model.overrides.vocab_size=512"], "the tokenizer has 2048 entries", 2),
+    "flavor": (["--model.flavor=8b"], "did you mean '8B'", 2),
+    "unsupported": (["--parallelism.tensor_parallel_degree=2"], "not supported yet: tensor parallelism", 2),
+    "dump folder": (["--job.dump_folder=/proc/nowhere"], "job.dump_folder: can't write", 2),
+    "dump folder is a file": (["--job.dump_folder=empty.jsonl"], "job.dump_folder: can't write", 2),
+    "package": (["--metrics.enable_wandb"], "metrics.enable_wandb needs the package wandb", 1),
+    "checkpoint": (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], "initial_load_path: no folder", 2),
+    "hf weights": (["--checkpoint.enable", "--checkpoint.initial_load_in_hf"], "no .safetensors files", 1),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
+    extra, text, status = BAD[case]
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
+    if case == "package":
+        if importlib.util.find_spec("wandb"):
+            pytest.skip("wandb is installed")
+    argv = [a for a in arguments(tmp_path) if a.split("=")[0] not in {e.split("=")[0] for e in extra}]
+    done = start(sys.executable, "-m", "torchtitan.train", *argv, *extra, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert len(done.stderr.strip().splitlines()) <= 3, done.stderr
+
+
+def test_an_error_on_several_ranks_ends_with_one_cause(tmp_path):
+    """A damaged file found only while building, on every rank: said without torchrun's report."""
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
+    done = start(ROOT / "run_train.sh", "--training.dataset_path=cut.jsonl.gz", cwd=tmp_path, NGPU="2")
+    assert done.returncode == 1
+    assert "can't read cut.jsonl.gz" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 5, done.stderr
+
+
+def test_output_folder_that_cannot_be_written_leaves_earlier_checkpoints(tmp_path):
+    argv = arguments(tmp_path, "--checkpoint.enable")
+    assert start(sys.executable, "-m", "torchtitan.train", *argv).returncode == 0
+    before = sorted(p.name for p in (tmp_path / "out/checkpoint").rglob("*"))
+    other = start(sys.executable, "-m", "torchtitan.train", *argv, "--model.overrides.dim=32", "--training.steps=8")
+    assert other.returncode == 1
+    assert "holds another model" in other.stderr
+    assert "Traceback" not in other.stderr
+    assert sorted(p.name for p in (tmp_path / "out/checkpoint").rglob("*")) == before
