@@ -39,7 +39,7 @@ has_torch() { "$1" -c 'from importlib import metadata; metadata.version("torch")
 pip_install() { # interpreter, arguments
     local python=$1
     shift
-    "$python" -m pip install --quiet --disable-pip-version-check "$@" >&2
+    "$python" -m pip install -qq --disable-pip-version-check "$@" >&2
 }
 
 # Installs what is missing beside the torch that is there, which the constraint holds in place.

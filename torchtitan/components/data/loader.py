@@ -141,6 +141,7 @@ class StepLoader:
         self.start: dict[str, Any] | None = None
         self.pin = options.pin_memory and torch.cuda.is_available()
         self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
         self._workers: DataLoader | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,7 +204,8 @@ class StepLoader:
             except BaseException as error:
                 put(error)
 
-        threading.Thread(target=produce, name="data", daemon=True).start()
+        self._thread = threading.Thread(target=produce, name="data", daemon=True)
+        self._thread.start()
         while (item := ahead.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
@@ -238,9 +240,11 @@ class StepLoader:
 
     def close(self) -> None:
         """Stop reading ahead. A later iteration starts again."""
-        if self._stop is not None:
+        if self._stop is not None and self._thread is not None:
             self._stop.set()
-            self._stop = None
+            # A thread that still runs C++ code while the interpreter shuts down aborts the process.
+            self._thread.join()
+            self._stop = self._thread = None
         if self._workers is not None and not self.options.persistent_workers:
             self._workers = None
 
