@@ -1,4 +1,4 @@
-"""Speed of the data path: `python benchmarks/dataloader.py`. Tokens per second and per CPU-second for each kind of source.
+"""Speed of the data path: `python benchmarks/dataloader.py`. Tokens per second and per CPU-second, by kind of source.
 
 The training thread of the debug model consumes about 1,300 tokens per CPU-second; the loader has to stay far ahead.
 """

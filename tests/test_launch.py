@@ -90,9 +90,8 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
     extra, text, status = BAD[case]
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
-    if case == "package":
-        if importlib.util.find_spec("wandb"):
-            pytest.skip("wandb is installed")
+    if case == "package" and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
     argv = [a for a in arguments(tmp_path) if a.split("=")[0] not in {e.split("=")[0] for e in extra}]
     done = start(sys.executable, "-m", "torchtitan.train", *argv, *extra, cwd=tmp_path)
     assert done.returncode == status, done.stderr
