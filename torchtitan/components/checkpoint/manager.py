@@ -69,13 +69,13 @@ class Checkpointer:
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
         self._step_in_flight = 0
-        self._stager: DefaultStager | None = None
+        self._stager: _Stager | None = None
         # A group of its own: a save in the background must not mix its collectives with training's.
         self._group = dist.new_group(backend="gloo") if self.saving else None
         if self.saving and config.async_mode != "disabled":
             cuda = torch.cuda.is_available()
             overlap = config.async_mode == "async_with_pinned_mem"
-            self._stager = DefaultStager(
+            self._stager = _Stager(
                 StagingOptions(
                     use_pinned_memory=cuda and overlap,
                     use_shared_memory=False,
@@ -150,7 +150,7 @@ class Checkpointer:
             self.wait()
         finally:
             if self._stager is not None:
-                self._stager.close()
+                self._stager.release()
                 self._stager = None
 
     def _guard(self, action: Callable[[], Any]) -> None:
@@ -258,6 +258,21 @@ class Checkpointer:
             state["optimizer"] = optimizer_state(self.model, self.optimizer)
         if state:
             read_tensors(state, path)
+
+
+class _Stager(DefaultStager):
+    """Keeps its buffers from save to save; torch before 2.13 drops them after each."""
+
+    def __init__(self, options: StagingOptions):
+        super().__init__(options)
+        self._drop_buffers = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None
+
+    def close(self) -> None: ...
+
+    def release(self) -> None:
+        super().close()
+        self._drop_buffers()
 
 
 def _from_rank_0(value: Any) -> Any:

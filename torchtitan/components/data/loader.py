@@ -152,9 +152,9 @@ class StepLoader:
         """
         saved = state["fingerprint"]
         # The files' folder may have moved; what is in them may not have changed.
-        for name in (self.fingerprint.keys() | saved.keys()) - {"dataset"}:
+        for name in self.fingerprint | saved:
             old, new = saved.get(name), self.fingerprint.get(name)
-            if old != new:
+            if old != new and name != "dataset":
                 key = _KEYS.get(name, "{section}." + name).format(section=self.source.key)
                 raise UserError(
                     f"{key}: the checkpoint's data position is for {name} {old}, but this run has {new}.\n"
