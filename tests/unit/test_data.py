@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import json
+import logging
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.runs import write_corpus
 from torchtitan.components.data import StepLoader, build_loader
 from torchtitan.components.data.documents import DemoDocuments, LocalDocuments
 from torchtitan.components.data.shuffle import permute, permute_many
+from torchtitan.components.data.token_files import write_token_file
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import build_tokenizer
 from torchtitan.config.schema import DataLoader
@@ -58,25 +61,9 @@ def corpora(tmp_path_factory):
     return {"jsonl": jsonl, "shards": folder / "shards", "tokens": folder / "tokens", "stream": None}
 
 
-@pytest.fixture
-def streaming(corpora, monkeypatch):
-    """`dataset = "local/stream"` streams the compressed shards through `datasets`, as a hub data set is."""
-    import datasets
-
-    real = datasets.load_dataset
-
-    def load(path, name=None, **options):
-        if path != "local/stream":
-            return real(path, name, **options)
-        assert options == {"split": "train", "streaming": True}
-        files = sorted(str(p) for p in corpora["shards"].iterdir())
-        return real("json", data_files=files, split="train", streaming=True)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-
-
 def open_kind(kind, corpora, *args, **kwargs):
-    return loader(corpora[kind], *args, dataset="local/stream" if kind == "stream" else "files", **kwargs)
+    """`stream` streams the compressed shards through `datasets`, as it does a hub data set's."""
+    return loader(corpora[kind], *args, dataset=str(corpora["shards"]) if kind == "stream" else "files", **kwargs)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
@@ -122,7 +109,7 @@ def test_an_epoch_holds_every_document_once(corpora):
 
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
 @pytest.mark.parametrize("degree", [2, 4, 8])
-def test_global_batch_does_not_depend_on_the_ranks(corpora, streaming, kind, degree):
+def test_global_batch_does_not_depend_on_the_ranks(corpora, kind, degree):
     whole = take(open_kind(kind, corpora), 9)
     ranks = [take(open_kind(kind, corpora, rank, degree), 9) for rank in range(degree)]
     for step, (tokens, labels, _) in enumerate(whole):
@@ -132,7 +119,7 @@ def test_global_batch_does_not_depend_on_the_ranks(corpora, streaming, kind, deg
 
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
 @pytest.mark.parametrize(("before", "after", "at"), [(1, 4, 1), (4, 2, 5), (2, 8, 7), (8, 1, 3)])
-def test_resume_at_any_step_under_another_degree(corpora, streaming, kind, before, after, at):
+def test_resume_at_any_step_under_another_degree(corpora, kind, before, after, at):
     whole = take(open_kind(kind, corpora), at + 4)
     ranks = [take(open_kind(kind, corpora, rank, before), at) for rank in range(before)]
     merged = StepLoader.merge_states([rank[-1][2] for rank in ranks])
@@ -146,11 +133,28 @@ def test_resume_at_any_step_under_another_degree(corpora, streaming, kind, befor
         assert torch.equal(torch.cat([part[i][0] for part in parts]), whole[at + i][0])
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "tokens"])
+@pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
+@pytest.mark.parametrize("chain", [[1, 1, 1, 1, 1, 1, 1, 1], [3, 4, 2, 5]])
+def test_resuming_again_and_again_changes_nothing(corpora, kind, chain):
+    """A position saved soon after a resume, inside the document that the resume began with, is as good as any."""
+    whole = take(open_kind(kind, corpora), sum(chain))
+    state, got = None, []
+    for steps in chain:
+        resumed = open_kind(kind, corpora)
+        if state is not None:
+            resumed.load_state_dict(state)
+        got += take(resumed, steps)
+        state = got[-1][2]
+    for (tokens, *_, one), (expected, *_, other) in zip(got, whole, strict=True):
+        assert torch.equal(tokens, expected)
+        assert one == other
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(corpora, kind, workers):
-    plain = take(loader(corpora[kind], 1, 2), 6)
-    resumed = loader(corpora[kind], 1, 2, num_workers=workers, prefetch_factor=3)
+    plain = take(open_kind(kind, corpora, 1, 2), 6)
+    resumed = open_kind(kind, corpora, 1, 2, num_workers=workers, prefetch_factor=3)
     resumed.load_state_dict(plain[1][2])
     assert [s for *_, s in take(resumed, 4)] == [s for *_, s in plain[2:]]
     for (tokens, labels, _), (t, lab, _) in zip(take(resumed, 4), plain[2:], strict=True):
@@ -160,9 +164,7 @@ def test_workers_change_nothing(corpora, kind, workers):
 
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
 @pytest.mark.parametrize(("degree", "rows", "workers"), [(1, 1, 0), (2, 4, 0), (4, 4, 0), (2, 6, 2)])
-def test_a_finite_pass_predicts_every_token_once(corpora, streaming, kind, degree, rows, workers):
-    if kind == "stream" and workers:
-        pytest.skip("the patched hub does not reach worker processes")
+def test_a_finite_pass_predicts_every_token_once(corpora, kind, degree, rows, workers):
     texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
     expected = sorted(i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id])
     seen, first = [], 0
@@ -200,8 +202,6 @@ def test_demo_is_real_text_with_a_held_out_part():
 
 
 def test_c4_test_is_an_alias_of_the_demo_and_says_so(caplog, monkeypatch):
-    import logging
-
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     with caplog.at_level("INFO", "torchtitan"):
         alias = loader(None, dataset="c4_test")
@@ -253,6 +253,12 @@ def foreign_tokens(folder, corpora):
     return file
 
 
+def unequal_columns(folder, corpora):
+    write(folder / "a.jsonl", '{"text": "a"}\n')
+    write(folder / "b.jsonl", '{"body": "b"}\n')
+    return folder
+
+
 BAD = {
     "no such file": (lambda d, c: d / "nothing*.jsonl", "no file matches"),
     "empty file": (lambda d, c: write(d / "e.jsonl", ""), "e.jsonl"),
@@ -260,6 +266,8 @@ BAD = {
     "cut parquet": (lambda d, c: write(d / "c.parquet", b"PAR1" + b"\0" * 50), "c.parquet"),
     "cut json": (lambda d, c: write(d / "c.jsonl", '{"text": "a"}\n{"text": "b'), "c.jsonl"),
     "wrong column": (lambda d, c: write(d / "w.jsonl", '{"content": "a"}\n'), "no column 'text'.*content"),
+    "numbers for text": (lambda d, c: write(d / "n.jsonl", '{"text": 1}\n'), "column 'text' .* int64, not text"),
+    "unequal columns": (unequal_columns, "don't all have the same columns"),
     "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must be all of one kind"),
     "cut token file": (cut_tokens, "tokens-00001.bin has .* bytes instead of"),
     "tokens of another tokenizer": (foreign_tokens, "another tokenizer"),
@@ -310,5 +318,55 @@ def test_an_error_while_reading_reaches_the_trainer(monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(DemoDocuments, "__getitem__", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(UserError, match="training.dataset: reading failed: OSError.*Input/output error"):
         take(loader(None, dataset="demo"), 1)
+
+
+def test_a_killed_worker_reaches_the_trainer(corpora):
+    killed = loader(corpora["jsonl"], num_workers=1)
+    batches = iter(killed)
+    next(batches)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    with pytest.raises(UserError, match=r"training.dataset: reading failed.*exited unexpectedly"):
+        list(batches)
+
+
+def test_position_in_another_stream_is_refused(corpora, tmp_path):
+    state = take(open_kind("stream", corpora), 2)[-1][2]
+    for shard in corpora["shards"].iterdir():
+        write(tmp_path / shard.name, shard.read_bytes())
+    with pytest.raises(UserError, match="training.dataset: .* stream of"):
+        loader(None, dataset=str(tmp_path)).load_state_dict(state)
+
+
+def test_too_few_documents_for_the_batch_are_reported(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    loader(write(tmp_path / "one.txt", "a long text"))
+    assert "1 document(s) for 8 rows per step" in caplog.text
+
+
+def test_a_failed_part_leaves_no_file(tmp_path):
+    def documents():
+        yield [1, 2, 3]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_token_file(tmp_path / "x.bin", documents(), TOKENIZER, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(["--output", "/dev/null/x"], "--output: can't make the folder"), (["--input", "nothing"], "--input: no file")],
+)
+def test_tokenize_names_the_argument(corpora, tmp_path, change, text):
+    with pytest.raises(UserError, match=text):
+        tokenize.main(["--input", str(corpora["jsonl"]), "--output", str(tmp_path), *change])
+
+
+def test_tokenize_takes_several_files(corpora, tmp_path):
+    shards = sorted(map(str, corpora["shards"].iterdir()))
+    tokenize.main(["--input", *shards, "--output", str(tmp_path / "several"), "--workers", "1"])
+    tokenize.main(["--input", f"{corpora['shards']}/*", "--output", str(tmp_path / "glob"), "--workers", "1"])
+    assert (tmp_path / "several/tokens-00000.bin").read_bytes() == (tmp_path / "glob/tokens-00000.bin").read_bytes()

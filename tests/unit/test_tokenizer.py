@@ -79,6 +79,28 @@ def test_text_never_becomes_a_special_token(which, llama_folder):
     assert tokenizer.decode(ids) == "a<|end_of_text|>b"
 
 
+def test_documents_are_never_cut_short(tmp_path):
+    """Some tokenizer.json carry a truncation for fine-tuning."""
+    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert build_tokenizer(str(tmp_path)).encode("hello " * 99) == build_tokenizer(SHIPPED).encode("hello " * 99)
+
+
+def test_a_changed_model_file_is_read_anew(tmp_path):
+    file = tmp_path / "tokenizer.model"
+    for size in (256, 257):
+        tokens = [bytes([i]) for i in range(256)] + [b"ab"]
+        file.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens[:size])))
+        assert build_tokenizer(str(file)).vocab_size == size + 256
+
+
+def test_a_million_blanks_are_a_document_too(llama_folder):
+    tokenizer, text = build_tokenizer(str(llama_folder)), "a" + " " * 1_500_000 + "b"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_json_goes_before_model(tmp_path, llama_folder):
     shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
     shutil.copy(resolve_assets_path(SHIPPED) / "tokenizer.json", tmp_path)
@@ -97,7 +119,10 @@ def test_relative_path_is_found_from_another_folder(tmp_path, monkeypatch):
         (None, "does not exist"),
         ({}, "holds neither"),
         ({"tokenizer.json": "{"}, "is not a tokenizer"),
+        ({"tokenizer.json": "{", "tokenizer_config.json": "[]"}, "is not a tokenizer"),
         ({"tokenizer.model": "no ranks here"}, "is not a tiktoken model"),
+        ({"tokenizer.model": ""}, "ranks are missing"),
+        ({"tokenizer.model": "YQ== 0\nYg== 1\nYw== 12\n"}, "ranks are missing"),
     ],
 )
 def test_bad_folders_are_named_with_the_key(tmp_path, files, text):

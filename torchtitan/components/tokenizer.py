@@ -3,6 +3,7 @@
 Ordinary text never becomes a special token: only `bos` and `eos` add those. Imports no torch.
 """
 
+import base64
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -32,6 +33,9 @@ LLAMA3_SPECIAL = {
     10: "<|python_tag|>",
 }
 """Llama 3's named special tokens among its 256, counted from the end of the ranks; the others are reserved."""
+
+_PIECE = 25_000
+"""Characters encoded at a time where a text can't be encoded whole."""
 
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
@@ -89,6 +93,9 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(path)
         # A special token's spelling in ordinary text stays ordinary text.
         self.backend.encode_special_tokens = True
+        # Settings for fine-tuning that some files carry; they would cut documents short.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
         config = _read_json(path.with_name("tokenizer_config.json"))
         self.bos_id = self._special(config.get("bos_token"), _BOS_NAMES)
@@ -116,12 +123,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, path: Path):
         import tiktoken
-        from tiktoken.load import load_tiktoken_bpe
 
-        try:
-            ranks = load_tiktoken_bpe(str(path))
-        except Exception as error:
-            raise UserError(f"model.hf_assets_path: {path} is not a tiktoken model: {error}") from None
+        ranks = _read_ranks(path)
         super().__init__(path)
         reserved = iter(f"<|reserved_special_token_{i}|>" for i in range(256))
         names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
@@ -133,7 +136,12 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        return self._wrap(self.backend.encode(text, disallowed_special=()), bos, eos)
+        try:
+            ids = self.backend.encode(text, disallowed_special=())
+        except ValueError:  # the pattern's stack overflows on a run of a million blanks
+            pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))
+            ids = [i for piece in pieces for i in self.backend.encode(piece, disallowed_special=())]
+        return self._wrap(ids, bos, eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))
@@ -168,8 +176,23 @@ def _existing(first: Path, second: Path) -> Path:
     return first if first.exists() else second
 
 
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Tokens and ranks of a tiktoken file. (tiktoken's own reader caches by path, and would miss a changed file.)"""
+    try:
+        pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("ranks are missing; cut off?")
+    except ValueError as error:
+        raise UserError(f"model.hf_assets_path: {path} is not a tiktoken model: {error}") from None
+    return ranks
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"model.hf_assets_path: {path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"model.hf_assets_path: {path} is not a JSON object")
+    return content

@@ -27,7 +27,7 @@ from torchtitan.trainer.evaluate import evaluate
 from torchtitan.trainer.preflight import Plan
 from torchtitan.trainer.state import Progress
 from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
-from torchtitan.utils.device import current_device, device_name, use_all_cores
+from torchtitan.utils.device import current_device, device_name, tune_cpu
 from torchtitan.utils.errors import NonFiniteError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
@@ -42,7 +42,7 @@ class Trainer:
     def __init__(self, config: Config, plan: Plan):
         self.config, self.plan = config, plan
         self.device = current_device()
-        use_all_cores()
+        tune_cpu()
         set_determinism(config.debug)
         self.owns_process_group = not dist.is_initialized()
         if self.owns_process_group:

@@ -1,8 +1,12 @@
 """The device a rank computes on: CUDA where there is one, else the CPU. The one place that asks."""
 
+import ctypes
 import os
+import platform
 
 import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def device_type() -> str:
@@ -41,8 +45,18 @@ def peak_memory() -> tuple[float, float]:
     return reserved / 2**30, 100 * reserved / total
 
 
-def use_all_cores() -> None:
-    """Give a CPU rank its share of this node's cores, unless `OMP_NUM_THREADS` says otherwise."""
-    if device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+def tune_cpu() -> None:
+    """Set up a rank that computes on the CPU; does nothing on CUDA.
+
+    Each rank gets its share of this node's cores, unless `OMP_NUM_THREADS` says otherwise. And glibc is told to keep
+    freed memory: it would give large tensors back to the kernel and have them zeroed anew, page by page, every step.
+    """
+    if device_type() != "cpu":
+        return
+    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks if hasattr(os, "sched_getaffinity") else 1))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

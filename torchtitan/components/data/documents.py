@@ -62,7 +62,7 @@ class LocalDocuments:
     A text file is one document; the other formats hold one per line or row, in the column `text`.
     """
 
-    def __init__(self, path: str, key: str):
+    def __init__(self, path: str | Sequence[str], key: str):
         self.files = find_files(path, key)
         kinds = {_format(file) for file in self.files}
         if len(kinds) != 1 or None in kinds:
@@ -74,6 +74,9 @@ class LocalDocuments:
         columns = self.table.column_names
         if "text" not in columns:
             raise UserError(f"{key}: no column 'text' in {path}; it has {', '.join(columns)}. Rename one to 'text'")
+        kind = getattr(self.table.features["text"], "dtype", "nested values")
+        if kind not in ("string", "large_string"):
+            raise UserError(f"{key}: column 'text' in {path} holds {kind}, not text")
         listing = "".join(f"{file.name}:{file.stat().st_size};" for file in self.files)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
 
@@ -90,6 +93,7 @@ class LocalDocuments:
             if len(files) > 1:  # say which one
                 for file in files:
                     LocalDocuments._load(kind, [file], key)
+                raise UserError(f"{key}: the files don't all have the same columns: {_innermost(error)}") from error
             if files[0].stat().st_size == 0 or "EmptyDataset" in type(error).__name__:
                 raise UserError(f"{key}: {files[0]} is empty") from None
             raise UserError(f"{key}: can't read {files[0]} (damaged or cut off?): {_innermost(error)}") from error
@@ -98,16 +102,17 @@ class LocalDocuments:
         return len(self.table)
 
     def __getitem__(self, index: int) -> str:
-        text = self.table[index]["text"]
-        return text if isinstance(text, str) else ""
+        return self.table[index]["text"] or ""
 
 
-def find_files(path: str, key: str) -> list[Path]:
-    """Files that `path` (a file, folder or glob) names, sorted.
+def find_files(path: str | Sequence[str], key: str) -> list[Path]:
+    """Files that `path` (a file, folder or glob; or several) names, sorted.
 
     Raises:
         UserError: there are none.
     """
+    if not isinstance(path, str):
+        return [file for one in path for file in find_files(one, key)]
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         found = [p for p in sorted(Path(expanded).rglob("*")) if p.is_file() and _format(p)]

@@ -1,6 +1,7 @@
 """From the configuration to this rank's rows of every step, read ahead in a thread or in worker processes."""
 
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
+
+logger = logging.getLogger("torchtitan")
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,12 @@ class _Source:
             lane: Callable[[int], Any] = lambda i: DocumentCursor(  # noqa: E731
                 documents, i, self.rows_per_step, self.seed, self.infinite
             )
-            return _Opened(documents.fingerprint, self.rows_per_step, partial(self._lane_rows, lane, 1))
+            reader = partial(self._lane_rows, lane, 1)
+            return _Opened(documents.fingerprint, self.rows_per_step, reader, len(documents))
         stream = open_stream(self.dataset, self.key)
         lanes = _largest_divisor(self.rows_per_step, stream.num_shards)
         lane = lambda i: StreamCursor(stream, i, lanes, self.infinite, self.key)  # noqa: E731
-        return _Opened("stream", lanes, partial(self._lane_rows, lane, self.rows_per_step // lanes))
+        return _Opened(f"stream of {self.dataset}", lanes, partial(self._lane_rows, lane, self.rows_per_step // lanes))
 
     def _token_rows(self, files: TokenFiles, rows: range) -> Rows:
         return TokenRows(files, rows, self.rows_per_step, self.seed, self.infinite)
@@ -81,6 +85,8 @@ class _Opened:
     lanes: int
     """0 for random access to rows."""
     reader: Callable[[range], Rows]
+    documents: int | None = None
+    """How many there are, where that is known."""
 
 
 _KEYS = {
@@ -138,6 +144,12 @@ class StepLoader:
         }
         if opened.lanes:
             self.fingerprint |= {"rows_per_step": source.rows_per_step, "lanes": opened.lanes}
+        if source.infinite and opened.documents is not None and opened.documents < opened.lanes:
+            logger.warning(
+                f"{source.key}.dataset_path: {opened.documents} document(s) for {opened.lanes} rows per step: rows of "
+                "one step repeat each other. Cut the text into more documents, or make token files of it with "
+                "python -m torchtitan.tools.tokenize: their rows are windows at different places"
+            )
         self.start: dict[str, Any] | None = None
         self.pin = options.pin_memory and torch.cuda.is_available()
         self._stop: threading.Event | None = None
@@ -161,6 +173,7 @@ class StepLoader:
                     'Set it back, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"].'
                 )
         self.start = state
+        self._workers = None
 
     @staticmethod
     def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -169,7 +182,14 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         self.close()
-        return self._from_workers() if self.options.num_workers else self._from_thread()
+        return self._explained(self._from_workers() if self.options.num_workers else self._from_thread())
+
+    def _explained(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """Name the key when reading fails: a disk or network error, a worker that was killed."""
+        try:
+            yield from batches
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{self.source.key}.dataset: reading failed: {type(error).__name__}: {error}") from error
 
     def _batch(self, rows: list[Row], state: dict[str, Any]) -> StepBatch:
         ids = torch.from_numpy(np.stack(rows))
@@ -258,6 +278,8 @@ class _WorkerRows(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         assert info is not None
+        # `datasets` asks this to divide files among workers. The lanes divide them already.
+        torch.utils.data.get_worker_info = lambda: None
         try:
             reader = self.source.open().reader(_split(self.rows, info.num_workers)[info.id])
             if self.start is not None:

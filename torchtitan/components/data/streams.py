@@ -50,9 +50,11 @@ class StreamCursor:
         self.infinite, self.key = infinite, key
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
+        self.loaded: dict[str, Any] | None = None
 
     def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
+        self.loaded = None
         for _ in range(2):
             if self.iterator is None:
                 self.stream.set_epoch(self.epoch)
@@ -64,19 +66,28 @@ class StreamCursor:
             if row is not None:
                 if "text" not in row:
                     raise UserError(f"{self.key}.dataset: no column 'text'; it has {', '.join(row)}")
-                return row["text"]
+                return _text(row["text"], self.key)
             if not self.infinite:
                 return None
             self.epoch, self.iterator = self.epoch + 1, None
         raise UserError(f"{self.key}.dataset: a lane of the data set holds no documents; lower the number of lanes")
 
     def state_dict(self) -> dict[str, Any]:
+        if self.loaded is not None:  # the stream itself knows it only once it has read on
+            return self.loaded
         return {"epoch": self.epoch, "stream": self.stream.state_dict() if self.iterator is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = state["epoch"]
+        self.epoch, self.loaded = state["epoch"], state
         self.stream.set_epoch(self.epoch)
         self.iterator = None
         if state["stream"] is not None:
             self.stream.load_state_dict(state["stream"])
             self.iterator = iter(self.stream)
+
+
+def _text(value: Any, key: str) -> str:
+    """A row's text; a missing one is an empty document."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise UserError(f"{key}.dataset: column 'text' holds {type(value).__name__}, not text")

@@ -31,12 +31,16 @@ def write_token_file(
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     tokens = count = 0
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        for ids in documents:
-            file.write(np.asarray(ids, dtype).tobytes())
-            tokens, count = tokens + len(ids), count + 1
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            for ids in documents:
+                file.write(np.asarray(ids, dtype).tobytes())
+                tokens, count = tokens + len(ids), count + 1
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     meta = {
         "dtype": dtype.name,
         "tokens": tokens,
