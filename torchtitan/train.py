@@ -55,5 +55,4 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
 
 
 if __name__ == "__main__":
-    # Every rank meets the same configuration error; one of them says it.
-    sys.exit(run_main(main, quiet=os.environ.get("RANK", "0") != "0"))
+    sys.exit(run_main(main, rank=int(os.environ.get("RANK", "0"))))

@@ -42,7 +42,8 @@ def resolve(argv: list[str], world: int) -> Resolved:
             from torchtitan.config.render import help_text
 
             following = argv[argv.index(flag) + 1 :]
-            print(help_text(following[0] if following and not following[0].startswith("-") else None))
+            named = following[0].replace("-", "_") if following and not following[0].startswith("-") else None
+            print(help_text(named))
             sys.exit(0)
     loaded = load_config(argv)
     config, formulas = derive(loaded.config, world)

@@ -5,7 +5,7 @@ A key is never ignored: it is renamed with a warning, accepted where it means "o
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 RENAMED = {
     "model.tokenizer_path": "model.hf_assets_path",
@@ -36,81 +36,87 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A key that only matters while `gate` is on; the convention gives it no effect otherwise, and nor do we."""
+    """A key that only matters while `gate` is on; the convention gives it no effect otherwise, and nor do we.
+
+    A value must still be of the right `kind`: a mistake in a file is one even while nothing comes of it.
+    """
 
     gate: str
+    kind: Any
 
 
-_PIPELINE = Tuning("parallelism.pipeline_parallel_degree")
-_CONTEXT = Tuning("parallelism.context_parallel_degree")
-_EXPERT = Tuning("parallelism.expert_parallel_degree")
-_AC = Tuning("activation_checkpoint.mode")
-_COMPILE = Tuning("compile.enable")
-_CONVERTERS = Tuning("model.converters")
-_FT = Tuning("fault_tolerance.enable")
+_PIPELINE = "parallelism.pipeline_parallel_degree"
+_CONTEXT = "parallelism.context_parallel_degree"
+_EXPERT = "parallelism.expert_parallel_degree"
+_AC = "activation_checkpoint.mode"
+_COMPILE = "compile.enable"
+_CONVERTERS = "model.converters"
+_FT = "fault_tolerance.enable"
 
 UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "job.custom_config_module": NotYet("configuration modules in Python", ("",)),
     "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
     "model.converters": NotYet("model converters (float8, MXFP8)", ([],)),
-    "model.print_after_conversion": _CONVERTERS,
+    "model.print_after_conversion": Tuning(_CONVERTERS, bool),
     "optimizer.early_step_in_backward": NotYet("the optimizer step inside the backward pass", (False,)),
     "parallelism.tensor_parallel_degree": NotYet("tensor parallelism", (1,)),
-    "parallelism.disable_loss_parallel": Tuning("parallelism.tensor_parallel_degree"),
-    "parallelism.enable_async_tensor_parallel": Tuning("parallelism.tensor_parallel_degree"),
+    "parallelism.disable_loss_parallel": Tuning("parallelism.tensor_parallel_degree", bool),
+    "parallelism.enable_async_tensor_parallel": Tuning("parallelism.tensor_parallel_degree", bool),
     "parallelism.pipeline_parallel_degree": NotYet("pipeline parallelism", (1,)),
-    "parallelism.module_fqns_per_model_part": _PIPELINE,
-    "parallelism.pipeline_parallel_first_stage_less_layers": _PIPELINE,
-    "parallelism.pipeline_parallel_last_stage_less_layers": _PIPELINE,
-    "parallelism.pipeline_parallel_layers_per_stage": _PIPELINE,
-    "parallelism.pipeline_parallel_schedule": _PIPELINE,
-    "parallelism.pipeline_parallel_schedule_csv": _PIPELINE,
-    "parallelism.pipeline_parallel_microbatch_size": _PIPELINE,
-    "parallelism.pipeline_parallel_expert_parallel_overlap": _PIPELINE,
+    "parallelism.module_fqns_per_model_part": Tuning(_PIPELINE, list[Any] | None),
+    "parallelism.pipeline_parallel_first_stage_less_layers": Tuning(_PIPELINE, int),
+    "parallelism.pipeline_parallel_last_stage_less_layers": Tuning(_PIPELINE, int),
+    "parallelism.pipeline_parallel_layers_per_stage": Tuning(_PIPELINE, int | None),
+    "parallelism.pipeline_parallel_schedule": Tuning(_PIPELINE, str),
+    "parallelism.pipeline_parallel_schedule_csv": Tuning(_PIPELINE, str | None),
+    "parallelism.pipeline_parallel_microbatch_size": Tuning(_PIPELINE, int),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(_PIPELINE, bool),
     "parallelism.context_parallel_degree": NotYet("context parallelism", (1,)),
-    "parallelism.context_parallel_load_balancer": _CONTEXT,
-    "parallelism.context_parallel_rotate_method": _CONTEXT,
+    "parallelism.context_parallel_load_balancer": Tuning(_CONTEXT, str | None),
+    "parallelism.context_parallel_rotate_method": Tuning(_CONTEXT, Literal["allgather", "alltoall"]),
     "parallelism.expert_parallel_degree": NotYet("expert parallelism (no mixture-of-experts model)", (1,)),
-    "parallelism.expert_tensor_parallel_degree": _EXPERT,
-    "parallelism.expert_parallel_comm_backend": _EXPERT,
-    "checkpoint.enable_ft_dataloader_checkpoints": _FT,
+    "parallelism.expert_tensor_parallel_degree": Tuning(_EXPERT, int),
+    "parallelism.expert_parallel_comm_backend": Tuning(_EXPERT, Literal["standard", "deepep"]),
+    "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
     "checkpoint.initial_load_in_hf_quantized": NotYet("quantized Hugging Face weights", (False,)),
     "checkpoint.create_seed_checkpoint": NotYet(
         "seed checkpoints, nor needed: initial weights are the same under every layout", (False,)
     ),
     "activation_checkpoint.mode": NotYet("activation checkpointing", ("none",)),
-    "activation_checkpoint.selective_ac_option": _AC,
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _AC,
-    "activation_checkpoint.early_stop": _AC,
-    "activation_checkpoint.memory_budget": _AC,
-    "activation_checkpoint.visualize_memory_budget_pareto": _AC,
-    "activation_checkpoint.preserve_rng_state": _AC,
-    "activation_checkpoint.determinism_check": _AC,
-    "activation_checkpoint.debug": _AC,
+    "activation_checkpoint.selective_ac_option": Tuning(_AC, str),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Tuning(_AC, list[str]),
+    "activation_checkpoint.early_stop": Tuning(_AC, bool),
+    "activation_checkpoint.memory_budget": Tuning(_AC, float),
+    "activation_checkpoint.visualize_memory_budget_pareto": Tuning(_AC, bool),
+    "activation_checkpoint.preserve_rng_state": Tuning(_AC, bool),
+    "activation_checkpoint.determinism_check": Tuning(_AC, str),
+    "activation_checkpoint.debug": Tuning(_AC, bool),
     "compile.enable": NotYet("torch.compile", (False,)),
-    "compile.components": _COMPILE,
-    "compile.backend": _COMPILE,
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": _CONVERTERS,
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _CONVERTERS,
-    "quantize.linear.float8.recipe_name": _CONVERTERS,
-    "quantize.linear.float8.filter_fqns": _CONVERTERS,
-    "quantize.linear.float8.emulate": _CONVERTERS,
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _CONVERTERS,
-    "quantize.linear.mx.recipe_name": _CONVERTERS,
-    "quantize.linear.mx.filter_fqns": _CONVERTERS,
-    "quantize.grouped_mm.float8.fqns": _CONVERTERS,
-    "quantize.grouped_mm.mx.recipe_name": _CONVERTERS,
-    "quantize.grouped_mm.mx.fqns": _CONVERTERS,
+    "compile.components": Tuning(_COMPILE, list[str]),
+    "compile.backend": Tuning(_COMPILE, str),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": Tuning(_CONVERTERS, bool),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Tuning(_CONVERTERS, bool),
+    "quantize.linear.float8.recipe_name": Tuning(
+        _CONVERTERS, Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None
+    ),
+    "quantize.linear.float8.filter_fqns": Tuning(_CONVERTERS, list[str]),
+    "quantize.linear.float8.emulate": Tuning(_CONVERTERS, bool),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Tuning(_CONVERTERS, Literal["triton", "cuda", "torch"]),
+    "quantize.linear.mx.recipe_name": Tuning(_CONVERTERS, str),
+    "quantize.linear.mx.filter_fqns": Tuning(_CONVERTERS, list[str]),
+    "quantize.grouped_mm.float8.fqns": Tuning(_CONVERTERS, list[str] | str),
+    "quantize.grouped_mm.mx.recipe_name": Tuning(_CONVERTERS, Literal["mxfp8"]),
+    "quantize.grouped_mm.mx.fqns": Tuning(_CONVERTERS, list[str] | str),
     "comm.mode": NotYet("communication without a real backend", ("default",)),
     "memory_estimation.enable": NotYet("memory estimation", (False,)),
-    "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable"),
+    "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable", bool),
     "fault_tolerance.enable": NotYet("torchft's fault tolerance", (False,)),
-    "fault_tolerance.process_group": _FT,
-    "fault_tolerance.process_group_timeout_ms": _FT,
-    "fault_tolerance.replica_id": _FT,
-    "fault_tolerance.group_size": _FT,
-    "fault_tolerance.min_replica_size": _FT,
-    "fault_tolerance.semi_sync_method": _FT,
+    "fault_tolerance.process_group": Tuning(_FT, str),
+    "fault_tolerance.process_group_timeout_ms": Tuning(_FT, int),
+    "fault_tolerance.replica_id": Tuning(_FT, int),
+    "fault_tolerance.group_size": Tuning(_FT, int),
+    "fault_tolerance.min_replica_size": Tuning(_FT, int),
+    "fault_tolerance.semi_sync_method": Tuning(_FT, str | None),
     "debug.moe_force_load_balance": NotYet("mixture-of-experts models", (False,)),
 }
 """Every key of the 0.2 convention that the schema lacks."""

@@ -53,6 +53,11 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     return config, formulas
 
 
+def degrees_fill(config: Config, world: int) -> bool:
+    """Whether the (derived) degrees multiply to the number of ranks."""
+    return data_parallel_degree(config) == world
+
+
 def replace(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` with one dotted key set."""
     section, _, name = key.partition(".")

@@ -1,7 +1,8 @@
 """One strict decoder for TOML files and the command line.
 
-Both are flattened to `{dotted key: (value, where it was set)}`, merged (extended files, file, command line), renamed
-where the spelling is old, and validated by pydantic in one go: every mistake is reported, each with its place.
+Each file and the command line is one layer: `{dotted key: (value, where it was set)}`, with old spellings renamed.
+The layers are merged (extended files, file, command line) and validated by pydantic in one go: every mistake is
+reported, each with its place.
 """
 
 import difflib
@@ -14,7 +15,7 @@ from typing import Any, get_args, get_origin
 import tomli
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from torchtitan.config.compat import UNSUPPORTED, refusals, renamed
+from torchtitan.config.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, Tuning, refusals, renamed
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError
 
@@ -46,9 +47,15 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, info, model
 
 
+def _prefixes(key: str) -> list[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
 FIELDS = {key: info for key, info, _ in fields_of(Config)}
-_TABLES = {key.rpartition(".")[0] for key in FIELDS} | {key.rpartition(".")[0] for key in UNSUPPORTED}
-_OPEN = {key for key, info in FIELDS.items() if get_origin(info.annotation) is dict}  # tables with keys of any name
+_TABLES = {table for key in (*FIELDS, *UNSUPPORTED) for table in _prefixes(key)[1:]} | RENAMED_SECTIONS.keys()
+_FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys()  # sections the schema lacks
 
 
 def load_config(argv: list[str]) -> LoadedConfig:
@@ -58,45 +65,65 @@ def load_config(argv: list[str]) -> LoadedConfig:
         ConfigError: all mistakes in the files and the arguments.
     """
     problems: list[str] = []
+    warnings: list[str] = []
     given: dict[str, Setting] = {}
-    flags = dict(_command_line(argv, problems))
-    file = flags.get("job.config_file")
-    if file:
-        given |= _read_toml(Path(file.value), problems)
+    flags = _modernize(dict(_command_line(argv, problems)), problems, warnings)
+    if file := flags.get("job.config_file"):
+        given |= _read_toml(Path(str(file.value)), "--job.config_file", problems, warnings)
     given |= flags
-    loaded, warnings = _modernize(given, problems)
+    loaded = _take_out_unsupported(given, problems)
     config = _validate(loaded, problems)
     if problems or config is None:
-        raise ConfigError(problems)
+        raise ConfigError(sorted(problems, key=_file_order))
     return LoadedConfig(config, {key: setting.where for key, setting in loaded.items()}, warnings)
+
+
+def _file_order(problem: str) -> tuple[bool, str, int]:
+    """Files from top to bottom, then the rest as found."""
+    place = re.match(r"(.*?):(\d+): ", problem)
+    return (False, place[1], int(place[2])) if place else (True, "", 0)
 
 
 # ---- TOML
 
 
-def _read_toml(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> dict[str, Setting]:
-    """The settings of a file and of those it extends."""
+def _read_toml(
+    path: Path, named_at: str, problems: list[str], warnings: list[str], seen: tuple[Path, ...] = ()
+) -> dict[str, Setting]:
+    """The settings of a file, which was named at `named_at`, and of those it extends."""
     if path.resolve() in seen:
         problems.append(f"{path}: extends itself: {' -> '.join(p.name for p in (*seen, path))}")
         return {}
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         tables = tomli.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"--job.config_file: can't read {path}: {getattr(error, 'strerror', None) or error}")
+    except OSError as error:
+        problems.append(f"{named_at}: can't read {path}: {error.strerror or error}")
+        return {}
+    except UnicodeDecodeError as error:
+        problems.append(f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: {error.reason})")
         return {}
     except tomli.TOMLDecodeError as error:
         problems.append(f"{path}: not valid TOML: {error}")
         return {}
     bases = tables.pop("extends", [])
     lines = _line_numbers(text)
-    given: dict[str, Setting] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        given |= _read_toml(path.parent / str(base), problems, (*seen, path.resolve()))
-    for key, value in _flatten(tables):
+
+    def place(key: str) -> str:
+        # An inline table has one line for all its keys.
         line = next((lines[k] for k in _prefixes(key) if k in lines), None)
-        given[key] = Setting(value, f"{path}:{line}" if line else str(path))
-    return given
+        return f"{path}:{line}" if line else str(path)
+
+    bases = [bases] if isinstance(bases, str) else bases
+    at = f"{place('extends')}: extends"
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        problems.append(f"{at}: got {bases!r}, must be the name of a TOML file or a list of names")
+        bases = []
+    given: dict[str, Setting] = {}
+    for base in bases:
+        given |= _read_toml(path.parent / base, at, problems, warnings, (*seen, path.resolve()))
+    own = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
+    return given | _modernize(own, problems, warnings)
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -107,31 +134,36 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def _prefixes(key: str) -> Iterable[str]:
-    """`a.b.c`, `a.b`, `a`: an inline table has one line for all its keys."""
-    parts = key.split(".")
-    return (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-
-
-_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
-_KEY = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_HEADER = re.compile(r"[ \t]*\[{1,2}[ \t]*([^\[\]\n]+?)[ \t]*\]")
+_KEY = re.compile(r"""[ \t]*((?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*'))*)[ \t]*=""")
+# What can hide a line end or a bracket (strings, the long ones first; comments), brackets, and line ends.
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''', re.DOTALL
+)
 
 
 def _line_numbers(text: str) -> dict[str, int]:
     """Line of each key and table header of a valid TOML text. tomli keeps no positions."""
     numbers: dict[str, int] = {}
-    table, quotes = "", ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if quotes:  # inside a string of several lines
-            quotes = "" if quotes in line else quotes
-            continue
-        if header := _HEADER.match(line):
+    table = ""
+    for start in _statements(text):
+        number = text.count("\n", 0, start) + 1
+        if header := _HEADER.match(text, start):
             table = _normal(header[1]) + "."
             numbers.setdefault(table[:-1], number)
-        elif key := _KEY.match(line):
+        elif key := _KEY.match(text, start):
             numbers.setdefault(table + _normal(key[1]), number)
-        quotes = next((q for q in ('"""', "'''") if line.count(q) % 2), "")
     return numbers
+
+
+def _statements(text: str) -> Iterator[int]:
+    """Offsets of the lines that aren't inside a string, list or inline table begun on an earlier line."""
+    depth = 0
+    yield 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        if token[0] == "\n" and depth == 0:
+            yield token.end()
 
 
 def _normal(key: str) -> str:
@@ -165,13 +197,11 @@ def _command_line(argv: list[str], problems: list[str]) -> Iterator[tuple[str, S
 
 def _from_text(key: str, words: list[str]) -> Any:
     """The value that the words after a flag stand for; the field's type tells how to read them."""
-    info = FIELDS.get(key)
-    if info is None:
-        # An open table's entry, an old spelling (read by its new key), or unsupported or unknown: any TOML value.
-        if (new := renamed(key)) in FIELDS:
-            return _from_text(str(new), words)
-        return _guess(words)
-    kind = info.annotation
+    key = renamed(key) or key
+    entry = UNSUPPORTED.get(key)
+    kind = FIELDS[key].annotation if key in FIELDS else entry.kind if isinstance(entry, Tuning) else None
+    if kind is None or get_origin(kind) is dict:
+        return _guess(words)  # an open table or its entry, an unsupported or unknown key: any TOML value
     options = [a for a in get_args(kind) if a is not type(None)] if type(None) in get_args(kind) else [kind]
     if len(options) < len(get_args(kind)) and words in (["None"], ["none"], ["null"]):
         return None
@@ -202,20 +232,39 @@ def _guess(words: list[str]) -> Any:
 # ---- validation
 
 
-def _modernize(given: dict[str, Setting], problems: list[str]) -> tuple[dict[str, Setting], list[str]]:
-    """Rename old spellings, and take out what isn't supported after checking that it asks for nothing."""
+def _modernize(layer: dict[str, Setting], problems: list[str], warnings: list[str]) -> dict[str, Setting]:
+    """One file's or the command line's settings under today's names. Before merging: a later layer wins by any name."""
     out: dict[str, Setting] = {}
-    warnings = []
-    for old, setting in given.items():
+    for old, setting in layer.items():
         key = renamed(old)
         if key is not None:
             warnings.append(f"{setting.where}: {old} is called {key} now")
-        key = key or old
-        if key in UNSUPPORTED:
-            problems += [f"{_place(setting.where, key)}: {text}" for text in refusals(key, setting.value)]
+            if key in layer:
+                problems.append(f"{_place(setting.where, old)}: {key} is set too ({layer[key].where}); remove {old}")
+                continue
+        out[key or old] = setting
+    return out
+
+
+def _take_out_unsupported(given: dict[str, Setting], problems: list[str]) -> dict[str, Setting]:
+    """The settings that the schema decides about, once the others are known to ask for nothing."""
+    out: dict[str, Setting] = {}
+    for key, setting in given.items():
+        texts: list[str] = []
+        entry = UNSUPPORTED.get(key)
+        if isinstance(entry, Tuning):
+            try:
+                TypeAdapter(entry.kind).validate_python(setting.value, strict=True)
+            except ValidationError as error:
+                texts = [_explain_value(error.errors()[0])]
+        elif entry is not None:
+            texts = list(refusals(key, setting.value))
+        elif key.split(".")[0] in _FOREIGN:
+            texts = ["unknown key" + _meant(key, _SUGGESTED, False)]
         else:
             out[key] = setting
-    return out, warnings
+        problems += [f"{_place(setting.where, key)}: {text}" for text in texts]
+    return out
 
 
 def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
@@ -226,6 +275,7 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
         for part in parts[:-1]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
+                problems.append(f"{_place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} is no table")
                 break
         else:
             table[parts[-1]] = setting.value
@@ -234,10 +284,12 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
     except ValidationError as error:
 
         def where(key: str) -> str:
-            exact = given.get(key) or next((s for k, s in given.items() if k.startswith(key + ".")), None)
-            return _place(exact.where, key) if exact else key
+            above = (given[k] for k in _prefixes(key) if k in given)  # an element of a list has its list's place
+            below = (s for k, s in given.items() if k.startswith(key + "."))
+            setting = next(above, None) or next(below, None)
+            return _place(setting.where, key) if setting else key
 
-        problems += explain_errors(error, Config, where, UNSUPPORTED)
+        problems += explain_errors(error, Config, where, _SUGGESTED)
         return None
 
 
@@ -246,7 +298,17 @@ def _place(where: str, key: str) -> str:
     return where if where == f"--{key}" else f"{where}: {key}"
 
 
-_TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string", "list": "a list"}
+_SUGGESTED = [*FIELDS, *RENAMED, *UNSUPPORTED]
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "list": "a list",
+    "dict": "a table",
+    "model": "a table",
+    "finite_number": "a finite number",
+}
 
 
 def explain_errors(
@@ -263,32 +325,35 @@ def explain_errors(
     for item in error.errors():
         path = [str(part) for part in item["loc"]]
         key = ".".join(path)
-        context, got = item.get("ctx", {}), item["input"]
-        kind = item["type"]
-        if kind == "extra_forbidden":
-            text = f"unknown {'section' if isinstance(got, dict) else 'key'}{_meant(key, keys, isinstance(got, dict))}"
-        elif kind == "literal_error":
-            near = difflib.get_close_matches(str(got), re.findall(r"'([^']+)'", context["expected"]), 1)
-            text = f"got {got!r}, must be {context['expected']}" + (f"; did you mean {near[0]!r}?" if near else "")
-        elif kind == "value_error":
-            text = str(context["error"])
-        elif (stem := kind.removesuffix("_type")) in _TYPES or kind.endswith("_parsing"):
-            text = f"got {got!r}, must be {_TYPES.get(stem.removesuffix('_parsing'), item['msg'])}"
-        elif kind == "model_type":
-            text = f"got {got!r}, must be a table"
+        if item["type"] == "extra_forbidden":
+            section = isinstance(item["input"], dict)
+            text = f"unknown {'section' if section else 'key'}{_meant(key, keys, section)}"
         else:
-            text = f"got {got!r}: {item['msg'][0].lower() + item['msg'][1:]}"
+            text = _explain_value(item)
         place = where(key)
         out.append(f"{place}: {text}" if place else text)
     return out
 
 
+def _explain_value(item: Any) -> str:
+    """What is wrong with a value, from one of pydantic's errors."""
+    context, got, kind = item.get("ctx", {}), item["input"], item["type"]
+    if kind == "literal_error":
+        near = difflib.get_close_matches(str(got), re.findall(r"'([^']+)'", context["expected"]), 1)
+        return f"got {got!r}, must be {context['expected']}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if kind == "value_error":
+        return str(context["error"])
+    if stem := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):
+        return f"got {got!r}, must be {stem}"
+    return f"got {got!r}: {item['msg'][0].lower() + item['msg'][1:]}"
+
+
 def _meant(key: str, keys: list[str], section: bool) -> str:
-    """A hint for a misspelt key: the same section first, then the same last name anywhere, then anything near."""
-    choices = sorted({k.rpartition(".")[0] for k in keys} - {""}) if section else keys
+    """A hint for a misspelt key: near as a whole, or else near in its last name, in whichever section."""
+    choices = sorted({table for k in keys for table in _prefixes(k)[1:]}) if section else keys
     near = difflib.get_close_matches(key, choices, 1, 0.75)
-    last = key.rpartition(".")[2]
-    near = (
-        near or [k for k in choices if k.rpartition(".")[2] == last][:1] or difflib.get_close_matches(key, choices, 1)
-    )
+    if not near:
+        names = {k.rpartition(".")[2]: k for k in reversed(choices)}
+        last = difflib.get_close_matches(key.rpartition(".")[2], names, 1, 0.75)
+        near = [names[name] for name in last] or difflib.get_close_matches(key, choices, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,6 +1,9 @@
 """The schema as text: `--help`, `docs/config.md`, a JSON Schema for editors; and a configuration as TOML."""
 
+import difflib
 import json
+import re
+from datetime import date, time
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -8,6 +11,7 @@ from pydantic import BaseModel
 
 from torchtitan.config.load import fields_of
 from torchtitan.config.schema import Config
+from torchtitan.utils.errors import ConfigError
 
 
 def type_name(kind: Any) -> str:
@@ -39,14 +43,21 @@ def _default(info: Any) -> str:
 
 
 def help_text(section: str | None = None) -> str:
-    """`--help`, whole or of one section."""
+    """`--help`, whole or of one section and the sections inside it.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
     sections = _sections()
     if section is not None and section not in sections:
-        return f"no section {section!r}; there are {', '.join(sections)}"
+        near = difflib.get_close_matches(section, sections, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError([f"--help: no section {section!r} (there are {', '.join(sections)}){hint}"])
     lines = ["Flags are --section.key value (also =value; - and _ are the same; a bare flag is true).", ""]
     lines += ["A TOML file is given by --job.config_file (or --config); flags override it.", ""]
+    lines += ["--help SECTION shows one section only.", ""]
     for name, (model, fields) in sections.items():
-        if section in (None, name):
+        if section is None or f"{name}.".startswith(f"{section}."):
             lines += [f"[{name}]  {model.__doc__}"]
             for key, info in fields:
                 lines += [f"  --{key}  {type_name(info.annotation)}  (default: {_default(info)})"]
@@ -108,19 +119,25 @@ def to_toml(config: Config) -> str:
             elif value is not None and key != "job.config_file":
                 lines += [f"{short} = {to_toml_value(value)}"]
         for key, table in tables:
-            lines += ["", f"[{key}]", *(f"{k} = {to_toml_value(v)}" for k, v in table.items())]
+            lines += ["", f"[{key}]", *(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in table.items())]
         lines += [""]
     return "\n".join(lines)
 
 
 def to_toml_value(value: Any) -> str:
-    """One value in TOML. JSON's strings are TOML's."""
+    """One value in TOML. JSON's strings are TOML's, but for DEL, which TOML wants escaped."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {to_toml_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_toml_value(v) for v in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, date | time):
+        return value.isoformat()
     return repr(value)
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml_value(name)

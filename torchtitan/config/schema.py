@@ -15,7 +15,9 @@ Dtype = Literal["bfloat16", "float32"]
 class Section(BaseModel):
     """A strict, immutable group of keys: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Job(Section):

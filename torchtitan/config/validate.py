@@ -1,9 +1,11 @@
 """Rules over several keys, each a small function that yields what is wrong and what would be legal."""
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.derive import data_parallel_degree
+from torchtitan.config.derive import data_parallel_degree, degrees_fill
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError
 
@@ -16,22 +18,23 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
     replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     if shard == 0:
         yield "parallelism.data_parallel_shard_degree: 0 is no degree; 1 turns sharding off, -1 takes all ranks left"
-    elif replicate * shard != world:
+    elif not degrees_fill(config, world):
         fits = (
             f"set data_parallel_shard_degree = {world // replicate}"
             if world % replicate == 0
             else (f"data_parallel_replicate_degree must divide {world}: {', '.join(map(str, _divisors(world)))}")
         )
         yield (
-            f"parallelism: data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} is "
-            f"{replicate * shard}, but there are {world} ranks; {fits}"
+            f"parallelism.data_parallel_replicate_degree {replicate} x parallelism.data_parallel_shard_degree {shard} "
+            f"is {replicate * shard}, but there are {world} ranks; {fits}"
         )
 
 
 def batch_divides(config: Config, world: int) -> Iterator[str]:
     t, dp = config.training, data_parallel_degree(config)
     unit = t.local_batch_size * dp
-    if unit and (t.global_batch_size <= 0 or t.global_batch_size % unit):
+    # With wrong degrees the unit is wrong too, and so would be the advice.
+    if degrees_fill(config, world) and (t.global_batch_size <= 0 or t.global_batch_size % unit):
         below = t.global_batch_size // unit * unit
         legal = " or ".join(str(n) for n in (below, below + unit) if n > 0)
         yield (
@@ -53,9 +56,10 @@ def decay_follows_warmup(config: Config, world: int) -> Iterator[str]:
     s = config.lr_scheduler
     total = s.total_steps or config.training.steps
     if s.decay_ratio is not None and s.warmup_steps + round(total * s.decay_ratio) > total:
+        legal = math.floor((total - s.warmup_steps) / total * 1000) / 1000  # rounded down, so that it is legal
         yield (
             f"lr_scheduler.decay_ratio: decay over {s.decay_ratio:g} of {total} steps would begin before the "
-            f"{s.warmup_steps} warmup_steps end; set it to at most {(total - s.warmup_steps) / total:.3g}"
+            f"{s.warmup_steps} warmup_steps end; set it to at most {legal:g}"
         )
 
 
@@ -76,14 +80,14 @@ def excluded_parts_exist(config: Config, world: int) -> Iterator[str]:
 
 
 def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
+    """Weights to start from, or an export, must not be forgotten silently. How to save is harmless if nothing is saved:
+    files of the convention set `last_save_model_only` beside `enable = false`."""
     c = config.checkpoint
     asked = {
         "load_step": c.load_step >= 0,
-        "load_only": c.load_only,
         "initial_load_path": c.initial_load_path is not None,
         "initial_load_in_hf": c.initial_load_in_hf,
         "last_save_in_hf": c.last_save_in_hf,
-        "last_save_model_only": c.last_save_model_only,
     }
     for key, is_set in asked.items():
         if is_set and not c.enable:
@@ -157,7 +161,8 @@ def validate(config: Config, world: int, sources: dict[str, str] | None = None) 
 
 
 def _with_place(problem: str, sources: dict[str, str]) -> str:
-    key = problem.split(" ")[0].rstrip(":")
+    """The problem, preceded by the place of the first key in it that somebody set."""
+    key = next((word for word in re.findall(r"[\w.]+", problem) if word in sources), "")
     where = sources.get(key)
     return f"{where}: {problem}" if where and where != f"--{key}" else problem
 

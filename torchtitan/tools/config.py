@@ -1,6 +1,10 @@
 """Check and explain a configuration: `python -m torchtitan.tools.config X.toml [--section.key value ...] [--world N]`.
 
-With `--explain` every effective value is printed with where it came from. No torch, no GPU, no process group.
+Prints what is wrong, or a line that says OK. Needs no torch, no GPU, no process group. Instead of that line:
+  --explain      every effective value and where it came from
+  --toml         the effective configuration as a TOML file
+  --json-schema  a JSON Schema of the TOML files, for editors
+  --markdown     the reference that is docs/config.md
 """
 
 import os
@@ -31,6 +35,8 @@ def explain(resolved: Resolved) -> str:
 
 
 def main(argv: list[str]) -> int:
+    if argv in (["--help"], ["-h"]):
+        print(__doc__)
     if "--markdown" in argv:
         print(markdown(), end="")
         return 0

@@ -28,7 +28,7 @@ from torchtitan.trainer.preflight import Plan
 from torchtitan.trainer.state import Progress
 from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
 from torchtitan.utils.device import current_device, device_name, tune_cpu
-from torchtitan.utils.errors import NonFiniteError
+from torchtitan.utils.errors import NonFiniteError, UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
 
@@ -149,14 +149,22 @@ class Trainer:
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
             CheckpointError: a save failed.
+            UserError: the GPU's memory is used up.
         """
         steps = self.config.training.steps
         self._seed_step()
-        with self._frozen_gc(), self.profiler.capture_oom():
-            batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
-            while self.progress.step < steps:
-                self._train_one(batches)
-            self.checkpointer.close()
+        try:
+            with self._frozen_gc(), self.profiler.capture_oom():
+                batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
+                while self.progress.step < steps:
+                    self._train_one(batches)
+                self.checkpointer.close()
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"step {self.progress.step + 1}: out of GPU memory; {self.checkpointer.last_good()}.\n"
+                "Lower training.local_batch_size (training.global_batch_size keeps the batch, by accumulation) or "
+                f"training.seq_len, shard over more ranks, or set training.enable_cpu_offload = true.\n{error}"
+            ) from error
         return self.progress
 
     def _train_one(self, batches: Iterator[StepBatch]) -> None:

@@ -47,14 +47,34 @@ def report(error: UserError) -> None:
     sys.stderr.flush()
 
 
-def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, quiet: bool = False) -> int:
-    """Run `main(argv)` and turn a `UserError` into its message and exit code.
+_ANOTHER_RANK_FAILED = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted",
+)
+"""What a rank's collectives say when another rank has gone: never the cause."""
 
-    `quiet` keeps the message back: set on all but one rank for errors that every rank meets alike.
+
+def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0) -> int:
+    """Run `main(argv)`; its exit code. Failures are told once and by the rank that has the cause.
+
+    A `UserError` becomes its message, an unexpected error its traceback, and an error that only says that another rank
+    has gone one line. A mistake in the configuration, which every rank meets alike, is told by rank 0.
     """
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except UserError as error:
-        if not (quiet and isinstance(error, ConfigError)):
+        if rank == 0 or not isinstance(error, ConfigError):
             report(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if os.environ.get(DEBUG_ENV) != "1" and any(text in str(error) for text in _ANOTHER_RANK_FAILED):
+            print(f"rank {rank}: stopped, because another rank did", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        return 1

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -67,7 +68,8 @@ class _Source:
             reader = partial(self._lane_rows, lane, 1)
             return _Opened(documents.fingerprint, self.rows_per_step, reader, len(documents))
         stream = open_stream(self.dataset, self.key)
-        lanes = _largest_divisor(self.rows_per_step, stream.num_shards)
+        # Whole shards for every lane: were they not to divide, `datasets` would read everything in each.
+        lanes = math.gcd(self.rows_per_step, stream.num_shards)
         lane = lambda i: StreamCursor(stream, i, lanes, self.infinite, self.key)  # noqa: E731
         return _Opened(f"stream of {self.dataset}", lanes, partial(self._lane_rows, lane, self.rows_per_step // lanes))
 
@@ -297,10 +299,6 @@ def _split(rows: range, count: int) -> list[range]:
     """`rows` in `count` consecutive parts, as even as can be."""
     cuts = [rows.start + len(rows) * i // count for i in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
 def _is_folder_of_tokens(path: str) -> bool:

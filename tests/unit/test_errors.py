@@ -1,0 +1,40 @@
+"""Exit codes and messages of each kind of failure."""
+
+import pytest
+
+from torchtitan.utils.errors import CheckpointError, ConfigError, run_main
+
+
+def failing(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "code", "shown"),
+    [
+        (ConfigError(["a: wrong"]), 0, 2, "error: a: wrong\n"),
+        (ConfigError(["a: wrong"]), 1, 2, ""),
+        (CheckpointError("no space\nfree some"), 1, 1, "error: no space\n       free some\n"),
+        (KeyboardInterrupt(), 0, 130, "interrupted\n"),
+        (RuntimeError("Connection closed by peer [::1]"), 3, 1, "rank 3: stopped, because another rank did\n"),
+    ],
+)
+def test_failures_are_told_once(error, rank, code, shown, capsys, monkeypatch):
+    monkeypatch.delenv("TORCHTITAN_DEBUG", raising=False)
+    assert run_main(failing(error), [], rank=rank) == code
+    assert capsys.readouterr().err == shown
+
+
+def test_an_unexpected_error_keeps_its_traceback(capsys):
+    assert run_main(failing(ZeroDivisionError("by zero")), [], rank=2) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ZeroDivisionError: by zero" in err
+
+
+def test_success():
+    assert run_main(lambda argv: None, []) == 0
+    assert run_main(lambda argv: 75, []) == 75
