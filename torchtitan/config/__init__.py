@@ -1,5 +1,6 @@
 """From arguments to a checked configuration, in milliseconds and without torch."""
 
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ def resolve(argv: list[str], world: int) -> Resolved:
 
             following = argv[argv.index(flag) + 1 :]
             named = following[0].replace("-", "_") if following and not following[0].startswith("-") else None
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
             print(help_text(named))
             sys.exit(0)
     loaded = load_config(argv)

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     resolved = resolve(argv, world)
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    plan = preflight(resolved.config)
+    plan = preflight(resolved.config, output=False)
     if "explain" in modes:
         print(explain(resolved))
     elif "toml" in modes:

@@ -23,13 +23,16 @@ class Plan:
     tokenizer: Tokenizer
 
 
-def preflight(config: Config) -> Plan:
+def preflight(config: Config, *, output: bool = True) -> Plan:
     """Find the model, tokenizer, data and folders that `config` names.
+
+    Args:
+        output: also make the dump folder, and see that it can be written to.
 
     Raises:
         ConfigError: all that is missing or doesn't fit together.
     """
-    problems = [*_check_paths(config), *_check_dump_folder(config)]
+    problems = [*_check_paths(config), *(_check_dump_folder(config) if output else [])]
     spec = args = tokenizer = None
     try:
         if config.experimental.custom_import:
