@@ -190,7 +190,7 @@ class StepLoader:
         """Name the key when reading fails: a disk or network error, a worker that was killed."""
         try:
             yield from batches
-        except (OSError, RuntimeError) as error:
+        except (OSError, EOFError, RuntimeError) as error:
             raise UserError(f"{self.source.key}.dataset: reading failed: {type(error).__name__}: {error}") from error
 
     def _batch(self, rows: list[Row], state: dict[str, Any]) -> StepBatch:
@@ -239,6 +239,7 @@ class StepLoader:
             self._workers = DataLoader(
                 _WorkerRows(self.source, self.rows, self.start),
                 batch_size=None,
+                collate_fn=_unchanged,
                 num_workers=count,
                 persistent_workers=self.options.persistent_workers,
                 prefetch_factor=self.options.prefetch_factor,
@@ -293,6 +294,11 @@ class _WorkerRows(IterableDataset):
             # DataLoader can only raise again what takes a single string; the text is what matters.
             while True:
                 yield str(error)
+
+
+def _unchanged(item: Any) -> Any:
+    """Keep rows as numpy arrays: the default would make each a tensor in a shared-memory file of its own."""
+    return item
 
 
 def _split(rows: range, count: int) -> list[range]:
