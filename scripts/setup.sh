@@ -36,6 +36,13 @@ PY
 
 has_torch() { "$1" -c 'from importlib import metadata; metadata.version("torch")' 2>/dev/null; }
 
+# Another release is left alone, and not used.
+supported_torch() {
+    local version
+    version=$("$1" -c 'from importlib import metadata; print(metadata.version("torch"))')
+    [[ $version =~ ^2\.(11|12|13)\. ]] || { say "not using torch $version of $(command -v "$1"): needs 2.11 to 2.13"; false; }
+}
+
 pip_install() { # interpreter, arguments
     local python=$1
     shift
@@ -107,6 +114,7 @@ if [[ -n ${TORCHTITAN_PYTHON:-} ]]; then
 fi
 for python in python python3; do
     if command -v "$python" >/dev/null && missing "$python" >/dev/null 2>&1 && has_torch "$python"; then
+        supported_torch "$python" || continue
         use_existing "$(command -v "$python")"
         exit
     fi
