@@ -41,7 +41,7 @@ def measure(mode: str, folder: Path, saves: int) -> dict[str, float]:
     config = resolve(argv, 1).config
     trainer = Trainer(config, preflight(config))
     batches = iter(trainer.parts.loader)
-    count = sum(p.numel() for p in trainer.parts.model.parameters())
+    count = sum(p.numel() for p in trainer.parts.models[0].parameters())
 
     def steps() -> float:
         """Seconds for a stretch of steps, including any wait for a copy being made."""

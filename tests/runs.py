@@ -71,6 +71,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def weights(models) -> dict[str, torch.Tensor]:
+    """The full weights of the whole model, on every rank; under pipeline parallelism each has only some."""
+    own = {name: full(p) for model in models for name, p in model.named_parameters()}
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return {name: weight for part in parts for name, weight in part.items()}
+
+
 def train(argv: list[str]) -> dict[str, Any]:
     """Run to the end on the ranks that call this; returns rank 0's metrics and every rank's full weights."""
     from torchtitan.trainer.preflight import preflight
@@ -78,14 +86,14 @@ def train(argv: list[str]) -> dict[str, Any]:
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    initial = {name: full(p) for name, p in trainer.parts.model.named_parameters()}
+    initial = weights(trainer.parts.models)
     try:
         progress = trainer.train()
     finally:
         trainer.close()
     return {
         "initial": initial,
-        "weights": {name: full(p) for name, p in trainer.parts.model.named_parameters()},
+        "weights": weights(trainer.parts.models),
         "metrics": read_metrics(Path(config.job.dump_folder)),
         "progress": progress.state_dict(),
     }

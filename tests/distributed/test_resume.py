@@ -236,7 +236,7 @@ def poisoned(argv, step_to_poison):
     """Train with the activations of rank 1 made NaN in one step; tells whether that step changed the weights."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    weight = trainer.parts.model.layers["0"].attention.wq.weight
+    weight = trainer.parts.models[0].layers["0"].attention.wq.weight
     after_step, before = trainer._after_step, None
 
     def poison(module, args):
@@ -253,7 +253,7 @@ def poisoned(argv, step_to_poison):
             before = torch.equal(full(weight), before)
 
     trainer._after_step = watch
-    trainer.parts.model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
+    trainer.parts.models[0].layers["1"].ffn_norm.register_forward_pre_hook(poison)
     try:
         return "ok", trainer.train().state_dict(), before
     except Exception as error:

@@ -241,6 +241,7 @@ def test_a_file_with_everything_off_is_accepted(toml):
 converters = []
 [parallelism]
 tensor_parallel_degree = 1
+enable_async_tensor_parallel = false
 pipeline_parallel_schedule = "Interleaved1F1B"
 context_parallel_rotate_method = "alltoall"
 [activation_checkpoint]
@@ -269,7 +270,32 @@ def test_old_spellings_are_taken_with_a_warning(old):
     loaded = load_config([f"--{old}={value}"])
     assert loaded.warnings == [f"--{old}: {old} is called {new} now"]
     section, _, name = new.partition(".")
-    assert str(getattr(getattr(loaded.config, section), name)).lower() == value
+    got = getattr(getattr(loaded.config, section), name)
+    assert got == [value] if isinstance(got, list) else str(got).lower() == value
+
+
+def test_a_count_of_microbatches_becomes_their_size(toml):
+    file = toml("[training]\nlocal_batch_size = 12\n[parallelism]\npipeline_parallel_microbatches = 4\n")
+    loaded = load_config(["--config", file])
+    assert loaded.config.parallelism.pipeline_parallel_microbatch_size == 3
+    assert "pipeline_parallel_microbatch_size now" in loaded.warnings[0]
+    assert load("--parallelism.pipeline_parallel_microbatches=2").parallelism.pipeline_parallel_microbatch_size == 4
+    (problem,) = problems("--config", file, "--training.local_batch_size=6")
+    assert problem.startswith(f"{file}:4: parallelism.pipeline_parallel_microbatches: got 4, must divide")
+    (problem,) = problems("--config", file, "--parallelism.pipeline_parallel_microbatch_size=2")
+    assert "remove parallelism.pipeline_parallel_microbatches" in problem
+
+
+def test_stages_can_be_listed_on_the_command_line():
+    key = "module_fqns_per_model_part"
+    assert load(f'--parallelism.{key}=[["a", "b"], ["c"]]').parallelism.module_fqns_per_model_part == [
+        ["a", "b"],
+        ["c"],
+    ]
+    assert load(f"--parallelism.{key}=layers.2,layers.4").parallelism.module_fqns_per_model_part == [
+        "layers.2",
+        "layers.4",
+    ]
 
 
 def test_old_sections_are_renamed(toml):

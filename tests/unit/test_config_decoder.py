@@ -185,7 +185,7 @@ def test_wrong_degrees_bring_no_advice_about_the_batch(toml):
     with pytest.raises(ConfigError) as error:
         resolve(["--config", file], 4)
     (problem,) = error.value.problems
-    assert problem.startswith(f"{file}:2: parallelism.data_parallel_replicate_degree 1 x ")
+    assert problem.startswith(f"{file}:2: parallelism.data_parallel_shard_degree 3 is 3, but there are 4")
 
 
 def test_overrides_of_any_name_and_value_round_trip(toml):

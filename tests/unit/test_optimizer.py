@@ -45,7 +45,7 @@ def test_decay_shapes_end_at_the_floor(decay_type, shape):
 def test_weight_decay_spares_vectors(name, decayed, implementation):
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = build_optimizer(model, Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation))
+    optimizer = build_optimizer([model], Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation))
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(before)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -62,14 +62,14 @@ def test_weight_decay_spares_vectors(name, decayed, implementation):
 def test_schedule_resumes_where_it_was():
     model = nn.Linear(2, 2)
     config = LRScheduler(total_steps=10, warmup_steps=3)
-    first = LRSchedule(build_optimizer(model, Optimizer()), 1.0, config)
+    first = LRSchedule(build_optimizer([model], Optimizer()), 1.0, config)
     rates = []
     for _ in range(10):
         rates.append(first.apply())
         first.advance()
         if len(rates) == 4:
             saved = first.state_dict()
-    second = LRSchedule(build_optimizer(model, Optimizer()), 1.0, config)
+    second = LRSchedule(build_optimizer([model], Optimizer()), 1.0, config)
     second.load_state_dict(saved)
     assert second.apply() == rates[4]
     assert second.optimizer.param_groups[0]["lr"] == rates[4]

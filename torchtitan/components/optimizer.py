@@ -1,30 +1,89 @@
 """Optimizer, and the learning rate as a pure function of the step."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.config import schema
 
 
-def build_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim.Optimizer:
+class AnyOptimizer(Protocol):
+    """What the trainer uses of a `torch.optim.Optimizer`."""
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class OptimizerInBackward:
+    """Updates each parameter as soon as its gradient is complete, and frees the gradient.
+
+    One optimizer per parameter, called by a hook; together they look like one `torch.optim.Optimizer`.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]):
+        self._optimizers = {p: make([group | {"params": [p]}]) for group in groups for p in group["params"]}
+        self._norms: list[Tensor] = []
+        for param in self._optimizers:
+            param.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self._norms.append(torch.linalg.vector_norm(param.grad, dtype=torch.float64))
+        self._optimizers[param].step()
+        self._optimizers[param].zero_grad()
+
+    def take_norms(self) -> list[Tensor]:
+        """2-norms of the gradients since the last call."""
+        norms, self._norms = self._norms, []
+        return norms
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return {param: optimizer.state[param] for param, optimizer in self._optimizers.items()}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Update what still has a gradient: nothing, after a backward."""
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none)
+
+
+def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) -> AnyOptimizer:
     """AdamW or Adam over all parameters; vectors (norm weights, biases) get no weight decay."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    params = [p for model in models for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[optimizer.name]
-    return kind(
-        [group for group in groups if group["params"]],
+    make = partial(
+        kind,
         lr=optimizer.lr,
         betas=(optimizer.beta1, optimizer.beta2),
         eps=optimizer.eps,
         fused=optimizer.implementation == "fused",
         foreach=optimizer.implementation == "foreach",
     )
+    groups = [group for group in groups if group["params"]]
+    return OptimizerInBackward(groups, make) if optimizer.early_step_in_backward else make(groups)
 
 
 def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
@@ -50,7 +109,7 @@ def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
 class LRSchedule:
     """Sets the learning rate of the step to come. Its state is the number of steps it has seen."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, peak: float, schedule: schema.LRScheduler):
+    def __init__(self, optimizer: AnyOptimizer, peak: float, schedule: schema.LRScheduler):
         self.optimizer, self.peak, self.schedule, self.steps = optimizer, peak, schedule, 0
 
     def apply(self) -> float:

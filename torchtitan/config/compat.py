@@ -19,9 +19,11 @@ RENAMED = {
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
     "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
-    "parallelism.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
 }
 """0.1 spelling to 0.2 spelling."""
+
+MICROBATCHES = "parallelism.pipeline_parallel_microbatches"
+"""0.1 counted the microbatches; 0.2 has `parallelism.pipeline_parallel_microbatch_size`."""
 
 RENAMED_SECTIONS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.mx"}
 
@@ -45,8 +47,6 @@ class Tuning:
     kind: Any
 
 
-_PIPELINE = "parallelism.pipeline_parallel_degree"
-_CONTEXT = "parallelism.context_parallel_degree"
 _EXPERT = "parallelism.expert_parallel_degree"
 _AC = "activation_checkpoint.mode"
 _COMPILE = "compile.enable"
@@ -58,22 +58,8 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
     "model.converters": NotYet("model converters (float8, MXFP8)", ([],)),
     "model.print_after_conversion": Tuning(_CONVERTERS, bool),
-    "optimizer.early_step_in_backward": NotYet("the optimizer step inside the backward pass", (False,)),
-    "parallelism.tensor_parallel_degree": NotYet("tensor parallelism", (1,)),
-    "parallelism.disable_loss_parallel": Tuning("parallelism.tensor_parallel_degree", bool),
-    "parallelism.enable_async_tensor_parallel": Tuning("parallelism.tensor_parallel_degree", bool),
-    "parallelism.pipeline_parallel_degree": NotYet("pipeline parallelism", (1,)),
-    "parallelism.module_fqns_per_model_part": Tuning(_PIPELINE, list[Any] | None),
-    "parallelism.pipeline_parallel_first_stage_less_layers": Tuning(_PIPELINE, int),
-    "parallelism.pipeline_parallel_last_stage_less_layers": Tuning(_PIPELINE, int),
-    "parallelism.pipeline_parallel_layers_per_stage": Tuning(_PIPELINE, int | None),
-    "parallelism.pipeline_parallel_schedule": Tuning(_PIPELINE, str),
-    "parallelism.pipeline_parallel_schedule_csv": Tuning(_PIPELINE, str | None),
-    "parallelism.pipeline_parallel_microbatch_size": Tuning(_PIPELINE, int),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(_PIPELINE, bool),
-    "parallelism.context_parallel_degree": NotYet("context parallelism", (1,)),
-    "parallelism.context_parallel_load_balancer": Tuning(_CONTEXT, str | None),
-    "parallelism.context_parallel_rotate_method": Tuning(_CONTEXT, Literal["allgather", "alltoall"]),
+    "parallelism.enable_async_tensor_parallel": NotYet("asynchronous tensor parallelism", (False,)),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(_EXPERT, bool),
     "parallelism.expert_parallel_degree": NotYet("expert parallelism (no mixture-of-experts model)", (1,)),
     "parallelism.expert_tensor_parallel_degree": Tuning(_EXPERT, int),
     "parallelism.expert_parallel_comm_backend": Tuning(_EXPERT, Literal["standard", "deepep"]),

@@ -1,20 +1,44 @@
 """Values that follow from others. Each rule is one function; its formula is what `--explain` shows."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Parallelism
 
 Derived = tuple[str, Any, str]
 """(key, value, formula)."""
 
 
+DEGREE_KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""Key in `[parallelism]` of the degree of each mesh axis, from outer to inner."""
+AXES = tuple(DEGREE_KEYS)
+"""The inner an axis, the more it communicates, and the closer its ranks are."""
+
+
+def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
+    """Degree of each mesh axis, in order."""
+    return {
+        "pp": parallelism.pipeline_parallel_degree,
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+
+
 def _shard_degree(config: Config, world: int) -> Derived | None:
-    p = config.parallelism
-    if p.data_parallel_shard_degree != -1:
+    if config.parallelism.data_parallel_shard_degree != -1:
         return None
-    value = max(1, world // p.data_parallel_replicate_degree)
-    text = f"{world} ranks / data_parallel_replicate_degree {p.data_parallel_replicate_degree}"
+    others = {DEGREE_KEYS[a]: d for a, d in axis_degrees(config.parallelism).items() if a != "dp_shard" and d > 1}
+    value = max(1, world // math.prod(others.values()))
+    text = " / ".join([f"{world} ranks", *(f"{key} {degree}" for key, degree in others.items())])
     return "parallelism.data_parallel_shard_degree", value, text
 
 
@@ -55,7 +79,7 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
 
 def degrees_fill(config: Config, world: int) -> bool:
     """Whether the (derived) degrees multiply to the number of ranks."""
-    return data_parallel_degree(config) == world
+    return math.prod(axis_degrees(config.parallelism).values()) == world
 
 
 def replace(config: Config, key: str, value: Any) -> Config:
@@ -65,7 +89,7 @@ def replace(config: Config, key: str, value: Any) -> Config:
 
 
 def data_parallel_degree(config: Config) -> int:
-    """Ranks that read different data. The shard degree must be derived."""
+    """Ranks that read different rows. The shard degree must be derived."""
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
 
 

@@ -15,7 +15,15 @@ from typing import Any, get_args, get_origin
 import tomli
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from torchtitan.config.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, Tuning, refusals, renamed
+from torchtitan.config.compat import (
+    MICROBATCHES,
+    RENAMED,
+    RENAMED_SECTIONS,
+    UNSUPPORTED,
+    Tuning,
+    refusals,
+    renamed,
+)
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError
 
@@ -71,6 +79,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
     if file := flags.get("job.config_file"):
         given |= _read_toml(Path(str(file.value)), "--job.config_file", problems, warnings)
     given |= flags
+    _count_to_size(given, problems, warnings)
     loaded = _take_out_unsupported(given, problems)
     config = _validate(loaded, problems)
     if problems or config is None:
@@ -205,6 +214,8 @@ def _from_text(key: str, words: list[str]) -> Any:
     options = [a for a in get_args(kind) if a is not type(None)] if type(None) in get_args(kind) else [kind]
     if len(options) < len(get_args(kind)) and words in (["None"], ["none"], ["null"]):
         return None
+    if get_origin(options[0]) is list and len(words) == 1 and words[0].startswith("[["):
+        return _guess(words)
     if get_origin(options[0]) is list:
         words = [part.strip() for word in words for part in word.strip("[]").split(",")]
         return [word.strip("\"'") for word in words if word]
@@ -244,6 +255,22 @@ def _modernize(layer: dict[str, Setting], problems: list[str], warnings: list[st
                 continue
         out[key or old] = setting
     return out
+
+
+def _count_to_size(given: dict[str, Setting], problems: list[str], warnings: list[str]) -> None:
+    """0.1's number of pipeline microbatches, as today's rows of one."""
+    if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
+        return
+    key, rows_key = "parallelism.pipeline_parallel_microbatch_size", "training.local_batch_size"
+    rows = given[rows_key].value if rows_key in given else FIELDS[rows_key].default
+    place = _place(count.where, MICROBATCHES)
+    if key in given:
+        problems.append(f"{place}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
+    elif type(count.value) is not int or type(rows) is not int or count.value < 1 or rows % count.value:
+        problems.append(f"{place}: got {count.value!r}, must divide {rows_key} {rows}; better set {key}")
+    else:
+        warnings.append(f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}")
+        given[key] = Setting(rows // count.value, count.where)
 
 
 def _take_out_unsupported(given: dict[str, Setting], problems: list[str]) -> dict[str, Setting]:
@@ -298,7 +325,7 @@ def _place(where: str, key: str) -> str:
     return where if where == f"--{key}" else f"{where}: {key}"
 
 
-_SUGGESTED = [*FIELDS, *RENAMED, *UNSUPPORTED]
+_SUGGESTED = [*FIELDS, *RENAMED, MICROBATCHES, *UNSUPPORTED]
 _TYPES = {
     "int": "an integer",
     "float": "a number",

@@ -102,6 +102,9 @@ class Optimizer(Section):
     """Weight decay of matrices (decoupled in AdamW, an L2 term in Adam)."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update is executed: one kernel for all (`fused`), one per operation (`foreach`), or one per tensor."""
+    early_step_in_backward: bool = False
+    """Update each parameter as soon as its gradient is complete, and free the gradient: saves the memory of all
+    gradients, at the price of no clipping, no accumulation and no skipping of a bad step."""
 
 
 class LRScheduler(Section):
@@ -178,7 +181,50 @@ class Parallelism(Section):
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
     -1: all ranks left by the other degrees."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free the gathered parameters of a block after its forward. `default`: yes, as no pipeline is in use."""
+    """Free the gathered parameters of a block after its forward. `default`: yes, except under pipeline parallelism,
+    where the schedule keeps them for all microbatches of a stage."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks over which each matrix is split, and the sequence between the matrices (sequence parallelism)."""
+    disable_loss_parallel: bool = False
+    """Gather the logits on every tensor-parallel rank, instead of computing the loss from their parts."""
+    context_parallel_degree: PositiveInt = 1
+    """Ranks over which each row's sequence is split (ring attention)."""
+    context_parallel_load_balancer: Literal["headtail", ""] | None = "headtail"
+    """How the sequence is dealt out: `headtail` gives each rank a chunk from the beginning and one from the end, so
+    that all have the same amount of causal attention; empty: one chunk each."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values reach the other ranks: all at once, or from rank to rank while attention is computed."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Ranks over which the layers are split."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "FlexibleInterleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+        "PipelineScheduleSingle",
+        "PipelineScheduleMulti",
+    ] = "1F1B"
+    """Order of forwards and backwards. GPipe and 1F1B have one stage per rank, ZBVZeroBubble and DualPipeV two, the
+    others two or more. The last two stand for a schedule from `pipeline_parallel_schedule_csv`."""
+    pipeline_parallel_schedule_csv: str | None = ""
+    """File with a schedule of your own, used instead of a named one: a row per rank, of entries such as `0F3` (stage;
+    F, B, I or W; microbatch)."""
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Rows of one pipeline microbatch; must divide `training.local_batch_size`."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Split into stages of this many layers, instead of one or two stages per rank balanced by their FLOPs."""
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    """Split by numbers of layers, with so many fewer on the first stage, for the embedding. Default: by FLOPs; 1 if
+    another key asks for numbers of layers."""
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    """The same for the last stage, which has the output projection."""
+    module_fqns_per_model_part: list[list[str]] | list[str] | None = None
+    """The stages themselves: the names of each one's modules (`tok_embeddings`, `layers.0`, ..., `norm`, `output`); or
+    a flat list of the modules before which to cut."""
 
 
 class Checkpoint(Section):

@@ -5,8 +5,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.derive import data_parallel_degree, degrees_fill
+from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, degrees_fill
 from torchtitan.config.schema import Config
+from torchtitan.config.support import CONFLICTS
 from torchtitan.utils.errors import ConfigError
 
 PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -14,20 +15,21 @@ PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
-    p = config.parallelism
-    replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
-    if shard == 0:
+    p, degrees = config.parallelism, axis_degrees(config.parallelism)
+    if p.data_parallel_shard_degree == 0:
         yield "parallelism.data_parallel_shard_degree: 0 is no degree; 1 turns sharding off, -1 takes all ranks left"
     elif not degrees_fill(config, world):
-        fits = (
-            f"set data_parallel_shard_degree = {world // replicate}"
-            if world % replicate == 0
-            else (f"data_parallel_replicate_degree must divide {world}: {', '.join(map(str, _divisors(world)))}")
-        )
-        yield (
-            f"parallelism.data_parallel_replicate_degree {replicate} x parallelism.data_parallel_shard_degree {shard} "
-            f"is {replicate * shard}, but there are {world} ranks; {fits}"
-        )
+        used = {f"parallelism.{DEGREE_KEYS[a]}": d for a, d in degrees.items() if d > 1 or a == "dp_shard"}
+        others = math.prod(degrees.values()) // degrees["dp_shard"]
+        if world % others == 0:
+            fits = f"set data_parallel_shard_degree = {world // others}"
+        elif len(used) == 2:
+            (key,) = used.keys() - {"parallelism.data_parallel_shard_degree"}
+            fits = f"{key} must divide {world}: {', '.join(map(str, _divisors(world)))}"
+        else:
+            fits = f"the degrees without data_parallel_shard_degree make {others}, which must divide {world}"
+        product = " x ".join(f"{key} {degree}" for key, degree in used.items())
+        yield f"{product} is {math.prod(degrees.values())}, but there are {world} ranks; {fits}"
 
 
 def batch_divides(config: Config, world: int) -> Iterator[str]:
@@ -41,6 +43,45 @@ def batch_divides(config: Config, world: int) -> Iterator[str]:
             f"training.global_batch_size: {t.global_batch_size} is not a multiple of local_batch_size "
             f"{t.local_batch_size} x data-parallel degree {dp} = {unit}; set it to {legal}"
         )
+
+
+def sequence_divides(config: Config, world: int) -> Iterator[str]:
+    """Context parallelism cuts a row into one or two chunks per rank, sequence parallelism cuts each rank's part."""
+    p = config.parallelism
+    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+    if cp * tp == 1:
+        return
+    chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
+    unit = math.lcm(chunks, cp * tp)
+    lengths = {"training": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation"] = config.validation.seq_len
+    for name, seq_len in lengths.items():
+        if seq_len % unit:
+            below = seq_len // unit * unit
+            reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+            why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
+            yield (
+                f"{name}.seq_len: {seq_len} can't be split by {why}: it must be a multiple of {unit}; "
+                f"set it to {' or '.join(str(n) for n in (below, below + unit) if n)}"
+            )
+
+
+def schedule_is_named(config: Config, world: int) -> Iterator[str]:
+    p = config.parallelism
+    if p.pipeline_parallel_degree > 1 and not p.pipeline_parallel_schedule_csv:
+        name = p.pipeline_parallel_schedule
+        if name.startswith("PipelineSchedule"):
+            yield (
+                f"parallelism.pipeline_parallel_schedule: {name} stands for a schedule from a file; set "
+                "parallelism.pipeline_parallel_schedule_csv, or the name of a schedule"
+            )
+
+
+def features_combine(config: Config, world: int) -> Iterator[str]:
+    """The table that `docs/support-matrix.md` shows."""
+    if degrees_fill(config, world):
+        yield from (conflict.message for conflict in CONFLICTS if conflict.applies(config))
 
 
 def storage_is_no_narrower_than_compute(config: Config, world: int) -> Iterator[str]:
@@ -133,6 +174,9 @@ def validation_sees_data(config: Config, world: int) -> Iterator[str]:
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     batch_divides,
+    sequence_divides,
+    schedule_is_named,
+    features_combine,
     storage_is_no_narrower_than_compute,
     decay_follows_warmup,
     retention_is_safe,

@@ -1,6 +1,6 @@
 """Numbers of the whole run: sums over ranks and the global gradient norm."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,32 @@ def all_reduce(value: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpT
     return value
 
 
+def local(value: Tensor) -> Tensor:
+    """A plain tensor: the whole value of a DTensor, or the tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    parameters: Sequence[nn.Parameter], max_norm: float, pp_group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most `max_norm` (0: only measure).
 
+    All parameters must be on one mesh, as they are once FSDP has been applied to every module.
+
     Returns:
-        The norm before scaling, over the whole model: a plain scalar tensor, fp64.
+        The norm before scaling, over the whole model, all pipeline stages included: a plain fp64 scalar on `device`.
     """
     params = [p for p in parameters if p.grad is not None]
     # In fp64: an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each way of sharding.
     norms = torch._foreach_norm([p.grad for p in params], 2.0, dtype=torch.float64)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = combined_norm(norms, pp_group, device)
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
+
+
+def combined_norm(norms: Sequence[Tensor], pp_group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The 2-norm of a whole whose parts, on this rank's stages and on the others', have these 2-norms."""
+    norm = local(torch.linalg.vector_norm(torch.stack(list(norms)))).to(device)
+    return all_reduce(norm**2, pp_group).sqrt()

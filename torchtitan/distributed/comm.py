@@ -1,5 +1,6 @@
 """Process groups: start, time limits, Flight Recorder, end."""
 
+import logging
 import os
 import pickle
 import warnings
@@ -15,6 +16,10 @@ from torchtitan.utils.logging import logger
 
 # torch 2.13 renamed two collectives that FSDP2 itself still calls by their old names.
 warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
+# Weights sharded by both FSDP and tensor parallelism are gathered whole along one axis after the other, and rarely.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+# The hidden states between stages, and gathered logits, are views that nothing changes in place.
+warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor.*")
 
 
 def init_distributed(comm: Comm, dump_folder: str, device: torch.device) -> None:

@@ -12,18 +12,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.config.schema import Training
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: str) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: str, *, pipelined: bool) -> None:
     """Shard `model` in place over `mesh`.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the global token count.
 
     Args:
         reshard: `parallelism.fsdp_reshard_after_forward`.
+        pipelined: a pipeline schedule gathers and frees the weights, around all microbatches at once.
     """
     mixed = training.mixed_precision_param != training.dtype
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param) if mixed else None,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        # Activations have the parameters' type already; the RoPE tables must stay fp32.
+        cast_forward_inputs=False,
     )
     offload: OffloadPolicy = OffloadPolicy()
     if training.enable_cpu_offload:
@@ -31,7 +34,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):
         # The last block is needed again at once, by its own backward.
-        free = reshard == "always" or (reshard == "default" and i < len(blocks) - 1)
+        free = reshard == "always" or (reshard == "default" and i < len(blocks) - 1 and not pipelined)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard == "always")
     for module in model.modules():

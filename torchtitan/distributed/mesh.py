@@ -1,42 +1,61 @@
-"""The device mesh: which ranks shard, which replicate, and which rows of the data each one reads."""
+"""The device mesh: every rank's place along five axes, and the groups that follow from it."""
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.config.derive import AXES, axis_degrees
 from torchtitan.config.schema import Parallelism
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks, arranged in axes from outer to inner: dp_replicate, dp_shard."""
+    """The ranks, arranged in axes from outer to inner: pp, dp_replicate, dp_shard, cp, tp.
+
+    The inner an axis, the more it communicates, and the closer its ranks are: neighbours of one node first.
+    """
 
     world: DeviceMesh
+    fsdp: DeviceMesh
+    """Axes for FSDP2, (dp_replicate, dp_shard x cp): a context-parallel rank holds a shard of the weights too."""
+    batch_group: dist.ProcessGroup
+    """Ranks that see different tokens (dp_replicate x dp_shard x cp)."""
+    loss_group: dist.ProcessGroup
+    """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp): only the last pipeline stage has one."""
+
+    def size(self, axis: str) -> int:
+        return self.world.size(AXES.index(axis))
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate along an axis."""
+        return self.world.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.world.get_group(axis)
 
     @property
-    def fsdp(self) -> DeviceMesh:
-        """Axes for FSDP2: (dp_replicate, dp_shard) for HSDP and DDP, dp_shard alone where nothing is replicated."""
-        return self.world["dp_shard"] if self.world["dp_replicate"].size() == 1 else self.world
-
-    @property
-    def loss_group(self) -> dist.ProcessGroup:
-        """Ranks over which the loss and token counts are summed: all that read different data."""
-        return dist.group.WORLD
+    def tp(self) -> DeviceMesh:
+        return self.world["tp"]
 
     @property
     def dp_degree(self) -> int:
-        """Number of ranks that read different data."""
-        return self.world.size()
+        """Number of ranks that read different rows."""
+        return self.size("dp_replicate") * self.size("dp_shard")
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among those that read different data."""
-        replicate, shard = self.world.get_coordinate()
-        return replicate * self.world.size(1) + shard
+        """This rank's place among those that read different rows."""
+        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
 def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
     """Arrange all ranks of the default process group by the (derived, validated) degrees."""
-    degrees = (parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree)
-    return Mesh(init_device_mesh(device_type, degrees, mesh_dim_names=("dp_replicate", "dp_shard")))
+    degrees = axis_degrees(parallelism)
+    world = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if degrees["dp_replicate"] > 1:  # HSDP's second reduction is not free even in a group of one
+        fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
+    batch = world["dp_replicate", "dp_shard", "cp"]._flatten("batch")
+    loss = world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
+    return Mesh(world, fsdp, batch.get_group(), loss.get_group())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,6 +23,8 @@ class ModelArgs(BaseModel):
 
     vocab_size: int
     """Rows of the token embedding."""
+    dim: int
+    """Width of the hidden states that blocks, and pipeline stages, hand on."""
     max_seq_len: int
     """Longest row the model is built for. Set from `training.seq_len`."""
 
@@ -47,19 +49,42 @@ class HFMap(Protocol):
         ...
 
 
+ShardingStyle = Literal["embedding", "norm", "gather_sequence", "columns", "rows", "output"]
+"""What tensor parallelism does to a module. Between modules, activations are sharded over the sequence.
+
+    embedding         weight sharded over the vocabulary; the output leaves sharded over the sequence
+    norm              weight replicated, input and output sharded over the sequence
+    gather_sequence   the first input is gathered: the module's linear layers see the whole sequence
+    columns           linear layer, weight sharded over its outputs
+    rows              linear layer, weight sharded over its inputs; the output leaves sharded over the sequence
+    output            projection to the vocabulary, sharded over it
+"""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model family.
-
-    `build(args, attend)` makes the module for one device; the other members are functions of the arguments alone.
-    """
+    """A model family: how to make the module for one device, and what can be said of it without making it."""
 
     name: str
     flavors: Mapping[str, Any]
     build: Callable[..., nn.Module]
+    """`build(args, attend)`."""
     init: Callable[[str, Any], Init]
-    flops_per_token: Callable[[Any, int], float]
+    """`init(fqn, args)`: how a parameter starts."""
+    module_flops: Callable[[Any, int], dict[str, float]]
+    """`module_flops(args, seq_len)`: FLOPs per token of each module that a pipeline may put on a stage of its own,
+    in the order in which they run."""
+    tied_modules: Callable[[Any], Sequence[str]]
+    """`tied_modules(args)`: modules that share a weight."""
+    tensor_parallel_plan: Mapping[str, ShardingStyle]
+    """Module name, with `*` for a layer's index, to what tensor parallelism does to it."""
+    tensor_parallel_sizes: Callable[[Any], dict[str, int]]
+    """`tensor_parallel_sizes(args)`: the hyper-parameters that the tensor-parallel degree must divide."""
     hf: HFMap
+
+    def flops_per_token(self, args: Any, seq_len: int) -> float:
+        """FLOPs of the whole model's forward and backward for one token, without recomputation."""
+        return sum(self.module_flops(args, seq_len).values())
 
     def args(self, flavor: str, overrides: Mapping[str, Any], **derived: Any) -> Any:
         """Arguments of `flavor` with `[model.overrides]` applied, and `derived` values on top.

@@ -10,11 +10,15 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.data import StepLoader, build_loader
 from torchtitan.components.optimizer import LRSchedule, build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Config, Debug, Training, Validation
+from torchtitan.distributed.context import local_positions, ring_attention_backend
 from torchtitan.distributed.init import materialize
 from torchtitan.distributed.mesh import Mesh, build_mesh
 from torchtitan.distributed.parallelize import parallelize
+from torchtitan.distributed.pipeline import Pipeline, keep_modules
 from torchtitan.models.layers import attention_backend
+from torchtitan.trainer.compute import Compute
 from torchtitan.trainer.preflight import Plan
 from torchtitan.trainer.state import Parts
 from torchtitan.utils.logging import logger
@@ -32,16 +36,45 @@ def set_determinism(debug: Debug) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def build_model(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -> FSDPModule:
-    """The sharded model with its initial weights."""
-    with torch.device("meta"):
-        model = plan.spec.build(plan.args, attention_backend(device.type))
-    parallelize(model, mesh, config.training, config.parallelism)
+def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -> list[FSDPModule]:
+    """The sharded model with its initial weights; of a pipeline, this rank's stages."""
+    p = config.parallelism
+    if mesh.size("cp") > 1:
+        balanced = bool(p.context_parallel_load_balancer)
+        attend = ring_attention_backend(mesh.group("cp"), p.context_parallel_rotate_method, balanced)
+    else:
+        attend = attention_backend(device.type)
+    parts = [plan.stages.modules[i] for i in plan.stages.stages_of(mesh.rank("pp"))] if plan.stages else [None]
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
-    materialize(model, home, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
-    count = sum(p.numel() for p in model.parameters())
-    logger.info(f"Model {config.model.name} {config.model.flavor}: {count:,} parameters on {mesh.dp_degree} rank(s)")
-    return model
+    models, count = [], 0
+    for part in parts:
+        with torch.device("meta"):
+            model = plan.spec.build(plan.args, attend)
+        count = sum(weight.numel() for weight in model.parameters())
+        if part is not None:
+            keep_modules(model, part)
+        parallelize(model, mesh, config.training, p, plan.spec.tensor_parallel_plan)
+        materialize(model, home, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
+        models.append(model)
+    layout = " x ".join(f"{axis} {degree}" for axis, degree in axis_degrees(p).items() if degree > 1) or "one rank"
+    logger.info(f"Model {config.model.name} {config.model.flavor}: {count:,} parameters on {layout}")
+    return models
+
+
+def build_compute(
+    config: Config, plan: Plan, mesh: Mesh, device: torch.device, models: list[FSDPModule], seq_len: int
+) -> Compute:
+    """What runs `models` on rows of `seq_len` tokens."""
+    p, training = config.parallelism, config.training
+    balanced = mesh.size("cp") > 1 and bool(p.context_parallel_load_balancer)
+    positions = local_positions(seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
+    pipeline = None
+    if plan.stages is not None:
+        widths = plan.args.dim, plan.args.vocab_size
+        dtype = getattr(torch, training.mixed_precision_param)
+        pipeline = Pipeline(models, plan.stages, mesh.group("pp"), device, positions, widths, mesh.size("tp"), dtype)
+    sharded_loss = mesh.size("tp") > 1 and not p.disable_loss_parallel
+    return Compute(models, positions, pipeline, sharded_loss=sharded_loss)
 
 
 def build_data(
@@ -72,7 +105,11 @@ def build(config: Config, plan: Plan, device: torch.device) -> Parts:
     if validation.enable:
         rows = validation.local_batch_size * mesh.dp_degree
         validation_loader = build_data("validation", validation, rows, plan.tokenizer, mesh, seed)
-    model = build_model(config, plan, mesh, device)
-    optimizer = build_optimizer(model, config.optimizer)
+    models = build_models(config, plan, mesh, device)
+    compute = build_compute(config, plan, mesh, device, models, config.training.seq_len)
+    optimizer = build_optimizer(models, config.optimizer)
     schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-    return Parts(mesh, device, model, optimizer, schedule, loader, validation_loader)
+    held_out = None
+    if validation_loader is not None:
+        held_out = validation_loader, build_compute(config, plan, mesh, device, models, validation.seq_len)
+    return Parts(mesh, device, models, optimizer, schedule, loader, compute, held_out)

@@ -2,6 +2,7 @@
 
 import glob
 import importlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.config.schema import Config
+from torchtitan.distributed.stages import StagePlan, plan_stages
 from torchtitan.models import ModelSpec, get_spec
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -21,6 +23,8 @@ class Plan:
     spec: ModelSpec
     args: Any
     tokenizer: Tokenizer
+    stages: StagePlan | None
+    """The pipeline; None without pipeline parallelism."""
 
 
 def preflight(config: Config, *, output: bool = True) -> Plan:
@@ -33,13 +37,15 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
         ConfigError: all that is missing or doesn't fit together.
     """
     problems = [*_check_paths(config), *(_check_dump_folder(config) if output else [])]
-    spec = args = tokenizer = None
+    spec = args = tokenizer = stages = None
     try:
         if config.experimental.custom_import:
             _import(config.experimental.custom_import)
         spec = get_spec(config.model.name)
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
+        problems += _check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
+        stages = plan_stages(config, spec, args)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -53,7 +59,19 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
         )
     if problems or spec is None or tokenizer is None:
         raise ConfigError(problems)
-    return Plan(spec, args, tokenizer)
+    return Plan(spec, args, tokenizer, stages)
+
+
+def _check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    degree = config.parallelism.tensor_parallel_degree
+    if wrong := {name: size for name, size in sizes.items() if size % degree}:
+        every = math.gcd(*sizes.values())
+        legal = ", ".join(str(d) for d in range(1, every + 1) if every % d == 0)
+        yield (
+            f"parallelism.tensor_parallel_degree: {degree} does not divide "
+            f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
+            f"it can be {legal}"
+        )
 
 
 def _import(module: str) -> None:

@@ -7,8 +7,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.data import StepLoader
-from torchtitan.components.optimizer import LRSchedule
+from torchtitan.components.optimizer import AnyOptimizer, LRSchedule
 from torchtitan.distributed.mesh import Mesh
+from torchtitan.trainer.compute import Compute
 
 
 @dataclass
@@ -17,11 +18,13 @@ class Parts:
 
     mesh: Mesh
     device: torch.device
-    model: FSDPModule
-    optimizer: torch.optim.Optimizer
+    models: list[FSDPModule]
+    """This rank's pipeline stages; the whole model, if there is no pipeline."""
+    optimizer: AnyOptimizer
     schedule: LRSchedule
     loader: StepLoader
-    validation_loader: StepLoader | None
+    compute: Compute
+    validation: tuple[StepLoader, Compute] | None
 
 
 @dataclass

@@ -1,16 +1,17 @@
-"""One forward, shared by training and validation; and the training step."""
+"""The training step, without the update."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from torchtitan.components.data import StepBatch
-from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_sum
-from torchtitan.distributed.collectives import all_reduce, clip_grad_norm
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.optimizer import OptimizerInBackward
+from torchtitan.distributed.collectives import all_reduce, clip_grad_norm, combined_norm
 from torchtitan.distributed.mesh import Mesh
+from torchtitan.trainer.state import Parts
 
 
 @dataclass(frozen=True)
@@ -21,49 +22,42 @@ class StepResult:
     grad_norm: float
     tokens: int
     local_loss: float
-    """Mean loss of this rank's own tokens."""
+    """Mean loss of this rank's own tokens; 0 where a pipeline's last stage is elsewhere."""
 
     @property
     def finite(self) -> bool:
         return all(x - x == 0 for x in (self.loss, self.grad_norm))
 
 
-def forward_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Summed loss of one microbatch; tokens and labels `[batch, seq]` on the compute device."""
-    return cross_entropy_sum(model(tokens), labels)
-
-
-def count_tokens(labels: Tensor, mesh: Mesh, device: torch.device) -> Tensor:
-    """Predicted tokens over all ranks, a scalar on `device`."""
-    return all_reduce((labels != IGNORE_INDEX).sum().to(device), mesh.loss_group)
-
-
-def forward_backward(
-    model: FSDPModule, batch: StepBatch, mesh: Mesh, device: torch.device, local_batch_size: int, max_norm: float
-) -> StepResult:
-    """Gradients of one global batch, clipped; the optimizer is not touched.
+def forward_backward(parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float) -> StepResult:
+    """Gradients of one global batch, clipped.
 
     The loss of every microbatch is divided by the token count of the whole global batch, and gradients are summed over
     ranks: so neither accumulation nor the number of ranks nor padding changes the result.
     """
-    total = count_tokens(batch.labels, mesh, device).clamp(min=1)
+    mesh, device, compute = parts.mesh, parts.device, parts.compute
+    tokens, labels = compute.own_part(batch.tokens), compute.own_part(batch.labels)
+    local_tokens = (labels != IGNORE_INDEX).sum()
+    total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    tokens = batch.tokens.split(local_batch_size)
-    for i, (inputs, labels) in enumerate(zip(tokens, batch.labels.split(local_batch_size), strict=True)):
-        last = i == len(tokens) - 1
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-        inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        part = forward_loss(model, inputs, labels) / total
-        part.backward()
-        loss += part.detach()
-    norm = clip_grad_norm(model.parameters(), max_norm)
+    microbatches = list(zip(tokens.split(local_batch_size), labels.split(local_batch_size), strict=True))
+    for i, (inputs, targets) in enumerate(microbatches, 1):
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        loss += compute.forward_backward(inputs, targets, total, last=i == len(microbatches))
+    norm = _grad_norm(parts, max_norm)
     own = loss.clone()
     all_reduce(loss, mesh.loss_group)
     # One read-back for all: on CUDA this is the step's only wait for the device.
-    values = torch.stack([x.double() for x in (loss, norm.to(device), total, own)]).tolist()
-    local_tokens = max(int((batch.labels != IGNORE_INDEX).sum()), 1)
-    return StepResult(values[0], values[1], int(values[2]), values[3] * values[2] / local_tokens)
+    values = torch.stack([x.double() for x in (loss, norm, total, own)]).tolist()
+    return StepResult(values[0], values[1], int(values[2]), values[3] * values[2] / max(int(local_tokens), 1))
+
+
+def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
+    pp_group = parts.mesh.group("pp")
+    if isinstance(parts.optimizer, OptimizerInBackward):
+        return combined_norm(parts.optimizer.take_norms(), pp_group, parts.device)
+    params = [p for model in parts.models for p in model.parameters()]
+    return clip_grad_norm(params, max_norm, pp_group, parts.device)
 
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:

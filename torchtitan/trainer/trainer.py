@@ -50,7 +50,7 @@ class Trainer:
         self.parts = build(config, plan, self.device)
         self.progress = Progress()
         self.checkpointer = Checkpointer(
-            config.checkpoint, config.job.dump_folder, self.parts.model, self.parts.optimizer, self._about()
+            config.checkpoint, config.job.dump_folder, self.parts.models, self.parts.optimizer, self._about()
         )
         self._restore()
         self._write_config()
@@ -98,7 +98,7 @@ class Trainer:
             return
         if config.enable and config.initial_load_in_hf:
             folder = Path(config.initial_load_path or resolve_assets_path(self.config.model.hf_assets_path))
-            load_hf(self.parts.model, folder, self.plan.spec.hf.names(self.plan.args))
+            load_hf(self.parts.models, folder, self.plan.spec.hf.names(self.plan.args))
             logger.info(f"Starting from the Hugging Face weights in {folder}")
         elif config.enable and config.initial_load_path:
             if initial := self.checkpointer.load_initial(Path(config.initial_load_path)):
@@ -132,7 +132,7 @@ class Trainer:
             dtype = config.export_dtype
             folder = self.checkpointer.folder / f"step-{step}-hf"
             save_hf(
-                self.parts.model,
+                self.parts.models,
                 folder,
                 self.plan.spec.hf.names(self.plan.args),
                 self.plan.spec.hf.config(self.plan.args, dtype),
@@ -173,9 +173,9 @@ class Trainer:
         batch = next(batches)
         data_time = time.perf_counter() - waiting_since
         rate = parts.schedule.apply()
-        result = forward_backward(
-            parts.model, batch, parts.mesh, parts.device, config.training.local_batch_size, config.training.max_norm
-        )
+        if config.optimizer.early_step_in_backward:
+            self.checkpointer.wait_staged()
+        result = forward_backward(parts, batch, config.training.local_batch_size, config.training.max_norm)
         self.checkpointer.wait_staged()
         if result.finite:
             parts.optimizer.step()
@@ -209,10 +209,9 @@ class Trainer:
         config, step = self.config, self.progress.step
         paused = self.metrics.pause()
         validation, last = config.validation, step == config.training.steps
-        if self.parts.validation_loader is not None and (step % validation.freq == 0 or last):
-            loss, tokens = evaluate(
-                self.parts.model, self.parts.validation_loader, self.parts.mesh, self.device, validation.steps
-            )
+        if self.parts.validation is not None and (step % validation.freq == 0 or last):
+            loader, compute = self.parts.validation
+            loss, tokens = evaluate(compute, loader, self.parts.mesh, self.device, validation.steps)
             self.metrics.log_validation(step, loss, tokens)
         if self.checkpointer.due(step, config.training.steps):
             self._save()
@@ -229,8 +228,9 @@ class Trainer:
         what = f"loss {result.loss}, gradient norm {result.grad_norm}"
         if self.config.training.on_nonfinite == "stop":
             self.checkpointer.wait()
+            updated = "already" if self.config.optimizer.early_step_in_backward else "not"
             raise NonFiniteError(
-                f"step {step}: {what}. The weights were not updated; {self.checkpointer.last_good()}.\n"
+                f"step {step}: {what}. The weights were {updated} updated; {self.checkpointer.last_good()}.\n"
                 'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to go on without.'
             )
         self.progress.skipped += 1
@@ -262,8 +262,8 @@ class Trainer:
         self.metrics.close()
         self.profiler.close()
         self.parts.loader.close()
-        if self.parts.validation_loader is not None:
-            self.parts.validation_loader.close()
+        if self.parts.validation is not None:
+            self.parts.validation[0].close()
         if self.owns_process_group and dist.is_initialized() and not failed:
             dist.barrier()
             dist.destroy_process_group()

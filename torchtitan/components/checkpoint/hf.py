@@ -1,7 +1,7 @@
 """Hugging Face safetensors in and out, sharded by DCP's own reader and writer: no rank holds the whole model."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from torchtitan.utils.errors import CheckpointError
 MAX_FILE_BYTES = 5 * 10**9
 
 
-def load_hf(model: nn.Module, folder: Path, names: dict[str, str]) -> None:
-    """Fill `model`'s weights from a folder of safetensors.
+def load_hf(models: Sequence[nn.Module], folder: Path, names: dict[str, str]) -> None:
+    """Fill the weights of a model, or of this rank's stages of it, from a folder of safetensors.
 
     Args:
         names: our parameter names to Hugging Face's.
@@ -31,7 +31,7 @@ def load_hf(model: nn.Module, folder: Path, names: dict[str, str]) -> None:
         raise CheckpointError(f"checkpoint.initial_load_path: no .safetensors files in {folder}")
     reader = HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
-    ours = model_state(model)
+    ours = model_state(models)
     for name, value in ours.items():
         size = tuple(stored[names[name]].size) if names[name] in stored else None
         if size != tuple(value.shape):
@@ -51,25 +51,26 @@ def load_hf(model: nn.Module, folder: Path, names: dict[str, str]) -> None:
 
 
 def save_hf(
-    model: nn.Module,
+    models: Sequence[nn.Module],
     folder: Path,
     names: dict[str, str],
     config: dict[str, Any],
     dtype: torch.dtype,
     extra_files: Sequence[Path],
 ) -> None:
-    """Write `model` as Hugging Face safetensors with `config.json` and tokenizer, atomically.
+    """Write a model as Hugging Face safetensors with `config.json` and tokenizer, atomically.
 
     Args:
+        models: this rank's pipeline stages, or the whole model.
         names: our parameter names to Hugging Face's.
         config: contents of `config.json`.
         extra_files: files to copy beside it (the tokenizer's).
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
-    state: dict[str, Tensor] = {names[k]: v.detach().to(dtype) for k, v in model_state(model).items()}
+    state: dict[str, Tensor] = {names[k]: v.detach().to(dtype) for k, v in model_state(models).items()}
     writer = HuggingFaceStorageWriter(
         str(temporary),
-        fqn_to_index_mapping=_file_numbers(state),
+        fqn_to_index_mapping=_file_numbers(state, names.values()),
         save_distributed=True,
         enable_consolidation=True,
     )
@@ -84,11 +85,15 @@ def save_hf(
     dist.barrier()
 
 
-def _file_numbers(state: dict[str, Tensor]) -> dict[str, int]:
-    """File of each tensor, counted from 1: in order, each file up to `MAX_FILE_BYTES`."""
+def _file_numbers(state: dict[str, Tensor], order: Iterable[str]) -> dict[str, int]:
+    """File of each tensor of the whole model, counted from 1: in order, each file up to `MAX_FILE_BYTES`."""
+    own = {name: value.numel() * value.element_size() for name, value in state.items()}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)  # under pipeline parallelism, each rank knows only its stages
+    sizes = {name: nbytes for rank in ranks for name, nbytes in rank.items()}
     number, size, numbers = 1, 0, {}
-    for name, value in state.items():
-        nbytes = value.numel() * value.element_size()
+    for name in order:
+        nbytes = sizes[name]
         if size and size + nbytes > MAX_FILE_BYTES:
             number, size = number + 1, 0
         size += nbytes

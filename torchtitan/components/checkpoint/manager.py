@@ -2,7 +2,7 @@
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from torchtitan.components.checkpoint.state import (
     optimizer_state,
     read_tensors,
 )
+from torchtitan.components.optimizer import AnyOptimizer
 from torchtitan.config import schema
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
@@ -54,17 +55,18 @@ class Checkpointer:
         self,
         config: schema.Checkpoint,
         dump_folder: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        models: Sequence[nn.Module],
+        optimizer: AnyOptimizer,
         about: dict[str, Any],
     ):
         """
         Args:
+            models: this rank's pipeline stages, or the whole model.
             about: what the manifest records of the run: config, versions, data fingerprint.
         """
         self.config = config
         self.folder = Path(dump_folder, config.folder)
-        self.model, self.optimizer, self.about = model, optimizer, about
+        self.models, self.optimizer, self.about = models, optimizer, about
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
@@ -114,9 +116,9 @@ class Checkpointer:
         self.wait()
         dtype = getattr(torch, self.config.export_dtype)
         if model_only:
-            state: State = {"model": {name: value.to(dtype) for name, value in model_state(self.model).items()}}
+            state: State = {"model": {name: value.to(dtype) for name, value in model_state(self.models).items()}}
         else:
-            state = {"model": model_state(self.model), "optimizer": optimizer_state(self.model, self.optimizer)}
+            state = {"model": model_state(self.models), "optimizer": optimizer_state(self.models, self.optimizer)}
         manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
         writer = CommittingWriter(step_folder(self.folder, step), manifest, self._purge)
         self._step_in_flight = step
@@ -252,10 +254,10 @@ class Checkpointer:
     def _load(self, path: Path, exclude: set[str]) -> None:
         state: State = {}
         if "model" not in exclude:
-            state["model"] = model_state(self.model)
+            state["model"] = model_state(self.models)
         if "optimizer" not in exclude:
             allocate_optimizer_state(self.optimizer)
-            state["optimizer"] = optimizer_state(self.model, self.optimizer)
+            state["optimizer"] = optimizer_state(self.models, self.optimizer)
         if state:
             read_tensors(state, path)
 

@@ -4,6 +4,7 @@ Hyper-parameters (learning rate, weight decay, ...) are not part of it: they com
 a changed value takes effect on resume.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,30 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from torchtitan.components.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
 
 State = dict[str, Any]
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The weights of a model, or of this rank's stages of it: names are the whole model's."""
+    return {name: value for model in models for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dict[str, Tensor]:
     """The optimizer's tensors by parameter name, the real ones, not copies."""
+    state = optimizer.state
     return {
         f"{fqn}.{slot}": value
+        for model in models
         for fqn, param in model.named_parameters()
-        for slot, value in optimizer.state[param].items()
+        for slot, value in state[param].items()
         if isinstance(value, Tensor)
     }
 
 
-def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
     """Let a fresh optimizer create its tensors, by a step that changes nothing: zero gradient, zero rate."""
     if any(optimizer.state.values()):
         return

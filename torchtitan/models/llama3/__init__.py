@@ -3,7 +3,15 @@
 from typing import Any
 
 from torchtitan.models.llama3 import hf
-from torchtitan.models.llama3.args import FLAVORS, LlamaArgs, flops_per_token, init
+from torchtitan.models.llama3.args import (
+    FLAVORS,
+    TENSOR_PARALLEL_PLAN,
+    LlamaArgs,
+    init,
+    module_flops,
+    tensor_parallel_sizes,
+    tied_modules,
+)
 from torchtitan.models.spec import ModelSpec, register
 
 __all__ = ["LlamaArgs", "spec"]
@@ -15,4 +23,16 @@ def _build(args: LlamaArgs, *rest: Any) -> Any:
     return Llama(args, *rest)
 
 
-spec = register(ModelSpec("llama3", FLAVORS, _build, init, flops_per_token, hf))
+spec = register(
+    ModelSpec(
+        name="llama3",
+        flavors=FLAVORS,
+        build=_build,
+        init=init,
+        module_flops=module_flops,
+        tied_modules=tied_modules,
+        tensor_parallel_plan=TENSOR_PARALLEL_PLAN,
+        tensor_parallel_sizes=tensor_parallel_sizes,
+        hf=hf,
+    )
+)

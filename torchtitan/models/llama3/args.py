@@ -1,10 +1,10 @@
-"""Llama 3's sizes, and what follows from them alone: initialization and FLOPs. Imports no torch."""
+"""Llama 3's sizes, and what follows from them alone: initialization, FLOPs, sharding. Imports no torch."""
 
 import math
 
 from pydantic import BaseModel, Field, model_validator
 
-from torchtitan.models.spec import Init, ModelArgs
+from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
 
 
 class RopeScaling(BaseModel):
@@ -92,14 +92,43 @@ def init(fqn: str, args: LlamaArgs) -> Init:
     return Init("normal", 0.02)
 
 
-def flops_per_token(args: LlamaArgs, seq_len: int) -> float:
-    """FLOPs of forward and backward for one token, without recomputation.
+def module_flops(args: LlamaArgs, seq_len: int) -> dict[str, float]:
+    """FLOPs of forward and backward for one token in each module, in the order in which they run.
 
     `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each weight N of a matrix product costs
     2 FLOPs forward and 4 backward; each of L layers, H heads of size D, does two products over T positions. The causal
     half is not subtracted, as is the convention for model FLOPs utilization. Embedding look-up and norms count nothing.
     """
     attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
-    feed_forward = 3 * args.dim * args.ffn_dim
-    matmul_weights = args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
-    return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len
+    block = 6 * (attention + 3 * args.dim * args.ffn_dim) + 12 * args.dim * seq_len
+    layers = {f"layers.{i}": float(block) for i in range(args.n_layers)}
+    return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": 6.0 * args.dim * args.vocab_size}
+
+
+def tied_modules(args: LlamaArgs) -> tuple[str, ...]:
+    """Modules that share a weight, and so can't be on different pipeline stages."""
+    return ("tok_embeddings", "output") if args.tie_embeddings else ()
+
+
+TENSOR_PARALLEL_PLAN: dict[str, ShardingStyle] = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather_sequence",
+    "layers.*.attention.wq": "columns",
+    "layers.*.attention.wk": "columns",
+    "layers.*.attention.wv": "columns",
+    "layers.*.attention.wo": "rows",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gather_sequence",
+    "layers.*.feed_forward.w1": "columns",
+    "layers.*.feed_forward.w2": "rows",
+    "layers.*.feed_forward.w3": "columns",
+    "norm": "norm",
+    "output": "output",
+}
+"""How tensor parallelism splits each module."""
+
+
+def tensor_parallel_sizes(args: LlamaArgs) -> dict[str, int]:
+    """Sizes that the tensor-parallel degree must divide."""
+    return {name: getattr(args, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}

@@ -52,6 +52,13 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class TiedOutput(nn.Module):
+    """Output projection by the token embedding: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`. Has no weight itself."""
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(x, embedding)
+
+
 class Llama(nn.Module):
     """`forward(tokens [b, s]) -> logits [b, s, vocab]`; a part without its ends takes or gives `[b, s, dim]`."""
 
@@ -65,8 +72,8 @@ class Llama(nn.Module):
         # Keyed by index, not listed: a layer keeps its name in every part of the model.
         self.layers = nn.ModuleDict({str(i): Block(args, attend) for i in range(args.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output: nn.Linear | None = (
-            None if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output: nn.Linear | TiedOutput | None = (
+            TiedOutput() if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
         self.init_buffers()
 
@@ -85,14 +92,20 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            positions: `[s]`, the place of each token in its row, where rows are not given whole and in order.
+        """
+        if positions is None:
+            cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         for layer in self.layers.values():
             x = layer(x, cos, sin)
         x = self.norm(x) if self.norm is not None else x
-        if self.output is not None:
-            return self.output(x)
-        if self.args.tie_embeddings and self.tok_embeddings is not None:
-            return F.linear(x, self.tok_embeddings.weight)
-        return x
+        if isinstance(self.output, TiedOutput):
+            assert self.tok_embeddings is not None
+            return self.output(x, self.tok_embeddings.weight)
+        return self.output(x) if self.output is not None else x

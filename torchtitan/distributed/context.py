@@ -1,0 +1,256 @@
+"""Context parallelism: each rank holds a part of every row, and attention passes keys and values around.
+
+Ring attention (Liu et al., arXiv:2310.01889): a rank's queries meet one rank's keys and values after another, and the
+partial results are merged by online softmax (Milakov & Gimelshein, arXiv:1805.02867). With a causal mask the last rank
+would do almost all the work; so a row is cut into 2n chunks and rank r holds chunks r and 2n-1-r (head-tail balancing,
+Brandon et al., arXiv:2311.09431), which makes every block of the ring the same amount of work.
+
+One implementation for CPU and CUDA: two custom operators over functional collectives and the local flash kernel. A
+compiler sees one node, and a checkpointing policy can name it.
+
+Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d head size, n ranks.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from torchtitan.models.layers import Attend
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def local_positions(seq_len: int, degree: int, rank: int, balanced: bool) -> Tensor:
+    """Places in its row of the tokens that context-parallel rank `rank` holds: `[seq_len / degree]`."""
+    if not balanced:
+        return torch.arange(seq_len).chunk(degree)[rank]
+    chunks = torch.arange(seq_len).chunk(2 * degree)
+    return torch.cat([chunks[rank], chunks[2 * degree - 1 - rank]])
+
+
+def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
+    """Causal attention over a sequence sharded by `local_positions`.
+
+    Args:
+        rotate: how keys and values travel: `allgather` (at once) or `alltoall` (from rank to rank, overlapped).
+    """
+    return partial(_attend, group_name=group.group_name, rotate=rotate, balanced=balanced)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, group_name: str, rotate: str, balanced: bool) -> Tensor:
+    return ring_attention(q, k, v, q.shape[-1] ** -0.5, group_name, rotate, balanced)[0]
+
+
+# ---- the local kernel: output and log-sum-exp of one block, and its backward
+
+
+def _block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    # fp32 on CUDA: the memory-efficient kernel, which knows no grouped queries and pads its log-sum-exp.
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    return out, lse[..., : q.shape[2]]
+
+
+def _block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    unused_seed = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
+    if q.dtype in (torch.float16, torch.bfloat16):
+        lengths = (None, None, q.shape[2], k.shape[2])
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused_seed, unused_seed, scale=scale
+        )
+    kv_heads = k.shape[1]
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    seed = unused_seed.new_zeros(())
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+# ---- the ring
+
+
+def _block_of(source: int, rank: int, s: int, balanced: bool) -> tuple[slice, slice, bool] | None:
+    """Which of our queries see which of `source`'s keys, and whether through a causal mask; None: none do."""
+    every, first, second = slice(0, s), slice(0, s // 2), slice(s // 2, s)
+    if source == rank:
+        return every, every, True
+    if balanced:
+        return (every, first, False) if source < rank else (second, every, False)
+    return (every, every, False) if source < rank else None
+
+
+def _rotate(buffer: Tensor, n: int, rank: int, group_name: str, rotate: str) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's buffer, our own first. The next one is on its way while the caller works on this one."""
+    if rotate == "allgather":
+        gathered = c10d.all_gather_into_tensor(buffer, n, group_name)
+        yield rank, buffer
+        parts = c10d.wait_tensor(gathered).view(n, -1)
+        for i in range(1, n):
+            yield (rank - i) % n, parts[(rank - i) % n]
+        return
+    for i in range(n):
+        following = _shift(buffer, n, rank, group_name) if i < n - 1 else None
+        yield (rank - i) % n, buffer
+        if following is not None:
+            buffer = c10d.wait_tensor(following)
+
+
+def _shift(buffer: Tensor, n: int, rank: int, group_name: str) -> Tensor:
+    """Start to send `buffer` to the next rank; the result is the previous rank's."""
+    send, receive = [0] * n, [0] * n
+    send[(rank + 1) % n] = receive[(rank - 1) % n] = buffer.numel()
+    return c10d.all_to_all_single(buffer, receive, send, group_name)
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    """Sums over blocks are kept in fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@torch.library.custom_op("torchtitan::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str, rotate: str, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of local queries `[b, h, s, d]` to all ranks' keys and values `[b, k, s, d]`.
+
+    Returns:
+        Output `[b, h, s, d]`, and log-sum-exp of the scores `[b, h, s]` for the backward.
+    """
+    group = _resolve_process_group(group_name)
+    n, rank, s = group.size(), group.rank(), q.shape[2]
+    out = lse = None
+    for source, buffer in _rotate(_pack(k, v), n, rank, group_name, rotate):
+        block = _block_of(source, rank, s, balanced)
+        if block is None:
+            continue
+        rows, columns, causal = block
+        keys, values = _unpack(buffer, k, v)
+        part, part_lse = _block_forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], causal, scale)
+        part, part_lse = part.to(_accumulator(q)), part_lse.to(_accumulator(q)).unsqueeze(-1)
+        if out is None or lse is None:
+            out, lse = part.contiguous(), part_lse.contiguous()
+            continue
+        out_rows, lse_rows = out[:, :, rows], lse[:, :, rows]
+        out_rows -= torch.sigmoid(part_lse - lse_rows) * (out_rows - part)
+        lse_rows -= F.logsigmoid(lse_rows - part_lse)
+    assert out is not None
+    assert lse is not None
+    return out.to(q.dtype), lse.squeeze(-1)
+
+
+@ring_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str, rotate: str, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=_accumulator(q))
+
+
+@torch.library.custom_op("torchtitan::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    group_name: str,
+    rotate: str,
+    balanced: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `ring_attention`; those of keys and values are summed on the rank that holds them."""
+    group = _resolve_process_group(group_name)
+    n, rank, s = group.size(), group.rank(), q.shape[2]
+    dtype, size = _accumulator(q), k.numel() + v.numel()
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    at_once = rotate == "allgather"
+    # All ranks' gradients, reduced at the end; or one that travels on with the keys and values it belongs to.
+    dkv = torch.zeros(n if at_once else 1, size, dtype=dtype, device=q.device)
+    travelling: Tensor | None = None
+    for source, buffer in _rotate(_pack(k, v), n, rank, group_name, rotate):
+        block, grads = _block_of(source, rank, s, balanced), None
+        if block is not None:
+            rows, columns, causal = block
+            keys, values = _unpack(buffer, k, v)
+            grads = _block_backward(
+                grad[:, :, rows],
+                q[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                out[:, :, rows],
+                lse[:, :, rows].contiguous(),
+                causal,
+                scale,
+            )
+        if travelling is not None:
+            dkv = c10d.wait_tensor(travelling).view(1, -1)
+        if block is not None and grads is not None:
+            dk, dv = _unpack(dkv[source if at_once else 0], k, v)
+            dq[:, :, rows] += grads[0]
+            dk[:, :, columns] += grads[1]
+            dv[:, :, columns] += grads[2]
+        if not at_once:
+            travelling = _shift(dkv.view(-1), n, rank, group_name)
+    home = c10d.reduce_scatter_tensor(dkv.view(-1), "sum", n, group_name) if travelling is None else travelling
+    dk, dv = _unpack(c10d.wait_tensor(home), k, v)
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)  # outputs may share no memory
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    group_name: str,
+    rotate: str,
+    balanced: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *ring_attention_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+ring_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,189 @@
+"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages, and the schedules that run them.
+
+Every schedule runs on torch's one schedule runtime, given as an order of computations that the runtime completes with
+communication and FSDP's gathering. GPipe is breadth-first with one stage per rank; 1F1B (Narayanan et al.,
+arXiv:2104.04473) is written out here, since torch's class for it has a runtime of its own that can't evaluate.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    ScheduleLoopedBFS,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from torchtitan.distributed.stages import StagePlan
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+"""Logits and labels of a microbatch to its loss, to be added up."""
+
+_FORWARD = {
+    _ComputationType.FORWARD,
+    _ComputationType.SEND_F,
+    _ComputationType.RECV_F,
+    _ComputationType.UNSHARD,
+    _ComputationType.RESHARD,
+}
+
+
+def keep_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Make `model` (on the meta device) the stage that holds the named modules; layers keep their names."""
+    for index in list(model.layers):
+        if f"layers.{index}" not in names:
+            del model.layers[index]
+    for name, _ in list(model.named_children()):
+        if name != "layers" and name not in names:
+            setattr(model, name, None)
+
+
+class Pipeline:
+    """This rank's stages and their schedules, for rows of one length.
+
+    Shapes: a stage gets and gives `[microbatch, seq, dim]`, sharded over the sequence as context and tensor parallelism
+    have it; all shapes are given, so that nothing runs only to find them out.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[FSDPModule],
+        plan: StagePlan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        positions: Tensor,
+        widths: tuple[int, int],
+        tp_degree: int,
+        dtype: torch.dtype,
+    ):
+        """
+        Args:
+            models: modules of this rank's stages, in order of stage.
+            positions: places in their row of the tokens this rank sees.
+            widths: of the hidden states between stages, and of the logits.
+            tp_degree: ranks over which the sequence of the hidden states is split further.
+            dtype: of both.
+        """
+        self.models, self.plan, self.group, self.device, self.positions = models, plan, group, device, positions
+        self.widths, self.tp_degree, self.dtype = widths, tp_degree, dtype
+        self.stages = plan.stages_of(group.rank())
+        self.is_first = 0 in self.stages
+        self.is_last = len(plan.modules) - 1 in self.stages
+        self._training: dict[int, _PipelineScheduleRuntime] = {}
+        self._forward_only: dict[int, _PipelineScheduleRuntime] = {}
+        self._loss: LossSum
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor, loss: LossSum) -> Tensor:
+        """Gradients of one batch; the summed loss of its microbatches on the last stage's rank, elsewhere 0."""
+        self._loss = loss
+        schedule = self._schedule(self._training, len(tokens))
+        return self._run(schedule.step, tokens, labels)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, labels: Tensor, loss: LossSum) -> Tensor:
+        """The summed loss of one batch, without gradients."""
+        self._loss = loss
+        schedule = self._schedule(self._forward_only, len(tokens))
+        return self._run(schedule.eval, tokens, labels)
+
+    def _run(self, step: Callable[..., Any], tokens: Tensor, labels: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        target = {"target": labels, "losses": losses} if self.is_last else {}
+        step(*((tokens,) if self.is_first else ()), **target, return_outputs=False)
+        return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
+
+    def _schedule(self, cache: dict[int, _PipelineScheduleRuntime], rows: int) -> _PipelineScheduleRuntime:
+        if rows not in cache:
+            count = rows // self.plan.microbatch_size
+            stages = [self._stage(i, model) for i, model in zip(self.stages, self.models, strict=True)]
+            options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss_of, "scale_grads": False}
+            cache[rows] = (
+                self._forward_schedule(stages, options)
+                if cache is self._forward_only
+                else self._training_schedule(stages, options)
+            )
+        return cache[rows]
+
+    def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._loss(logits, labels)
+
+    def _stage(self, index: int, model: FSDPModule) -> "_Stage":
+        size, seq_len, last = self.plan.microbatch_size, len(self.positions), len(self.plan.modules) - 1
+        dim, vocab_size = self.widths
+        with torch.device("meta"):
+            tokens = torch.empty(size, seq_len, dtype=torch.int64)
+            hidden = torch.empty(size, seq_len // self.tp_degree, dim, dtype=self.dtype, requires_grad=True)
+            logits = torch.empty(size, seq_len, vocab_size, dtype=self.dtype, requires_grad=True)
+        ends = {"input_args": hidden if index else tokens, "output_args": hidden if index < last else logits}
+        stage = _Stage(model, index, last + 1, self.device, **ends, group=self.group)
+        stage.positions = self.positions
+        return stage
+
+    def _training_schedule(self, stages: list["_Stage"], options: dict[str, Any]) -> _PipelineScheduleRuntime:
+        degree, plan = self.group.size(), self.plan
+        if plan.csv_file:
+            schedule = _PipelineScheduleRuntime(stages, **options)
+            schedule._load_csv(plan.csv_file)
+        elif plan.schedule == "1F1B":
+            schedule = _PipelineScheduleRuntime(stages, **options)
+            count = options["n_microbatches"]
+            schedule._prepare_schedule_with_comms(
+                {rank: _one_forward_one_backward(rank, degree, count) for rank in range(degree)}
+            )
+        elif plan.schedule == "GPipe":
+            schedule = ScheduleLoopedBFS(stages, **options)
+        else:
+            assert plan.schedule is not None
+            schedule = get_schedule_class(plan.schedule)(stages, **options)
+        return schedule
+
+    def _forward_schedule(self, stages: list["_Stage"], options: dict[str, Any]) -> _PipelineScheduleRuntime:
+        """Every stage runs all its microbatches, the earlier stages first.
+
+        torch's own `eval` of a training schedule fails for V shapes and divides the gradients that are there.
+        """
+        schedule = _PipelineScheduleRuntime(stages, **options)
+        microbatches = range(options["n_microbatches"])
+        orders = {}
+        for rank in range(self.group.size()):
+            own = self.plan.stages_of(rank)
+            forwards = [_Action(s, _ComputationType.FORWARD, m) for s in own for m in microbatches]
+            # Never run: torch accepts only orders that are complete.
+            backwards = [_Action(s, _ComputationType.FULL_BACKWARD, m) for s in own[::-1] for m in microbatches]
+            orders[rank] = [*forwards, *backwards]
+        schedule._prepare_schedule_with_comms(orders)
+        schedule.pipeline_order_with_comms = {
+            rank: [action for action in order if action.computation_type in _FORWARD]
+            for rank, order in schedule.pipeline_order_with_comms.items()
+        }
+        return schedule
+
+
+class _Stage(PipelineStage):
+    positions: Tensor
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        # Not through the schedule: it would cut the positions into microbatches, and ask for their gradient.
+        return super().forward_maybe_with_nosync(*args, positions=self.positions, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # A V has two neighbouring stages on its last rank; torch before 2.13 makes gloo connect that rank to itself.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def _one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
+    """1F1B of one rank, which has one stage: forwards until the first gradient can arrive, then in turns."""
+    warmup = min(microbatches, degree - rank)
+    forwards = [_Action(rank, _ComputationType.FORWARD, m) for m in range(microbatches)]
+    backwards = [_Action(rank, _ComputationType.FULL_BACKWARD, m) for m in range(microbatches)]
+    order: list[_Action | None] = [*forwards[:warmup]]
+    for i, backward in enumerate(backwards):
+        order += [backward, *forwards[warmup + i : warmup + i + 1]]
+    return order

@@ -1,0 +1,109 @@
+"""Tensor parallelism with sequence and loss parallelism, from a model's declarative plan.
+
+Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Outside attention and feed-forward,
+activations are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and the logits over the vocabulary, so
+that neither ever exists whole on a rank.
+"""
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from torchtitan.models.spec import ShardingStyle
+
+SEQUENCE, VOCABULARY = Shard(1), Shard(-1)
+
+
+class _Embedding(RowwiseParallel):
+    """Waits for its output: torch 2.13 loses the gradient of an asynchronous tensor that enters a compiled block."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=SEQUENCE)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: DTensor, device_mesh: DeviceMesh
+    ) -> Any:
+        return outputs.redistribute(placements=output_layouts, async_op=False).to_local()
+
+
+class _GatherSequence(ParallelStyle):
+    """Gathers the first input along the sequence once, for all linear layers inside the module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, inputs: (_gathered(inputs[0], device_mesh), *inputs[1:]))
+        return module
+
+
+class _TiedOutput(_GatherSequence):
+    """Projection by a weight that is an input, and sharded over the vocabulary already."""
+
+    def __init__(self, keep_sharded: bool):
+        self.keep_sharded = keep_sharded
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        if not self.keep_sharded:
+            module.register_forward_hook(lambda _, inputs, out: out.redistribute(placements=[Replicate()]).to_local())
+        return module
+
+
+def _gathered(x: Any, mesh: DeviceMesh) -> DTensor:
+    x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
+    return x.redistribute(placements=[Replicate()])
+
+
+def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool) -> ParallelStyle:
+    if name == "output" and not isinstance(module, nn.Linear):
+        return _TiedOutput(sharded_loss)
+    styles: dict[ShardingStyle, ParallelStyle] = {
+        "embedding": _Embedding(),
+        "norm": SequenceParallel(),
+        "gather_sequence": _GatherSequence(),
+        "columns": ColwiseParallel(),
+        "rows": RowwiseParallel(output_layouts=SEQUENCE),
+        "output": ColwiseParallel(
+            input_layouts=SEQUENCE,
+            output_layouts=VOCABULARY if sharded_loss else Replicate(),
+            use_local_output=not sharded_loss,
+        ),
+    }
+    return styles[name]
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ShardingStyle], *, sharded_loss: bool
+) -> None:
+    """Split `model`, or the part of it that a pipeline stage holds, over `mesh` in place.
+
+    Args:
+        plan: `ModelSpec.tensor_parallel_plan`.
+        sharded_loss: leave the logits sharded over the vocabulary, as a DTensor, for a loss under `loss_context`.
+    """
+    styles = {}
+    for name, module in model.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if pattern in plan:
+            styles[name] = _style(plan[pattern], module, sharded_loss)
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        assert owner in styles, f"the tensor-parallel plan says nothing of {owner}: its weight would not be split"
+    parallelize_module(model, mesh, styles)
+
+
+def loss_context(sharded_loss: bool) -> AbstractContextManager[None]:
+    """Where the loss of vocabulary-sharded logits and its backward are computed."""
+    return loss_parallel() if sharded_loss else nullcontext()
