@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.ranks import RankPool
+from torchtitan.tools.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -6,19 +6,30 @@ from dataclasses import dataclass
 from torchtitan.config.derive import gradient_accumulation_steps
 from torchtitan.config.schema import Config
 
-FEATURES: dict[str, tuple[str, ...]] = {
-    "base": (),
-    "accumulation": ("--training.local_batch_size={half}",),
-    "validation": ("--validation.enable", "--validation.freq=2", "--validation.steps=2"),
-    "CPU offload": ("--training.enable_cpu_offload",),
-    "optimizer in backward": ("--optimizer.early_step_in_backward", "--training.max_norm=0"),
-    "reshard always": ("--parallelism.fsdp_reshard_after_forward=always",),
-    "no loss parallel": ("--parallelism.disable_loss_parallel",),
-    "no load balance": ("--parallelism.context_parallel_load_balancer=none",),
-    "all-to-all": ("--parallelism.context_parallel_rotate_method=alltoall",),
-    "async checkpoint": ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async"),
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that combines with layouts."""
+
+    arguments: tuple[str, ...]
+    """What switches it on."""
+    axis: str | None = None
+    """The mesh axis without which it has no effect."""
+
+
+FEATURES = {
+    "plain": Feature(()),
+    "accumulation": Feature(("--training.global_batch_size=16",)),
+    "validation": Feature(("--validation.enable", "--validation.freq=2", "--validation.steps=2")),
+    "CPU offload": Feature(("--training.enable_cpu_offload",)),
+    "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),
+    "reshard always": Feature(("--parallelism.fsdp_reshard_after_forward=always",)),
+    "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
+    "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
+    "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
+    "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
 }
-"""Features that combine with layouts: name to the arguments that switch it on (`{half}`: of the local batch)."""
+"""By their names in the matrix."""
 
 
 @dataclass(frozen=True)

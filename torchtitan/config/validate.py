@@ -49,7 +49,7 @@ def sequence_divides(config: Config, world: int) -> Iterator[str]:
     """Context parallelism cuts a row into one or two chunks per rank, sequence parallelism cuts each rank's part."""
     p = config.parallelism
     cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
-    if cp * tp == 1:
+    if cp * tp == 1 or not degrees_fill(config, world):
         return
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
     unit = math.lcm(chunks, cp * tp)

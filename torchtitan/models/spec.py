@@ -80,6 +80,9 @@ class ModelSpec:
     """Module name, with `*` for a layer's index, to what tensor parallelism does to it."""
     tensor_parallel_sizes: Callable[[Any], dict[str, int]]
     """`tensor_parallel_sizes(args)`: the hyper-parameters that the tensor-parallel degree must divide."""
+    tiny: Callable[[Any, int, int], dict[str, Any]]
+    """`tiny(args, layers, heads)`: overrides that make the model small, and leave what it computes alone. `heads` is a
+    multiple of the tensor-parallel degree."""
     hf: HFMap
 
     def flops_per_token(self, args: Any, seq_len: int) -> float:

@@ -11,6 +11,7 @@ from torchtitan.models.llama3.args import (
     module_flops,
     tensor_parallel_sizes,
     tied_modules,
+    tiny,
 )
 from torchtitan.models.spec import ModelSpec, register
 
@@ -33,6 +34,7 @@ spec = register(
         tied_modules=tied_modules,
         tensor_parallel_plan=TENSOR_PARALLEL_PLAN,
         tensor_parallel_sizes=tensor_parallel_sizes,
+        tiny=tiny,
         hf=hf,
     )
 )

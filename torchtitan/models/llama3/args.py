@@ -110,6 +110,13 @@ def tied_modules(args: LlamaArgs) -> tuple[str, ...]:
     return ("tok_embeddings", "output") if args.tie_embeddings else ()
 
 
+def tiny(args: LlamaArgs, layers: int, heads: int) -> dict[str, int]:
+    """Overrides for the same model in a size that a CPU trains in no time, with `heads` key-value heads."""
+    groups = min(args.n_heads // args.n_kv_heads, 2)
+    width = 16 * groups * heads
+    return {"n_layers": layers, "n_heads": groups * heads, "n_kv_heads": heads, "dim": width, "ffn_dim": 2 * width}
+
+
 TENSOR_PARALLEL_PLAN: dict[str, ShardingStyle] = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "norm",

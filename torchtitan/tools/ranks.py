@@ -1,6 +1,6 @@
-"""The one harness for distributed tests: real gloo ranks, forked from a server that has already imported torch.
+"""Real gloo ranks on this machine, forked from a server that has already imported torch: for tests and the matrix.
 
-A pool of ranks lives as long as the test session; a task is a module-level function that every rank runs. After a
+A pool of ranks lives as long as its owner; a task is a module-level function that every rank runs. After a
 failure or a time-out the pool is thrown away and forked anew, which costs well under a second.
 """
 
@@ -20,7 +20,7 @@ SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Applicati
 """What ranks say when another one has failed: never the cause."""
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks_preload"])
+_context.set_forkserver_preload(["torchtitan.tools.ranks_preload"])
 
 
 class RankError(AssertionError):
@@ -78,9 +78,9 @@ class RankPool:
         deadline = time.monotonic() + timeout + 2
         while len(results) < self.world and (left := deadline - time.monotonic()) > 0:
             for ready in wait([c for r, c in enumerate(self.connections) if r not in results], left):
-                rank = self.connections.index(ready)
+                rank = next(r for r, c in enumerate(self.connections) if c is ready)
                 try:
-                    results[rank] = ready.recv()
+                    results[rank] = self.connections[rank].recv()
                 except EOFError:
                     results[rank] = ("error", "the process died")
                 if results[rank][0] == "error":

@@ -1,0 +1,269 @@
+"""Measures what works together: `python -m torchtitan.tools.matrix --output docs/support-matrix.md`.
+
+A cell is a tiny Llama trained on real gloo ranks, under a layout with a feature or a pipeline schedule, and compared to
+plain PyTorch on one process; or the sentence with which the configuration is refused. Exits with 1 if one is neither.
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config import resolve
+from torchtitan.config.derive import AXES, DEGREE_KEYS
+from torchtitan.config.support import FEATURES
+from torchtitan.distributed.stages import SCHEDULES
+from torchtitan.tools.compare import Difference, Observation, Tolerances, difference, observe, reference, write_corpus
+from torchtitan.tools.ranks import RankError, RankPool
+from torchtitan.trainer.preflight import preflight
+from torchtitan.utils.errors import ConfigError, run_main
+
+ROWS = 8
+"""Rows of a step, whatever the layout."""
+LEARNING_RATE = 1e-3
+MODEL = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
+LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
+    # pp, dp_replicate, dp_shard, cp, tp
+    (1, 1, 1, 1, 1),
+    (1, 1, 2, 1, 1),
+    (1, 2, 1, 1, 1),
+    (1, 1, 1, 2, 1),
+    (1, 1, 1, 1, 2),
+    (2, 1, 1, 1, 1),
+    (1, 1, 4, 1, 1),
+    (1, 2, 2, 1, 1),
+    (1, 1, 1, 4, 1),
+    (1, 1, 1, 1, 4),
+    (4, 1, 1, 1, 1),
+    (1, 1, 2, 2, 1),
+    (1, 1, 2, 1, 2),
+    (1, 2, 1, 2, 1),
+    (1, 2, 1, 1, 2),
+    (1, 1, 1, 2, 2),
+    (2, 1, 2, 1, 1),
+    (2, 2, 1, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 1, 1, 1, 2),
+    (1, 2, 2, 2, 1),
+    (1, 2, 2, 1, 2),
+    (1, 1, 2, 2, 2),
+    (1, 2, 1, 2, 2),
+    (2, 2, 2, 1, 1),
+    (2, 1, 2, 2, 1),
+    (2, 1, 2, 1, 2),
+    (2, 1, 1, 2, 2),
+    (4, 1, 2, 1, 1),
+    (2, 1, 2, 2, 2),
+)
+SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
+NAMED_SCHEDULES = tuple(name for name in SCHEDULES if not name.startswith("PipelineSchedule"))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination."""
+
+    layout: tuple[int, ...]
+    feature: str = "plain"
+    schedule: str = "1F1B"
+
+    @property
+    def world(self) -> int:
+        return torch.Size(self.layout).numel()
+
+    @property
+    def steps(self) -> int:
+        return 10 if self.feature == "plain" else 4
+
+    def arguments(self, folder: Path) -> list[str]:
+        """Of the run, whose files go to `folder`."""
+        degrees = dict(zip(AXES, self.layout, strict=True))
+        rows = ROWS // (degrees["dp_replicate"] * degrees["dp_shard"])
+        corpus, held_out = folder.parent / "corpus.jsonl", folder.parent / "held-out.jsonl"
+        sizes = {
+            "job.dump_folder": folder,
+            "training.dataset": "corpus",
+            "training.dataset_path": corpus,
+            "validation.dataset_path": held_out,
+            "training.steps": self.steps,
+            "training.seq_len": 32,
+            "validation.seq_len": 32,
+            "training.local_batch_size": rows,
+            "training.global_batch_size": ROWS,
+            "validation.local_batch_size": rows,
+            "training.mixed_precision_param": "float32",
+            "optimizer.lr": LEARNING_RATE,
+            "lr_scheduler.warmup_steps": 2,
+            "metrics.log_freq": 1,
+            "parallelism.pipeline_parallel_schedule": self.schedule,
+            **{f"model.overrides.{name}": value for name, value in MODEL.items()},
+            **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
+        }
+        return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments]
+
+    def refusal(self, folder: Path) -> str | None:
+        """The sentence with which the configuration is refused; None if it may run."""
+        try:
+            preflight(resolve(self.arguments(folder), self.world).config, output=False)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+
+def cells() -> Iterator[Cell]:
+    """The whole matrix, by number of ranks."""
+    every = [Cell(layout, feature) for layout in LAYOUTS for feature in FEATURES if _matters(layout, feature)]
+    every += [Cell(layout, schedule=name) for layout in SCHEDULE_LAYOUTS for name in NAMED_SCHEDULES if name != "1F1B"]
+    yield from sorted(every, key=lambda cell: cell.world)
+
+
+def _matters(layout: tuple[int, ...], feature: str) -> bool:
+    axis = FEATURES[feature].axis
+    return axis is None or layout[AXES.index(axis)] > 1
+
+
+def name_of(layout: tuple[int, ...]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, layout, strict=True) if degree > 1) or "one rank"
+
+
+# ---- measuring
+
+
+def run_cell(argv: list[str]) -> Observation | None:
+    """The distributed run; called by all ranks, answered by rank 0."""
+    config = resolve(argv, dist.get_world_size()).config
+    run = observe(config, preflight(config))
+    return run if dist.get_rank() == 0 else None
+
+
+def run_reference(argv: list[str]) -> Observation:
+    config = resolve(argv, 1).config
+    return reference(config, preflight(config))
+
+
+class Lab:
+    """Measures cells; keeps the ranks and the references they are compared to."""
+
+    def __init__(self, folder: Path, pools: dict[int, RankPool] | None = None):
+        self.folder = folder
+        self.pools = {} if pools is None else pools
+        self.references: dict[str, Observation] = {}
+        self.runs = 0
+        write_corpus(folder / "corpus.jsonl")
+        write_corpus(folder / "held-out.jsonl", documents=40, seed=1)
+
+    def measure(self, cell: Cell, timeout: float = 240) -> Difference | str:
+        """The difference to one process, or the refusal.
+
+        Raises:
+            RankError: a rank failed or hung.
+        """
+        self.runs += 1
+        folder = self.folder / str(self.runs)
+        if refusal := cell.refusal(folder):
+            return refusal
+        if cell.feature not in self.references:
+            alone = Cell((1,) * len(AXES), cell.feature).arguments(self.folder / f"reference-{self.runs}")
+            self.references[cell.feature] = self._pool(1).run(run_reference, alone, timeout=timeout)[0]
+        run = self._pool(cell.world).run(run_cell, cell.arguments(folder), timeout=timeout)[0]
+        return difference(run, self.references[cell.feature], LEARNING_RATE)
+
+    def _pool(self, world: int) -> RankPool:
+        return self.pools.setdefault(world, RankPool(world))
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+
+# ---- the document
+
+
+def _table(rows: list[tuple[int, ...]], columns: list[str], texts: dict[tuple[tuple[int, ...], str], str]) -> str:
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for layout in rows:
+        lines.append(f"| {name_of(layout)} | " + " | ".join(texts.get((layout, c), "") for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def document(results: dict[Cell, str], notes: list[str]) -> str:
+    """The matrix in Markdown."""
+    features = {(cell.layout, cell.feature): text for cell, text in results.items() if cell.schedule == "1F1B"}
+    schedules = {(cell.layout, cell.schedule): text for cell, text in results.items() if cell.feature == "plain"}
+    footnotes = "\n".join(f"- [{number}] refused: {note}" for number, note in enumerate(notes, 1))
+    model = ", ".join(f"{name} {value}" for name, value in MODEL.items())
+    return f"""# Support matrix
+
+Generated from real runs by `python -m torchtitan.tools.matrix --output docs/support-matrix.md`
+(torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
+
+Each cell is a run of a tiny Llama ({model}; {ROWS} rows of 32 tokens a step, fp32) on as many ranks as
+the layout has, compared to plain PyTorch on one process: the largest relative difference of the loss over all steps,
+and the largest difference within any parameter's gradient of the first step, relative to its largest element. 10 steps in the column "plain" and for the schedules,
+4 elsewhere. Also compared, and within tolerance: gradient norm, token counts, weights after the last step, and the
+validation loss where there is one. An empty cell: the feature has no effect there. A number in brackets: refused before
+anything starts, with the sentence below.
+
+## Layouts and features
+
+{_table(list(LAYOUTS), list(FEATURES), features)}
+
+The schedule of the pipelines above is 1F1B. The optimizer in the backward runs without clipping.
+
+## Pipeline schedules
+
+{_table(list(SCHEDULE_LAYOUTS), list(NAMED_SCHEDULES), schedules)}
+
+## Refused
+
+{footnotes}
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m torchtitan.tools.matrix", description=__doc__)
+    parser.add_argument("--output", type=Path, help="write the matrix to this Markdown file")
+    parser.add_argument("--only", default="", help="only cells whose layout, feature or schedule contains this text")
+    options = parser.parse_args(argv)
+    results: dict[Cell, str] = {}
+    notes: list[str] = []
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        lab = Lab(Path(folder))
+        for cell in cells():
+            title = f"{name_of(cell.layout)}, {cell.schedule if cell.layout[0] > 1 else 'no pipeline'}, {cell.feature}"
+            if options.only not in title:
+                continue
+            started = time.monotonic()
+            try:
+                outcome = lab.measure(cell)
+            except RankError as error:
+                failures += 1
+                results[cell] = "FAILS"
+                print(f"{title}: FAILS\n{error}", flush=True)
+                continue
+            if isinstance(outcome, str):
+                notes += [] if outcome in notes else [outcome]
+                results[cell] = f"[{notes.index(outcome) + 1}]"
+            else:
+                wrong = outcome.problems(Tolerances())
+                failures += bool(wrong)
+                results[cell] = "WRONG" if wrong else f"{outcome.loss:.0e} / {outcome.gradient:.0e}"
+                outcome = f"{results[cell]} {'; '.join(wrong)}"
+            print(f"{title}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+        lab.close()
+    print(f"{len(results)} cells, {failures} of them wrong", flush=True)
+    if options.output and not options.only:
+        options.output.write_text(document(results, notes))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
