@@ -14,13 +14,19 @@ from torchtitan.tools.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(world, function, *args)` runs `function` on `world` gloo ranks and returns their results."""
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Ranks that stay alive from test to test, by their number."""
     pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+    """`ranks(world, function, *args)` runs `function` on `world` gloo ranks and returns their results."""
 
     def run(world: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return pools.setdefault(world, RankPool(world)).run(function, *args, **kwargs)
 
-    yield run
-    for pool in pools.values():
-        pool.close()
+    return run

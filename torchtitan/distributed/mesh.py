@@ -49,9 +49,22 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
+_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], Mesh] = {}
+
+
 def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
-    """Arrange all ranks of the default process group by the (derived, validated) degrees."""
+    """Arrange all ranks of the default process group by the (derived, validated) degrees.
+
+    Process groups are dear, and DTensor keeps the mesh it has seen first: the same degrees get the same mesh.
+    """
     degrees = axis_degrees(parallelism)
+    key = dist.group.WORLD, device_type, tuple(degrees.values())
+    if key not in _meshes:
+        _meshes[key] = _build(degrees, device_type)
+    return _meshes[key]
+
+
+def _build(degrees: dict[str, int], device_type: str) -> Mesh:
     world = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
     if degrees["dp_replicate"] > 1:  # HSDP's second reduction is not free even in a group of one

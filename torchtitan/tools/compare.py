@@ -39,13 +39,14 @@ class Observation:
     """Predicted tokens since the start, after each step."""
     validation_losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step, as the optimizer sees them, in the model's order. Later ones carry earlier mistakes on."""
+    """Of the first step, as the optimizer sees them, in the model's order. Later ones carry earlier mistakes on.
+    `[copies, *shape]`: more than one copy, if ranks that should hold the same disagree."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step."""
+    """After the last step, in the same form."""
 
 
 def observe(config: Config, plan: Plan) -> Observation:
-    """Train as `config` says, on all ranks of the default process group; whole tensors, the same on every rank."""
+    """Train as `config` says, on all ranks of the default process group; the answer is the same on every rank."""
     trainer = Trainer(config, plan)
     try:
         with _watch_gradients(trainer) as gradients:
@@ -54,7 +55,7 @@ def observe(config: Config, plan: Plan) -> Observation:
         trainer.close()
     weights = {name: _full(p) for model in trainer.parts.models for name, p in model.named_parameters()}
     order = list(plan.spec.module_flops(plan.args, config.training.seq_len))
-    out = Observation(gradients=_of_all_stages(gradients, order), weights=_of_all_stages(weights, order))
+    out = Observation(gradients=_of_all_ranks(gradients, order), weights=_of_all_ranks(weights, order))
     for record in _metrics(config):
         if "validation_loss" in record:
             out.validation_losses.append(record["validation_loss"])
@@ -95,7 +96,7 @@ def _watch_gradients(trainer: Trainer) -> Iterator[dict[str, Tensor]]:
 
     def keep_and_step() -> Any:
         if not seen:
-            seen.update({name: _full(p.grad) for name, p in named if p.grad is not None})
+            seen.update({name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named})
         return step()
 
     optimizer.step = keep_and_step  # type: ignore[method-assign]
@@ -106,12 +107,16 @@ def _full(value: Any) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
 
 
-def _of_all_stages(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
-    """Tensors of the whole model, in its order; a pipeline's rank has only some."""
+def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
+    """Tensors of the whole model, in its order: the distinct copies that ranks have of each. A stage has only some."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
-    merged = {name: value for part in reversed(parts) for name, value in part.items()}
-    return {name: value for module in order for name, value in merged.items() if name.startswith(f"{module}.")}
+    copies: dict[str, list[Tensor]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        known = copies.setdefault(name, [])
+        if not any(torch.equal(value, other) for other in known):
+            known.append(value)
+    return {n: torch.stack(values) for m in order for n, values in copies.items() if n.startswith(f"{m}.")}
 
 
 # ---- the reference
@@ -156,7 +161,7 @@ def reference(config: Config, plan: Plan) -> Observation:
         if training.max_norm > 0:
             nn.utils.clip_grads_with_norm_(model.parameters(), training.max_norm, torch.tensor(norm))
         if step == 0:
-            out.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            out.gradients = {name: p.grad.clone()[None] for name, p in model.named_parameters()}
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler)
         optimizer.step()
@@ -167,7 +172,7 @@ def reference(config: Config, plan: Plan) -> Observation:
         if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
             out.validation_losses.append(_validate(model, config, plan, mesh))
     loader.close()
-    out.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    out.weights = {name: p.detach().clone()[None] for name, p in model.named_parameters()}
     return out
 
 
@@ -212,6 +217,8 @@ class Difference:
     """How far a run is from the reference. All relative, as `Tolerances` has them."""
 
     loss: float
+    first_loss: float
+    """The first step's: before any update, so a matter of the forward alone."""
     grad_norm: float
     gradients: dict[str, float]
     weights: dict[str, float]
@@ -245,6 +252,7 @@ def difference(run: Observation, expected: Observation, peak_lr: float) -> Diffe
     assert len(run.validation_losses) == len(expected.validation_losses)
     return Difference(
         loss=_worst(run.losses, expected.losses),
+        first_loss=_worst(run.losses[:1], expected.losses[:1]),
         grad_norm=_worst(run.grad_norms, expected.grad_norms),
         gradients={
             name: _distance(run.gradients[name], grad) / max(grad.abs().max().item(), 1e-30)

@@ -206,10 +206,10 @@ Generated from real runs by `python -m torchtitan.tools.matrix --output docs/sup
 
 Each cell is a run of a tiny Llama ({model}; {ROWS} rows of 32 tokens a step, fp32) on as many ranks as
 the layout has, compared to plain PyTorch on one process: the largest relative difference of the loss over all steps,
-and the largest difference within any parameter's gradient of the first step, relative to its largest element. 10 steps in the column "plain" and for the schedules,
-4 elsewhere. Also compared, and within tolerance: gradient norm, token counts, weights after the last step, and the
-validation loss where there is one. An empty cell: the feature has no effect there. A number in brackets: refused before
-anything starts, with the sentence below.
+and the largest difference within any parameter's gradient of the first step, relative to its largest element.
+10 steps in the column "plain" and for the schedules, 4 elsewhere. Also compared, and within tolerance: gradient norm,
+token counts, weights after the last step, and the validation loss where there is one. An empty cell: the feature has no
+effect there. A number in brackets: refused before anything starts, with the sentence below.
 
 ## Layouts and features
 

@@ -113,7 +113,8 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
 
 
 def _factor(run: Observation, expected: Observation, name: str) -> float | None:
-    got, wanted = run.gradients[name].double(), expected.gradients[name].double()
+    wanted = expected.gradients[name][0].double()
+    got = max(run.gradients[name].double(), key=lambda copy: (copy - wanted).abs().max().item())
     factor = ((got * wanted).sum() / (wanted * wanted).sum()).item()
     explained = (got - factor * wanted).norm() <= 1e-3 * got.norm()
     return factor if explained else None

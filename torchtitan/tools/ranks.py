@@ -19,6 +19,9 @@ from typing import Any
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure")
 """What ranks say when another one has failed: never the cause."""
 
+MAX_THREADS = 150
+"""Of a rank. Every layout adds process groups, and gloo's threads wake up all the time; then the ranks start afresh."""
+
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torchtitan.tools.ranks_preload"])
 
@@ -47,7 +50,10 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
         except BaseException:
             result = ("error", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
-        connection.send(result)
+        try:
+            connection.send((*result, len(os.listdir("/proc/self/task"))))
+        except BrokenPipeError:
+            return  # the pool was closed, because another rank had failed
 
 
 class RankPool:
@@ -75,12 +81,14 @@ class RankPool:
         for connection in self.connections:
             connection.send((function.__module__, function.__name__, args, kwargs, timeout))
         results: dict[int, tuple[str, Any]] = {}
+        threads = 0
         deadline = time.monotonic() + timeout + 2
         while len(results) < self.world and (left := deadline - time.monotonic()) > 0:
             for ready in wait([c for r, c in enumerate(self.connections) if r not in results], left):
                 rank = next(r for r, c in enumerate(self.connections) if c is ready)
                 try:
-                    results[rank] = self.connections[rank].recv()
+                    kind, value, count = self.connections[rank].recv()
+                    results[rank], threads = (kind, value), max(threads, count)
                 except EOFError:
                     results[rank] = ("error", "the process died")
                 if results[rank][0] == "error":
@@ -93,6 +101,8 @@ class RankPool:
             for rank, text in primary.items():
                 raise RankError(f"rank {rank} of {self.world} failed:\n{text}")
             raise RankError("no answer in time:\n" + "\n".join(f"rank {r}:\n{s}" for r, s in stacks.items()))
+        if threads > MAX_THREADS:
+            self.close()
         return [results[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:

@@ -154,6 +154,9 @@ class Checkpointer:
             if self._stager is not None:
                 self._stager.release()
                 self._stager = None
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
 
     def _guard(self, action: Callable[[], Any]) -> None:
         """Run a part of a save; a failure becomes one sentence, and leaves nothing half-written."""

@@ -1,0 +1,76 @@
+"""A fast subset of the support matrix, and the published one against what validation says today."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config.support import FEATURES
+from torchtitan.tools.compare import Tolerances
+from torchtitan.tools.matrix import LAYOUTS, NAMED_SCHEDULES, SCHEDULE_LAYOUTS, Cell, Lab, cells, name_of
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = (2, 1, 1, 1, 1)
+CELLS = [
+    *(Cell(layout) for layout in LAYOUTS if Cell(layout).world <= 2),
+    *(Cell(PIPELINE, schedule=schedule) for schedule in NAMED_SCHEDULES),
+    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("no load balance", "all-to-all", "validation")),
+    *(Cell((1, 1, 1, 1, 2), feature) for feature in ("no loss parallel", "CPU offload", "optimizer in backward")),
+    *(Cell(PIPELINE, feature) for feature in ("accumulation", "validation", "CPU offload", "optimizer in backward")),
+    Cell((1, 2, 1, 1, 2), "accumulation"),
+    Cell((2, 1, 2, 1, 1), schedule="ZBVZeroBubble"),
+    Cell((2, 1, 1, 1, 2), schedule="DualPipeV"),
+    Cell((1, 1, 2, 2, 1), "async checkpoint"),
+    Cell((1, 2, 1, 2, 2)),
+    Cell((2, 1, 2, 2, 2)),
+]
+
+
+@pytest.fixture(scope="module")
+def lab(pools, tmp_path_factory):
+    return Lab(tmp_path_factory.mktemp("matrix"), pools)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{name_of(c.layout)}, {c.schedule}, {c.feature}")
+def test_cell_equals_one_process_or_is_refused(lab, cell):
+    outcome = lab.measure(cell)
+    if isinstance(outcome, str):
+        assert cell.feature == "optimizer in backward"
+        assert cell.layout[0] > 1
+    else:
+        assert outcome.problems(Tolerances()) == []
+
+
+def published() -> dict[Cell, str]:
+    """Every cell of the document."""
+    sections = (ROOT / "docs/support-matrix.md").read_text().split("\n## ")
+    out = {}
+    for section, kind in ((sections[1], "feature"), (sections[2], "schedule")):
+        lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+        columns = lines[0][1:]
+        for name, *texts in lines[2:]:
+            layout = next(layout for layout in LAYOUTS if name_of(layout) == name)
+            out |= {Cell(layout, **{kind: c}): text for c, text in zip(columns, texts, strict=True) if text}
+    return out
+
+
+def test_the_published_matrix_is_complete_and_has_no_bad_cell():
+    assert set(published()) == set(cells())
+    for cell, text in published().items():
+        assert re.fullmatch(r"\[\d+\]|\d(e[+-]\d+)? / \d(e[+-]\d+)?", text), f"{cell}: {text}"
+    plain = [cell for cell in published() if cell.feature == "plain" and cell.world > 1]
+    assert len({cell.layout for cell in plain}) + len({cell.schedule for cell in plain}) > 35
+    assert len(SCHEDULE_LAYOUTS) * len(NAMED_SCHEDULES) == 40
+    assert len(FEATURES) == 10
+
+
+def test_the_published_matrix_agrees_with_validation(tmp_path):
+    """A cell is refused today exactly if the document says so, with the sentence it shows."""
+    from torchtitan.tools.compare import write_corpus
+
+    write_corpus(tmp_path / "corpus.jsonl")
+    write_corpus(tmp_path / "held-out.jsonl")
+    notes = dict(re.findall(r"- \[(\d+)\] refused: (.*)", (ROOT / "docs/support-matrix.md").read_text()))
+    for cell, text in published().items():
+        refusal = cell.refusal(tmp_path / "run")
+        assert refusal == (notes[text.strip("[]")] if text.startswith("[") else None), cell
