@@ -166,9 +166,8 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
         if finding.factor is not None
         else f"is off by {delta.gradients[finding.culprit]:.1e}"
     )
-    also = (
-        "" if delta.loss <= tolerances.loss else f"; the loss is off by {delta.loss:.1e}, so the forward is wrong too"
-    )
+    loss = delta.first_loss
+    also = "" if loss <= tolerances.loss else f"; the loss is off by {loss:.1e}, so the forward is wrong too"
     return (
         f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} parameters diverge, this "
         f"one nearest to the loss{also})"
