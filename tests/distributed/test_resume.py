@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -278,3 +279,72 @@ def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
         assert unchanged
         assert kind == "ok"
         assert progress == {"step": 6, "tokens": 6 * 8 * 32, "skipped": 1}
+
+
+def recorded(argv):
+    """Train, and return the rows of every step in the global order too."""
+    from torchtitan.trainer import trainer as module
+
+    steps, real = [], module.forward_backward
+
+    def recording(parts, batch, *rest):
+        mesh, boxes = parts.mesh, [None] * dist.get_world_size()
+        dist.all_gather_object(boxes, (mesh.dp_rank, batch.tokens, batch.labels))
+        by_rank = {rank: (tokens, labels) for rank, tokens, labels in boxes}
+        for rank, tokens, labels in boxes:  # pipeline, context and tensor ranks read the same rows
+            assert torch.equal(tokens, by_rank[rank][0])
+            assert torch.equal(labels, by_rank[rank][1])
+        steps.append(torch.cat([torch.stack(by_rank[r]) for r in range(mesh.dp_degree)], 1))
+        return real(parts, batch, *rest)
+
+    with mock.patch.object(module, "forward_backward", recording):
+        return train(argv) | {"rows": steps}
+
+
+CHAIN = {
+    "dp 4": (4, ["--training.local_batch_size=2"]),
+    "pp 2 x tp 2": (4, ["--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"]),
+    "cp 2 x dp_replicate 2": (
+        4,
+        ["--parallelism.context_parallel_degree=2", "--parallelism.data_parallel_replicate_degree=2"],
+    ),
+    "one process": (1, []),
+    "pp 2 x dp_shard 2": (
+        4,
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode):
+    """Each layout goes on where the one before stopped; together they are the run that never stopped."""
+    size = ["--model.overrides.n_layers=4", "--lr_scheduler.total_steps=10", f"--checkpoint.async_mode={mode}"]
+    whole_argv = [*size, f"--job.dump_folder={tmp_path / 'whole'}"]
+    whole = ranks(1, recorded, arguments(tmp_path, *whole_argv, steps=10, local_batch=8))[0]
+    rows = []
+    for i, (world, layout) in enumerate(CHAIN.values(), 1):
+        argv = arguments(tmp_path, *SAVE, *size, "--checkpoint.interval=2", *layout, steps=2 * i, local_batch=4)
+        run = ranks(world, recorded, argv, timeout=100)[0]
+        assert len(run["rows"]) == 2
+        rows += run["rows"]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert [r["tokens"] for r in run["metrics"]] == [r["tokens"] for r in whole["metrics"]]
+    assert all(torch.equal(a, b) for a, b in zip(rows, whole["rows"], strict=True))
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(run["weights"][name], weight, rtol=1e-3, atol=2e-5)
+
+
+def test_hugging_face_weights_go_in_and_out_of_every_layout(ranks, tmp_path):
+    """Exported by pipeline stages of tensor-parallel ranks, and read by other ones."""
+    out = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_layers=4"]
+    layout = CHAIN["pp 2 x tp 2"][1]
+    run = ranks(4, train, arguments(tmp_path, *out, *layout, steps=2, local_batch=4))[0]
+    folder = tmp_path / "out/checkpoint/step-2-hf"
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 4
+    for i, (world, layout) in enumerate(CHAIN.values()):
+        back = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--model.overrides.n_layers=4", *layout]
+        more = [f"--checkpoint.initial_load_path={folder}", f"--job.dump_folder={tmp_path / str(i)}"]
+        again = ranks(world, train, arguments(tmp_path, *back, *more, steps=1, local_batch=4), timeout=100)[0]
+        for name, weight in run["weights"].items():
+            assert torch.equal(again["initial"][name], weight), name

@@ -119,6 +119,8 @@ def _split(
     if p.module_fqns_per_model_part:
         modules, problems = _given_parts(p.module_fqns_per_model_part, names)
         count, key = len(modules), "parallelism.module_fqns_per_model_part"
+        if problems:
+            return modules, problems
     else:
         modules, problems = (), []
         count, key = _stage_count(config, len(layers), schedule, orders)

@@ -1,0 +1,121 @@
+"""Pipelines through the real trainer: what each rank holds, custom cuts and schedules, what rank 0 reports."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import arguments, losses, train, write_corpus
+from torchtitan.config import resolve
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.trainer import Trainer
+
+PP = ["--parallelism.pipeline_parallel_degree=2", "--model.overrides.n_layers=4"]
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return ranks(1, train, arguments(folder, "--model.overrides.n_layers=4", local_batch=8))[0]
+
+
+def assert_same(run, expected):
+    assert losses(run) == pytest.approx(losses(expected), rel=1e-5)
+    norms = [[r["grad_norm"] for r in x["metrics"] if "loss" in r] for x in (run, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert [r["tokens"] for r in run["metrics"]] == [r["tokens"] for r in expected["metrics"]]
+    for name, weight in expected["initial"].items():
+        assert torch.equal(run["initial"][name], weight), name
+
+
+SCHEDULES = {
+    "stages by name": ['--parallelism.module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", '
+                       '"layers.2", "layers.3", "norm", "output"]]'],
+    "0.1 split points": ["--parallelism.pipeline_parallel_split_points=layers.3"],
+    "0.1 microbatches": ["--parallelism.pipeline_parallel_microbatches=2"],
+    "one layer per stage": ["--parallelism.pipeline_parallel_layers_per_stage=1",
+                            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+                            "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+                            "--parallelism.pipeline_parallel_last_stage_less_layers=0"],
+    "three microbatches on two ranks": ["--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B",
+                                        "--training.local_batch_size=3", "--training.global_batch_size=6"],
+    "output alone on the last stage": ["--parallelism.module_fqns_per_model_part=norm"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_cuts_and_microbatches(ranks, one_process, tmp_path, name):
+    run = ranks(2, train, arguments(tmp_path, *PP, *SCHEDULES[name], local_batch=4))[0]
+    if "three" in name:
+        argv = ["--model.overrides.n_layers=4", f"--job.dump_folder={tmp_path / 'one'}"]
+        one_process = ranks(1, train, arguments(tmp_path, *argv, global_batch=6, local_batch=6))[0]
+    assert_same(run, one_process)
+
+
+def test_a_schedule_from_a_file(ranks, one_process, tmp_path):
+    """Rank 1 holds the first stage and the last, rank 0 the two in between: no shape a named schedule has."""
+    orders = [
+        "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
+        "0F0,0F1,3F0,3B0,3F1,3I1,3W1,0B0,0B1",
+    ]
+    file = tmp_path / "mine.csv"
+    file.write_text("\n".join(orders))
+    extra = [
+        f"--parallelism.pipeline_parallel_schedule_csv={file}",
+        "--parallelism.pipeline_parallel_microbatch_size=2",
+    ]
+    run = ranks(2, train, arguments(tmp_path, *PP, *extra, local_batch=4))[0]
+    assert_same(run, one_process)
+
+
+def modules_held(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    names = [sorted(name for name, _ in model.named_parameters()) for model in trainer.parts.models]
+    counted = sum(p.numel() for model in trainer.parts.models for p in model.parameters())
+    trainer.close()
+    return names, counted
+
+
+def test_a_rank_holds_only_its_stages(ranks, one_process, tmp_path):
+    extra = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--validation.enable=false"]
+    held = ranks(2, modules_held, arguments(tmp_path, *PP, *extra, local_batch=4))
+    every = [name for names, _ in held for stage in names for name in stage]
+    assert sorted(every) == sorted(one_process["weights"])
+    assert len(held[0][0]) == len(held[1][0]) == 2
+    assert all(name.startswith("layers.") for stage in held[1][0] for name in stage), "the V's bottom has no end"
+    assert sum(count for _, count in held) == sum(w.numel() for w in one_process["weights"].values())
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_validation_before_between_and_after_steps_changes_nothing(ranks, one_process, tmp_path, schedule):
+    """Evaluation has schedules and buffers of its own; rows of other lengths and batches of other sizes too."""
+    held_out = write_corpus(tmp_path / "held-out.jsonl", documents=13, seed=5)
+    validation = [
+        "--validation.enable",
+        "--validation.dataset=held-out",
+        f"--validation.dataset_path={held_out}",
+        "--validation.seq_len=48",
+        "--validation.freq=1",
+        "--validation.local_batch_size=3",
+    ]
+    alone = [f"--job.dump_folder={tmp_path / 'one'}", "--model.overrides.n_layers=4"]
+    one = ranks(1, train, arguments(tmp_path, *validation, *alone, local_batch=8))[0]
+    pp = [f"--parallelism.pipeline_parallel_schedule={schedule}", *PP]
+    run = ranks(2, train, arguments(tmp_path, *validation, *pp, local_batch=4))[0]
+    assert losses(run) == pytest.approx(losses(one_process), rel=1e-5)
+    measured, expected = (
+        [(r["validation_loss"], r["validation_tokens"]) for r in x["metrics"] if "validation_loss" in r]
+        for x in (run, one)
+    )
+    assert len(expected) == 4
+    assert [m for m, _ in measured] == pytest.approx([e for e, _ in expected], rel=1e-5)
+    assert [n for _, n in measured] == [n for _, n in expected]
+
+
+def test_bf16(ranks, one_process, tmp_path):
+    extra = [
+        "--training.mixed_precision_param=bfloat16",
+        "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+    ]
+    run = ranks(2, train, arguments(tmp_path, *PP, *extra, local_batch=4))[0]
+    assert losses(run) == pytest.approx(losses(one_process), rel=0.03)

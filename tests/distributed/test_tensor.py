@@ -1,0 +1,108 @@
+"""Tensor parallelism: what is split, what never exists whole, and tied weights."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runs import arguments, losses, train
+from torchtitan.config import resolve
+from torchtitan.distributed.mesh import build_mesh
+from torchtitan.distributed.tensor import apply_tensor_parallel
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.trainer.build import build
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.step import forward_backward
+
+TP = ["--parallelism.tensor_parallel_degree=2"]
+VOCABULARY = 2048
+SEQ_LEN = 32
+
+
+class Shapes(TorchDispatchMode):
+    """Shapes of all plain tensors that operations on this rank produce."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:  # let it become operations on this rank's parts, which come here again
+            return NotImplemented
+        out = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if type(tensor) is torch.Tensor:
+                self.seen.add(tuple(tensor.shape))
+        return out
+
+
+def shapes_of_a_step(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    embedded = []
+    parts.models[0].tok_embeddings.register_forward_hook(lambda *a: embedded.append((type(a[2]).__name__, a[2].shape)))
+    with Shapes() as shapes:
+        forward_backward(parts, next(iter(parts.loader)), config.training.local_batch_size, 1.0)
+    parts.loader.close()
+    return shapes.seen, *embedded[0]
+
+
+def test_whole_logits_and_whole_hidden_states_never_exist_on_a_rank(ranks, tmp_path):
+    argv = arguments(tmp_path, *TP, global_batch=3, local_batch=3)
+    shapes, kind, embedded = ranks(2, shapes_of_a_step, argv)[0]
+    assert (3 * SEQ_LEN, VOCABULARY // 2) in shapes
+    assert not [s for s in shapes if s[-1:] == (VOCABULARY,) and torch.Size(s).numel() > VOCABULARY]
+    # Between the matrices the sequence is split; only inside attention and feed-forward is it whole.
+    assert embedded == (3, SEQ_LEN // 2, 64)
+    # torch 2.13 loses the gradient of an asynchronous tensor that enters a compiled block.
+    assert kind == "Tensor"
+
+
+def test_without_loss_parallel_they_do(ranks, tmp_path):
+    """Shows that the test above can fail."""
+    argv = arguments(tmp_path, *TP, "--parallelism.disable_loss_parallel", global_batch=3, local_batch=3)
+    shapes, _, _ = ranks(2, shapes_of_a_step, argv)[0]
+    assert [s for s in shapes if s[-1:] == (VOCABULARY,) and torch.Size(s).numel() > VOCABULARY]
+
+
+@pytest.mark.parametrize("extra", [[], ["--parallelism.disable_loss_parallel"]])
+def test_tied_embeddings(ranks, tmp_path, extra):
+    tied = ["--model.overrides.tie_embeddings=true"]
+    one = ranks(1, train, arguments(tmp_path, *tied, f"--job.dump_folder={tmp_path / 'a'}", local_batch=8))[0]
+    two = ranks(2, train, arguments(tmp_path, *tied, *TP, *extra, f"--job.dump_folder={tmp_path / 'b'}"))[0]
+    assert "output.weight" not in two["weights"]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-3, atol=2e-5)
+
+
+def local_sizes(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    parts.loader.close()
+    return {name: tuple(p.to_local().shape) for name, p in parts.models[0].named_parameters()}
+
+
+def test_every_matrix_is_split(ranks, tmp_path):
+    whole = ranks(1, local_sizes, arguments(tmp_path, global_batch=8, local_batch=8))[0]
+    for rank in ranks(2, local_sizes, arguments(tmp_path, *TP)):
+        for name, shape in rank.items():
+            full, own = torch.Size(whole[name]).numel(), torch.Size(shape).numel()
+            assert own * (1 if "norm" in name else 2) == full, name
+
+
+def incomplete_plan():
+    spec = get_spec("llama3")
+    args = spec.args("debugmodel", {"n_layers": 1}, max_seq_len=16)
+    with torch.device("meta"):
+        model = spec.build(args, attention_backend("cpu"))
+    config = resolve(TP, 2).config
+    plan = {pattern: style for pattern, style in spec.tensor_parallel_plan.items() if "w2" not in pattern}
+    apply_tensor_parallel(model, build_mesh(config.parallelism, "cpu").tp, plan, sharded_loss=True)
+
+
+def test_a_plan_that_forgets_a_weight_is_an_error(ranks):
+    with pytest.raises(AssertionError, match=r"says nothing of layers\.0\.feed_forward\.w2"):
+        ranks(2, incomplete_plan)

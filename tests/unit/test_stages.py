@@ -1,0 +1,237 @@
+"""Pipeline stages: how a model is cut, and what is refused before anything runs."""
+
+import itertools
+import re
+
+import pytest
+
+from torchtitan.config import resolve
+from torchtitan.distributed.stages import SCHEDULES, balanced, plan_stages
+from torchtitan.models import get_spec
+from torchtitan.trainer.preflight import preflight
+from torchtitan.utils.errors import ConfigError
+
+SPEC = get_spec("llama3")
+ALL = ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output"]
+
+
+def plan(*extra, degree=2, flavor="debugmodel", world=None):
+    argv = [f"--parallelism.pipeline_parallel_degree={degree}", f"--model.flavor={flavor}", *extra]
+    config = resolve(argv, world or degree).config
+    return plan_stages(config, SPEC, SPEC.args(flavor, config.model.overrides, max_seq_len=config.training.seq_len))
+
+
+def problems(*extra, **options):
+    with pytest.raises(ConfigError) as error:
+        plan(*extra, **options)
+    return error.value.problems
+
+
+def layers(stages):
+    return [[int(m.split(".")[1]) for m in stage if m.startswith("layers.")] for stage in stages]
+
+
+# ---- cutting
+
+
+def best_maximum(costs, count):
+    """By trying every way to cut."""
+    cuts = itertools.combinations(range(1, len(costs)), count - 1)
+    return min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, len(costs)])) for c in cuts)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("head", [0.3, 1.0, 2.4, 5.5])
+def test_balance_is_the_best_there_is(count, head):
+    flops = {"tok_embeddings": 0.0, **{f"layers.{i}": 1.0 for i in range(6)}, "norm": 0.0, "output": head}
+    stages = balanced(flops, count)
+    assert [name for stage in stages for name in stage] == list(flops)
+    assert len(stages) == count
+    costs = [1.0] * 6 + [head]
+    assert max(sum(flops[m] for m in stage) for stage in stages) == pytest.approx(best_maximum(costs, count))
+
+
+def test_balance_counts_the_output_projection():
+    """8B: the projection to 128,256 words costs as much as 2.4 layers at short context."""
+    stages = layers(balanced(SPEC.module_flops(SPEC.flavors["8B"], 2048), 4))
+    assert [len(s) for s in stages] == [8, 9, 9, 6]
+
+
+def test_defaults():
+    one = plan("--training.local_batch_size=4")
+    assert one.modules == (tuple(ALL[:4]), tuple(ALL[4:]))
+    assert one.ranks == (0, 1)
+    assert one.schedule == "1F1B"
+    looped = plan("--parallelism.pipeline_parallel_schedule=Interleaved1F1B")
+    assert looped.ranks == (0, 1, 0, 1)
+    v = plan("--parallelism.pipeline_parallel_schedule=DualPipeV", degree=3)
+    assert v.ranks == (0, 1, 2, 2, 1, 0)
+    assert v.stages_of(0) == [0, 5]
+    assert plan("--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B").schedule == "Interleaved1F1B"
+    assert plan(degree=1) is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (["--parallelism.pipeline_parallel_first_stage_less_layers=0",
+          "--parallelism.pipeline_parallel_last_stage_less_layers=0"], [[0, 1, 2], [3, 4, 5]]),
+        (["--parallelism.pipeline_parallel_last_stage_less_layers=3"], [[0, 1, 2, 3], [4, 5]]),
+        (["--parallelism.pipeline_parallel_layers_per_stage=2",
+          "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], [[0], [1, 2], [3, 4], [5]]),
+        (["--parallelism.module_fqns_per_model_part=layers.1"], [[0], [1, 2, 3, 4, 5]]),
+        ([f"--parallelism.module_fqns_per_model_part={[ALL[:6], ALL[6:]]}"], [[0, 1, 2, 3, 4], [5]]),
+    ],
+)  # fmt: skip
+def test_other_ways_to_cut(extra, expected):
+    stages = plan(*extra).modules
+    assert layers(stages) == expected
+    assert [name for stage in stages for name in stage] == ALL
+
+
+# ---- refusals: (arguments, options, text of the one problem, arguments that mend it)
+
+REFUSED = [
+    (["--parallelism.pipeline_parallel_microbatch_size=3"], {},
+     "3 does not divide training.local_batch_size 8; set it to one of 1, 2, 4, 8",
+     ["--parallelism.pipeline_parallel_microbatch_size=2"]),
+    (["--validation.enable", "--validation.local_batch_size=3",
+      "--parallelism.pipeline_parallel_microbatch_size=2"], {},
+     "2 does not divide validation.local_batch_size 3; set it to one of 1, 3", ["--validation.local_batch_size=4"]),
+    (["--parallelism.pipeline_parallel_microbatch_size=4"], {"degree": 4},
+     "1F1B needs a microbatch for each of its 4 stages, and there are 2; set "
+     "parallelism.pipeline_parallel_microbatch_size to 1 or 2", ["--parallelism.pipeline_parallel_microbatch_size=2"]),
+    (["--training.local_batch_size=2"], {"degree": 4}, "raise training.local_batch_size to 4",
+     ["--training.local_batch_size=4"]),
+    (["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--training.local_batch_size=5"], {},
+     "can't work off 5 microbatches on 2 ranks in 2 equal rounds", ["--training.local_batch_size=6"]),
+    (["--parallelism.pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=3"], {},
+     "needs a microbatch for each of its 4 stages, and there are 3", ["--training.local_batch_size=4"]),
+    (["--parallelism.pipeline_parallel_schedule=LoopedBFS"], {"degree": 4}, "8 stages for 6 layers; at most 7",
+     ["--model.overrides.n_layers=7"]),
+    (["--parallelism.pipeline_parallel_layers_per_stage=2"], {},
+     "gives 4 stages on 2 ranks, but schedule 1F1B takes 1 stage per rank (2 stages)",
+     ["--parallelism.pipeline_parallel_layers_per_stage=4"]),
+    (["--parallelism.pipeline_parallel_layers_per_stage=4",
+      "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], {},
+     "gives 2 stages on 2 ranks, but schedule ZBVZeroBubble takes 2 stages per rank (4 stages)",
+     ["--parallelism.pipeline_parallel_layers_per_stage=2"]),
+    (["--parallelism.pipeline_parallel_layers_per_stage=3"], {"degree": 2}, "gives 3 stages on 2 ranks",
+     ["--parallelism.pipeline_parallel_layers_per_stage=4"]),
+    (["--parallelism.pipeline_parallel_last_stage_less_layers=7"], {}, "leave a stage empty (6, 0)", None),
+    (["--parallelism.pipeline_parallel_last_stage_less_layers=9"], {}, "leave a stage empty (7, -1)",
+     ["--parallelism.pipeline_parallel_last_stage_less_layers=2"]),
+    (["--parallelism.module_fqns_per_model_part=layers.9"], {}, "no module 'layers.9'; the model has tok_embeddings",
+     ["--parallelism.module_fqns_per_model_part=layers.3"]),
+    (["--parallelism.module_fqns_per_model_part=layers.1,layers.2"], {}, "gives 3 stages on 2 ranks",
+     ["--parallelism.module_fqns_per_model_part=layers.2"]),
+    ([f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[5:]]}"], {}, "layers.3 is on no stage",
+     [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
+    ([f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[3:]]}"], {}, "layers.2 is on 2 stages",
+     [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
+    ([f"--parallelism.module_fqns_per_model_part={[ALL[4:], ALL[:4]]}"], {}, "layers.3 is out of order",
+     [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
+    ([], {"flavor": "1B"}, "has one weight in tok_embeddings and output", ["--model.overrides.tie_embeddings=false"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "options", "text", "mend"), REFUSED)
+def test_refusals(extra, options, text, mend):
+    if mend is None:  # the one stage without layers that is allowed: the output projection alone
+        assert layers(plan(*extra, **options).modules) == [[0, 1, 2, 3, 4, 5], []]
+        return
+    found = problems(*extra, **options)
+    assert len(found) == 1, found
+    assert text in found[0]
+    plan(*extra, *mend, **options)
+
+
+def test_microbatch_advice_is_legal():
+    """Whatever a refusal proposes is accepted."""
+    for name in SCHEDULES:
+        if name.startswith("PipelineSchedule"):
+            continue
+        for rows, degree in itertools.product(range(1, 12), (2, 3)):
+            argv = [f"--parallelism.pipeline_parallel_schedule={name}", f"--training.local_batch_size={rows}"]
+            try:
+                plan(*argv, degree=degree)
+            except ConfigError as error:
+                (text,) = error.problems
+                if sizes := re.search(r"microbatch_size to ([\d or]+)", text):
+                    for size in sizes[1].split(" or "):
+                        plan(*argv, f"--parallelism.pipeline_parallel_microbatch_size={size}", degree=degree)
+                else:
+                    more = re.search(r"raise training.local_batch_size to (\d+)", text)[1]
+                    plan(argv[0], f"--training.local_batch_size={more}", degree=degree)
+
+
+# ---- schedules from a file
+
+
+def csv(tmp_path, text, rows=2, *extra, degree=2):
+    file = tmp_path / "schedule.csv"
+    file.write_text(text)
+    arguments = [f"--parallelism.pipeline_parallel_schedule_csv={file}", f"--training.local_batch_size={rows}"]
+    return plan(*arguments, *extra, degree=degree)
+
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def test_a_schedule_from_a_file(tmp_path):
+    result = csv(tmp_path, GOOD)
+    assert (result.schedule, result.ranks) == (None, (0, 1))
+    v = "0F0,3F0,3I0,0B0,3W0\n1F0,2F0,,(2I0;1B0)OVERLAP_F_B,2W0\n"
+    assert csv(tmp_path, v, 1).ranks == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "sentence"),
+    [
+        ("0F0,0B0\n", 1, "has 1 rows, one per rank"),
+        ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is no computation"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "without communication"),
+        (GOOD, 4, "the schedule has 2 microbatches, but training.local_batch_size 4"),
+        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", 2, "stage 0, microbatch 1 has F; it needs F and B"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", 1, "stage 0, microbatch 0 has FFB"),
+        ("0F0,0B0,1B0\n1F0\n", 1, "stage 1 is on ranks 0 and 1"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", 2, "in the order 0, 1, 2"),
+        ("0B0,0F0\n1F0,1B0\n", 1, "can never run 0B0 of rank 0"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 2, "can never run 0B0 of rank 0"),
+    ],
+)
+def test_schedules_that_cannot_work(tmp_path, text, rows, sentence):
+    with pytest.raises(ConfigError) as error:
+        csv(tmp_path, text, rows)
+    assert sentence in str(error.value)
+
+
+def test_a_missing_file():
+    (problem,) = problems("--parallelism.pipeline_parallel_schedule_csv=/no/such.csv")[:1]
+    assert "can't read '/no/such.csv': No such file" in problem
+
+
+# ---- tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("degree", "extra", "text"),
+    [
+        (3, ["--training.seq_len=2049"], "3 does not divide n_heads 16, n_kv_heads 16, vocab_size 2048"),
+        (
+            16,
+            ["--model.overrides.n_kv_heads=8"],
+            "16 does not divide n_kv_heads 8 of model.flavor debugmodel; it can be",
+        ),
+        (
+            8,
+            ["--model.overrides.ffn_dim=772"],
+            "does not divide ffn_dim 772 of model.flavor debugmodel; it can be 1, 2, 4",
+        ),
+    ],
+)
+def test_tensor_parallel_sizes(degree, extra, text):
+    argv = [f"--parallelism.tensor_parallel_degree={degree}", *extra]
+    with pytest.raises(ConfigError) as error:
+        preflight(resolve(argv, degree).config, output=False)
+    assert text in str(error.value)
