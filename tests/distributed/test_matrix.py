@@ -14,7 +14,8 @@ PIPELINE = (2, 1, 1, 1, 1)
 CELLS = [
     *(Cell(layout) for layout in LAYOUTS if Cell(layout).world <= 2),
     *(Cell(PIPELINE, schedule=schedule) for schedule in NAMED_SCHEDULES),
-    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("no load balance", "all-to-all", "validation")),
+    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("no load balance", "all-to-all", "validation", "document mask")),
+    *(Cell(layout, "document mask") for layout in ((1, 1, 1, 1, 2), PIPELINE, (2, 1, 1, 2, 2))),
     *(Cell((1, 1, 1, 1, 2), feature) for feature in ("no loss parallel", "CPU offload", "optimizer in backward")),
     *(Cell(PIPELINE, feature) for feature in ("accumulation", "validation", "CPU offload", "optimizer in backward")),
     Cell((1, 2, 1, 1, 2), "accumulation"),
@@ -61,7 +62,7 @@ def test_the_published_matrix_is_complete_and_has_no_bad_cell():
     plain = [cell for cell in published() if cell.feature == "plain" and cell.world > 1]
     assert len({cell.layout for cell in plain}) + len({cell.schedule for cell in plain}) > 35
     assert len(SCHEDULE_LAYOUTS) * len(NAMED_SCHEDULES) == 40
-    assert len(FEATURES) == 10
+    assert len(FEATURES) == 11
 
 
 def test_the_published_matrix_agrees_with_validation(tmp_path):

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.components.loss import cross_entropy_sum
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.layers import attention_backend, block_mask, document_mask
 from torchtitan.models.llama3.args import RopeScaling
 from torchtitan.utils.errors import ConfigError
 
@@ -130,3 +130,35 @@ def test_bad_model_arguments_are_named(flavor, overrides, text):
 def test_unknown_family():
     with pytest.raises(ConfigError, match="llama3"):
         get_spec("llama9")
+
+
+DOCUMENTS = [5, 1, 17, 9]
+"""Lengths of the documents in a row."""
+
+
+def packed():
+    torch.manual_seed(2)
+    tokens = torch.randint(0, 160, (2, sum(DOCUMENTS)))
+    ids = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    return tokens, torch.stack([ids, ids])
+
+
+def test_under_a_document_mask_each_document_is_alone():
+    """RoPE is relative, so a document gives the same logits wherever in the row it begins."""
+    model = build()
+    tokens, documents = packed()
+    whole = model(tokens, None, documents).split(DOCUMENTS, dim=1)
+    for part, logits in zip(tokens.split(DOCUMENTS, dim=1), whole, strict=True):
+        torch.testing.assert_close(model(part), logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(tokens)[:, -1], whole[-1][:, -1]), "without the mask they see each other"
+
+
+def test_flex_attentions_mask_is_the_dense_one():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tokens, documents = packed()
+    positions = torch.tensor([3, 2, 30, 8])
+    q, k, v = torch.randn(2, 4, 4, 16), torch.randn(2, 2, tokens.shape[1], 16), torch.randn(2, 2, tokens.shape[1], 16)
+    dense = attention_backend("cpu")(q, k, v, document_mask(documents, positions))
+    flex = flex_attention(q, k, v, block_mask=block_mask(documents, positions), enable_gqa=True)
+    torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-5)

@@ -151,6 +151,8 @@ class Training(Section):
     -1: `local_batch_size` x data-parallel degree."""
     seq_len: PositiveInt = 2048
     """Tokens per row."""
+    document_mask: bool = False
+    """Tokens attend only to their own document, not to others packed into the same row before it."""
     max_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global norm. 0: the norm is measured, nothing is scaled."""
     steps: PositiveInt = 10000

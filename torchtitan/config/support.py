@@ -20,6 +20,7 @@ class Feature:
 FEATURES = {
     "plain": Feature(()),
     "accumulation": Feature(("--training.global_batch_size=16",)),
+    "document mask": Feature(("--training.document_mask",)),
     "validation": Feature(("--validation.enable", "--validation.freq=2", "--validation.steps=2")),
     "CPU offload": Feature(("--training.enable_cpu_offload",)),
     "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from torchtitan.models.layers import Attend
+from torchtitan.models.layers import Attend, Mask, attention_backend
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -35,7 +36,7 @@ def local_positions(seq_len: int, degree: int, rank: int, balanced: bool) -> Ten
 
 
 def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
-    """Causal attention over a sequence sharded by `local_positions`.
+    """Attention over a sequence sharded by `local_positions`: causal by the ring; with a mask, over gathered keys.
 
     Args:
         rotate: how keys and values travel: `allgather` (at once) or `alltoall` (from rank to rank, overlapped).
@@ -43,8 +44,21 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
     return partial(_attend, group_name=group.group_name, rotate=rotate, balanced=balanced)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, group_name: str, rotate: str, balanced: bool) -> Tensor:
-    return ring_attention(q, k, v, q.shape[-1] ** -0.5, group_name, rotate, balanced)[0]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, group_name: str, rotate: str, balanced: bool
+) -> Tensor:
+    if mask is None:
+        return ring_attention(q, k, v, q.shape[-1] ** -0.5, group_name, rotate, balanced)[0]
+    k, v = _whole_sequence(torch.stack([k, v]), group_name, balanced)
+    return attention_backend(q.device.type)(q, k, v, mask)
+
+
+def _whole_sequence(x: Tensor, group_name: str, balanced: bool) -> Tensor:
+    """Every rank's part of `[2, b, k, s, d]`, in the order of the row: `[2, b, k, n s, d]`."""
+    group = _resolve_process_group(group_name)
+    n, seq_len = group.size(), group.size() * x.shape[3]
+    order = torch.cat([local_positions(seq_len, n, rank, balanced) for rank in range(n)])
+    return all_gather_tensor_autograd(x, 3, group)[:, :, :, order.argsort().to(x.device)]
 
 
 # ---- the local kernel: output and log-sum-exp of one block, and its backward

@@ -80,21 +80,34 @@ class Pipeline:
         self._forward_only: dict[int, _PipelineScheduleRuntime] = {}
         self._loss: LossSum
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, loss: LossSum) -> Tensor:
-        """Gradients of one batch; the summed loss of its microbatches on the last stage's rank, elsewhere 0."""
+    def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: LossSum) -> Tensor:
+        """Gradients of one batch; the summed loss of its microbatches on the last stage's rank, elsewhere 0.
+
+        Args:
+            documents: `[batch, whole row]`, the document of each token; None: attention sees whole rows.
+        """
         self._loss = loss
         schedule = self._schedule(self._training, len(tokens))
-        return self._run(schedule.step, tokens, labels)
+        return self._run(schedule, schedule.step, tokens, labels, documents)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor, loss: LossSum) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: LossSum) -> Tensor:
         """The summed loss of one batch, without gradients."""
         self._loss = loss
         schedule = self._schedule(self._forward_only, len(tokens))
-        return self._run(schedule.eval, tokens, labels)
+        return self._run(schedule, schedule.eval, tokens, labels, documents)
 
-    def _run(self, step: Callable[..., Any], tokens: Tensor, labels: Tensor) -> Tensor:
+    def _run(
+        self,
+        schedule: _PipelineScheduleRuntime,
+        step: Callable[..., Any],
+        tokens: Tensor,
+        labels: Tensor,
+        documents: Tensor | None,
+    ) -> Tensor:
         losses: list[Tensor] = []
+        for stage in schedule._stages:
+            stage.documents = None if documents is None else documents.split(self.plan.microbatch_size)
         target = {"target": labels, "losses": losses} if self.is_last else {}
         step(*((tokens,) if self.is_first else ()), **target, return_outputs=False)
         return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
@@ -167,11 +180,22 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
+    """Gives its module what every stage needs besides hidden states.
+
+    Not through the schedule: it would cut the positions into microbatches, and torch 2.11 asks for their gradient.
+    """
+
     positions: Tensor
+    documents: Sequence[Tensor] | None
+    """Of each microbatch."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        # Not through the schedule: it would cut the positions into microbatches, and ask for their gradient.
-        return super().forward_maybe_with_nosync(*args, positions=self.positions, **kwargs)
+        documents = None if self.documents is None else self.documents[self.microbatch]
+        return super().forward_maybe_with_nosync(*args, positions=self.positions, documents=documents, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # A V has two neighbouring stages on its last rank; torch before 2.13 makes gloo connect that rank to itself.

@@ -3,16 +3,24 @@
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`."""
+Mask = Any
+"""What `document_mask` makes: a tensor, or FlexAttention's `BlockMask`."""
+
+
+class Attend(Protocol):
+    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`. Causal, or as the mask says."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor: ...
+
 
 _CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -22,18 +30,56 @@ _CUDA_BACKENDS = [
 ]
 
 
-def _attend_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+    if mask is not None:
+        return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
         return _attend_cpu(q, k, v)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def attention_backend(device_type: str) -> Attend:
     """Causal attention for a device: SDPA, with cuDNN's and flash kernels first on CUDA. Chosen once, at build."""
     return _attend_cuda if device_type == "cuda" else _attend_cpu
+
+
+def document_mask(documents: Tensor, positions: Tensor) -> Mask:
+    """A causal mask within documents: a token sees those before it in its own document, and itself.
+
+    Args:
+        documents: `[b, S]`, number of the document that each token of a whole row belongs to.
+        positions: `[s]`, places in the row of the queries.
+
+    Returns:
+        On CUDA a `BlockMask`, elsewhere a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
+    """
+    if documents.is_cuda:
+        return block_mask(documents, positions)
+    places = torch.arange(documents.shape[1], device=documents.device)
+    same = documents[:, positions, None] == documents[:, None, :]
+    return (same & (positions[:, None] >= places))[:, None]
+
+
+def block_mask(documents: Tensor, positions: Tensor) -> Mask:
+    """`document_mask` for FlexAttention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (positions[q] >= k) & (documents[b, positions[q]] == documents[b, k])
+
+    rows, seq_len = documents.shape
+    return create_block_mask(visible, rows, None, len(positions), seq_len, device=documents.device.type)
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:

@@ -151,9 +151,10 @@ def reference(config: Config, plan: Plan) -> Observation:
     )
     mesh: Any = _OneRank()
     loader = build_data("training", training, training.global_batch_size, plan.tokenizer, mesh, config.debug.seed)
+    end = plan.tokenizer.eos_id if training.document_mask else None
     out, tokens = Observation(), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
-        loss = _mean_loss(model, batch.tokens, batch.labels)
+        loss = _mean_loss(model, batch.tokens, batch.labels, end)
         optimizer.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
@@ -170,18 +171,23 @@ def reference(config: Config, plan: Plan) -> Observation:
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
         if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
-            out.validation_losses.append(_validate(model, config, plan, mesh))
+            out.validation_losses.append(_validate(model, config, plan, mesh, end))
     loader.close()
     out.weights = {name: p.detach().clone()[None] for name, p in model.named_parameters()}
     return out
 
 
-def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None) -> Tensor:
+    documents = None
+    if end is not None:
+        before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document begins after the end of another
+        documents = (before == end).cumsum(1)
+    logits = model(tokens, None, documents)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
 @torch.no_grad()
-def _validate(model: nn.Module, config: Config, plan: Plan, mesh: Any) -> float:
+def _validate(model: nn.Module, config: Config, plan: Plan, mesh: Any, end: int | None) -> float:
     validation, p = config.validation, config.parallelism
     rows = validation.local_batch_size * p.data_parallel_replicate_degree * p.data_parallel_shard_degree
     loader = build_data("validation", validation, rows, plan.tokenizer, mesh, config.debug.seed)
@@ -190,7 +196,7 @@ def _validate(model: nn.Module, config: Config, plan: Plan, mesh: Any) -> float:
         if i == validation.steps:
             break
         predicted = int((batch.labels != IGNORE_INDEX).sum())
-        total += _mean_loss(model, batch.tokens, batch.labels).item() * predicted
+        total += _mean_loss(model, batch.tokens, batch.labels, end).item() * predicted
         count += predicted
     loader.close()
     return total / count

@@ -74,7 +74,8 @@ def build_compute(
         dtype = getattr(torch, training.mixed_precision_param)
         pipeline = Pipeline(models, plan.stages, mesh.group("pp"), device, positions, widths, mesh.size("tp"), dtype)
     sharded_loss = mesh.size("tp") > 1 and not p.disable_loss_parallel
-    return Compute(models, positions, pipeline, sharded_loss=sharded_loss)
+    document_end = plan.tokenizer.eos_id if training.document_mask else None
+    return Compute(models, positions, pipeline, sharded_loss=sharded_loss, document_end=document_end)
 
 
 def build_data(

@@ -1,6 +1,7 @@
 """One forward, shared by training and validation, for a whole model and for a pipeline of stages."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,28 +12,63 @@ from torchtitan.distributed.pipeline import Pipeline
 from torchtitan.distributed.tensor import loss_context
 
 
-class Compute:
-    """Runs this rank's part of the model on this rank's part of rows of one length.
+@dataclass(frozen=True)
+class Rows:
+    """What a rank computes on."""
 
-    Tokens and labels are `[batch, seq]` on the compute device, where seq are the positions this rank holds.
-    """
+    tokens: Tensor
+    """`[batch, seq]`, where seq are the positions that this rank holds."""
+    labels: Tensor
+    """`[batch, seq]`."""
+    documents: Tensor | None
+    """`[batch, whole row]`, the document of each token, where attention stays within documents."""
+
+    def split(self, size: int) -> list["Rows"]:
+        """Batches of `size` rows."""
+        tokens, labels = self.tokens.split(size), self.labels.split(size)
+        documents = [None] * len(tokens) if self.documents is None else self.documents.split(size)
+        return [Rows(*part) for part in zip(tokens, labels, documents, strict=True)]
+
+    def to(self, device: torch.device) -> "Rows":
+        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
+        return Rows(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), documents)
+
+
+class Compute:
+    """Runs this rank's part of the model on this rank's part of rows of one length."""
 
     def __init__(
-        self, models: Sequence[FSDPModule], positions: Tensor, pipeline: Pipeline | None, *, sharded_loss: bool
+        self,
+        models: Sequence[FSDPModule],
+        positions: Tensor,
+        pipeline: Pipeline | None,
+        *,
+        sharded_loss: bool,
+        document_end: int | None,
     ):
         """
         Args:
             positions: places in their row of the tokens that this rank sees, on the compute device.
             sharded_loss: the logits are sharded over the vocabulary.
+            document_end: the token that ends a document, if attention is to stay within documents.
         """
-        self.models, self.positions, self.pipeline, self.sharded_loss = models, positions, pipeline, sharded_loss
+        self.models, self.positions, self.pipeline = models, positions, pipeline
+        self.sharded_loss, self.document_end = sharded_loss, document_end
+
+    def own_rows(self, tokens: Tensor, labels: Tensor) -> Rows:
+        """This rank's part of whole rows `[batch, seq_len]`."""
+        documents = None
+        if self.document_end is not None:
+            ends = (tokens == self.document_end).long()
+            documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
+        return Rows(self.own_part(tokens), self.own_part(labels), documents)
 
     def own_part(self, rows: Tensor) -> Tensor:
-        """The columns of whole rows `[batch, seq_len]` that this rank holds."""
+        """The columns of whole rows that this rank holds."""
         return rows if len(self.positions) == rows.shape[1] else rows[:, self.positions.to(rows.device)]
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, total: Tensor, *, last: bool) -> Tensor:
-        """Add the gradients of one batch to the parameters'.
+    def forward_backward(self, rows: Rows, total: Tensor, *, last: bool) -> Tensor:
+        """Add the gradients of one batch, on the compute device, to the parameters'.
 
         Args:
             total: what the loss is divided by: predicted tokens of the whole step over all ranks.
@@ -47,22 +83,22 @@ class Compute:
 
         with loss_context(self.sharded_loss):
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(tokens, labels, loss)
+                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, loss)
             (model,) = self.models
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
-            value = loss(model(tokens, self.positions), labels)
+            value = loss(model(rows.tokens, self.positions, rows.documents), rows.labels)
             value.backward()
             return value.detach()
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, rows: Rows) -> Tensor:
         """The summed loss of one batch on this rank, without gradients."""
         with loss_context(self.sharded_loss):
             if self.pipeline is not None:
-                return self.pipeline.forward(tokens, labels, cross_entropy_sum)
+                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, cross_entropy_sum)
             (model,) = self.models
-            return cross_entropy_sum(model(tokens, self.positions), labels)
+            return cross_entropy_sum(model(rows.tokens, self.positions, rows.documents), rows.labels)
 
     def reshard(self) -> None:
         """Free gathered weights. FSDP keeps some after a forward that no backward follows."""

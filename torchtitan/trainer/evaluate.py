@@ -34,9 +34,9 @@ def evaluate(
         else:
             tokens = torch.zeros(len(loader.rows), loader.source.seq_len, dtype=torch.int64)
             labels = torch.full_like(tokens, IGNORE_INDEX)
-        tokens, labels = compute.own_part(tokens).to(device), compute.own_part(labels).to(device)
-        loss += compute.forward(tokens, labels).double()
-        count += (labels != IGNORE_INDEX).sum()
+        rows = compute.own_rows(tokens, labels).to(device)
+        loss += compute.forward(rows).double()
+        count += (rows.labels != IGNORE_INDEX).sum()
     all_reduce(loss, mesh.loss_group)
     all_reduce(count, mesh.batch_group)
     compute.reshard()  # a checkpoint must not see gathered weights

@@ -36,14 +36,13 @@ def forward_backward(parts: Parts, batch: StepBatch, local_batch_size: int, max_
     ranks: so neither accumulation nor the number of ranks nor padding changes the result.
     """
     mesh, device, compute = parts.mesh, parts.device, parts.compute
-    tokens, labels = compute.own_part(batch.tokens), compute.own_part(batch.labels)
-    local_tokens = (labels != IGNORE_INDEX).sum()
+    rows = compute.own_rows(batch.tokens, batch.labels)
+    local_tokens = (rows.labels != IGNORE_INDEX).sum()
     total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    microbatches = list(zip(tokens.split(local_batch_size), labels.split(local_batch_size), strict=True))
-    for i, (inputs, targets) in enumerate(microbatches, 1):
-        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        loss += compute.forward_backward(inputs, targets, total, last=i == len(microbatches))
+    batches = rows.split(local_batch_size)
+    for i, part in enumerate(batches, 1):
+        loss += compute.forward_backward(part.to(device), total, last=i == len(batches))
     norm = _grad_norm(parts, max_norm)
     own = loss.clone()
     all_reduce(loss, mesh.loss_group)

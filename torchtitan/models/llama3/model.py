@@ -3,13 +3,16 @@
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.layers import (
     Attend,
     FeedForward,
+    Mask,
     apply_rope,
+    document_mask,
     rope_cache,
     rope_frequencies,
     scale_frequencies,
@@ -29,11 +32,11 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         # Head counts are read off the projections' outputs, which hold fewer heads under tensor parallelism.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -47,8 +50,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -92,18 +95,19 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """
         Args:
             positions: `[s]`, the place of each token in its row, where rows are not given whole and in order.
+            documents: `[b, whole row]`, the document of each token, within which attention stays; None: no such limit.
         """
         if positions is None:
-            cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        else:
-            cos, sin = self.cos[positions], self.sin[positions]
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = self.cos[positions], self.sin[positions]
+        mask = None if documents is None else document_mask(documents, positions)
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         x = self.norm(x) if self.norm is not None else x
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None
