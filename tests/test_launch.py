@@ -76,7 +76,7 @@ BAD = {
     "tokenizer": (["--model.hf_assets_path=nowhere"], "model.hf_assets_path: nowhere does not exist", 2),
     "vocabulary": (["--model.overrides.vocab_size=512"], "the tokenizer has 2048 entries", 2),
     "flavor": (["--model.flavor=8b"], "did you mean '8B'", 2),
-    "unsupported": (["--parallelism.tensor_parallel_degree=2"], "not supported yet: tensor parallelism", 2),
+    "unsupported": (["--compile.enable"], "not supported yet: torch.compile", 2),
     "dump folder": (["--job.dump_folder=/proc/nowhere"], "job.dump_folder: can't write", 2),
     "dump folder is a file": (["--job.dump_folder=empty.jsonl"], "job.dump_folder: can't write", 2),
     "package": (["--metrics.enable_wandb"], "metrics.enable_wandb needs the package wandb", 1),
@@ -98,6 +98,26 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
     assert text in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert len(done.stderr.strip().splitlines()) <= 3, done.stderr
+
+
+BAD_LAYOUTS = {
+    "tied weights": (["--model.overrides.tie_embeddings=true"], "has one weight in tok_embeddings and output"),
+    "microbatches": (["--parallelism.pipeline_parallel_microbatch_size=3"], "set it to one of 1, 2"),
+    "schedule": (["--parallelism.pipeline_parallel_schedule=1F1b"], "did you mean '1F1B'?"),
+    "schedule file": (["--parallelism.pipeline_parallel_schedule_csv=no.csv"], "can't read 'no.csv': No such file"),
+    "modules": (["--parallelism.module_fqns_per_model_part=layers.7"], "no module 'layers.7'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LAYOUTS)
+def test_a_bad_layout_is_refused_before_any_rank_starts(tmp_path, case):
+    extra, text = BAD_LAYOUTS[case]
+    argv = [*arguments(tmp_path), "--parallelism.pipeline_parallel_degree=2", *extra]
+    done = start(sys.executable, "-m", "torchtitan.launch", "--nproc-per-node", "2", "--", *argv, cwd=tmp_path)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_on_several_ranks_ends_with_one_cause(tmp_path):

@@ -335,6 +335,18 @@ def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode
         torch.testing.assert_close(run["weights"][name], weight, rtol=1e-3, atol=2e-5)
 
 
+def test_an_optimizer_in_the_backward_resumes_as_a_plain_one_and_back(ranks, tmp_path):
+    plain = ["--training.max_norm=0", "--lr_scheduler.total_steps=6"]
+    early = [*plain, "--optimizer.early_step_in_backward", "--checkpoint.async_mode=async_with_pinned_mem"]
+    argv = arguments(tmp_path, *plain, f"--job.dump_folder={tmp_path / 'whole'}", steps=6, local_batch=4)
+    whole = ranks(2, train, argv)[0]
+    for steps, extra in ((2, early), (4, plain), (6, early)):
+        run = ranks(2, train, arguments(tmp_path, *SAVE, *extra, steps=steps, local_batch=4))[0]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    norms = [[r["grad_norm"] for r in x["metrics"]] for x in (run, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_hugging_face_weights_go_in_and_out_of_every_layout(ranks, tmp_path):
     """Exported by pipeline stages of tensor-parallel ranks, and read by other ones."""
     out = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_layers=4"]

@@ -36,7 +36,7 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
     Raises:
         ConfigError: all that is missing or doesn't fit together.
     """
-    problems = [*_check_paths(config), *(_check_dump_folder(config) if output else [])]
+    problems = [*_check_paths(config)]
     spec = args = tokenizer = stages = None
     try:
         if config.experimental.custom_import:
@@ -57,6 +57,8 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
             f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries but {config.model.flavor} only "
             f"{args.vocab_size}: set [model.overrides] vocab_size = {tokenizer.vocab_size}, or another tokenizer"
         )
+    if output and not problems:  # last, as it makes the folder
+        problems += _check_dump_folder(config)
     if problems or spec is None or tokenizer is None:
         raise ConfigError(problems)
     return Plan(spec, args, tokenizer, stages)
