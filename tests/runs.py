@@ -1,7 +1,6 @@
 """Small training runs for tests: a tiny Llama on text made here, started through the real trainer."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +9,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import resolve
+from torchtitan.tools.compare import write_corpus
+
+__all__ = ["arguments", "full", "losses", "read_metrics", "train", "weights", "write_corpus"]
 
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
-WORDS = [
-    "the",
-    "model",
-    "reads",
-    "a",
-    "row",
-    "of",
-    "tokens",
-    "and",
-    "every",
-    "rank",
-    "sees",
-    "its",
-    "own",
-    "slice",
-    "of",
-    "one",
-    "global",
-    "batch",
-]
-
-
-def write_corpus(path: Path, documents: int = 40, seed: int = 0) -> Path:
-    """A JSONL file of documents of very different lengths."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for i in range(documents):
-            text = " ".join(rng.choices(WORDS, k=rng.randint(3, 120)))
-            file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
-    return path
 
 
 def arguments(folder: Path, *extra: str, steps: int = 4, global_batch: int = 8, local_batch: int = 2) -> list[str]:

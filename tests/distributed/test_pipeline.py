@@ -3,11 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.runs import arguments, losses, train, write_corpus
 from torchtitan.config import resolve
+from torchtitan.distributed.init import materialize
+from torchtitan.distributed.stages import SCHEDULES as SCHEDULE_NAMES
+from torchtitan.models.layers import attention_backend
+from torchtitan.trainer.build import build
 from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.step import forward_backward
 from torchtitan.trainer.trainer import Trainer
+from torchtitan.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
 
 PP = ["--parallelism.pipeline_parallel_degree=2", "--model.overrides.n_layers=4"]
 
@@ -27,7 +36,7 @@ def assert_same(run, expected):
         assert torch.equal(run["initial"][name], weight), name
 
 
-SCHEDULES = {
+CUTS = {
     "stages by name": ['--parallelism.module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", '
                        '"layers.2", "layers.3", "norm", "output"]]'],
     "0.1 split points": ["--parallelism.pipeline_parallel_split_points=layers.3"],
@@ -42,9 +51,9 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", CUTS)
 def test_cuts_and_microbatches(ranks, one_process, tmp_path, name):
-    run = ranks(2, train, arguments(tmp_path, *PP, *SCHEDULES[name], local_batch=4))[0]
+    run = ranks(2, train, arguments(tmp_path, *PP, *CUTS[name], local_batch=4))[0]
     if "three" in name:
         argv = ["--model.overrides.n_layers=4", f"--job.dump_folder={tmp_path / 'one'}"]
         one_process = ranks(1, train, arguments(tmp_path, *argv, global_batch=6, local_batch=6))[0]
@@ -119,3 +128,34 @@ def test_bf16(ranks, one_process, tmp_path):
     ]
     run = ranks(2, train, arguments(tmp_path, *PP, *extra, local_batch=4))[0]
     assert losses(run) == pytest.approx(losses(one_process), rel=0.03)
+
+
+def every_count_of_microbatches(argv, schedule, rows):
+    """Loss and gradient norm of one step, by the pipeline and by the plain model on the same rows."""
+    out = {}
+    for n in rows:
+        sizes = [f"--training.local_batch_size={n}", f"--training.global_batch_size={n}"]
+        try:
+            config = resolve([*argv, *sizes, f"--parallelism.pipeline_parallel_schedule={schedule}"], 2).config
+            plan = preflight(config)
+        except ConfigError:
+            continue
+        parts = build(config, plan, CPU)
+        batch = next(iter(parts.loader))
+        parts.loader.close()
+        result = forward_backward(parts, batch, n, 0.0)
+        model = plan.spec.build(plan.args, attention_backend("cpu"))
+        materialize(model, CPU, CPU, config.debug.seed, lambda fqn, plan=plan: plan.spec.init(fqn, plan.args))
+        loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+        out[n] = ((result.loss, result.grad_norm), (loss.item(), norm.item()))
+    return out
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")])
+def test_every_count_of_microbatches_that_is_accepted_is_right(ranks, tmp_path, schedule):
+    for results in ranks(2, every_count_of_microbatches, arguments(tmp_path, *PP), schedule, range(1, 8)):
+        assert len(results) >= 4
+        for n, (measured, expected) in results.items():
+            assert measured == pytest.approx(expected, rel=1e-5), n

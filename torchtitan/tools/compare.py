@@ -7,8 +7,7 @@ model's definition, its initial values, and the order of the data.
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,8 @@ def observe(config: Config, plan: Plan) -> Observation:
     """Train as `config` says, on all ranks of the default process group; the answer is the same on every rank."""
     trainer = Trainer(config, plan)
     try:
-        with _watch_gradients(trainer) as gradients:
-            trainer.train()
+        gradients = _watch_gradients(trainer)
+        trainer.train()
     finally:
         trainer.close()
     weights = {name: _full(p) for model in trainer.parts.models for name, p in model.named_parameters()}
@@ -75,9 +74,8 @@ def _metrics(config: Config) -> list[dict[str, Any]]:
     return box[0]
 
 
-@contextmanager
-def _watch_gradients(trainer: Trainer) -> Iterator[dict[str, Tensor]]:
-    """Keep a copy of the gradients of the first update."""
+def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Will hold a copy of the first update's gradients."""
     seen: dict[str, Tensor] = {}
     optimizer = trainer.parts.optimizer
     named = [(name, p) for model in trainer.parts.models for name, p in model.named_parameters()]
@@ -90,8 +88,7 @@ def _watch_gradients(trainer: Trainer) -> Iterator[dict[str, Tensor]]:
 
             handle = param.register_post_accumulate_grad_hook(keep)
             param._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # before the update frees it
-        yield seen
-        return
+        return seen
     step = optimizer.step
 
     def keep_and_step() -> Any:
@@ -100,7 +97,7 @@ def _watch_gradients(trainer: Trainer) -> Iterator[dict[str, Tensor]]:
         return step()
 
     optimizer.step = keep_and_step  # type: ignore[method-assign]
-    yield seen
+    return seen
 
 
 def _full(value: Any) -> Tensor:
