@@ -53,6 +53,7 @@ class Compute:
             document_end: the token that ends a document, if attention is to stay within documents.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
+        self._columns = positions.cpu()  # the loader's rows are on the host
         self.sharded_loss, self.document_end = sharded_loss, document_end
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> Rows:
@@ -65,7 +66,7 @@ class Compute:
 
     def own_part(self, rows: Tensor) -> Tensor:
         """The columns of whole rows that this rank holds."""
-        return rows if len(self.positions) == rows.shape[1] else rows[:, self.positions.to(rows.device)]
+        return rows if len(self._columns) == rows.shape[1] else rows[:, self._columns]
 
     def forward_backward(self, rows: Rows, total: Tensor, *, last: bool) -> Tensor:
         """Add the gradients of one batch, on the compute device, to the parameters'.
