@@ -6,6 +6,7 @@ arXiv:2104.04473) is written out here, since torch's class for it has a runtime 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def keep_modules(model: nn.Module, names: Sequence[str]) -> None:
 
 
 class Pipeline:
-    """This rank's stages and their schedules, for rows of one length.
+    """This rank's stages and their schedules, for batches of one shape.
 
     Shapes: a stage gets and gives `[microbatch, seq, dim]`, sharded over the sequence as context and tensor parallelism
     have it; all shapes are given, so that nothing runs only to find them out.
@@ -58,6 +59,7 @@ class Pipeline:
         plan: StagePlan,
         group: dist.ProcessGroup,
         device: torch.device,
+        rows: int,
         positions: Tensor,
         widths: tuple[int, int],
         tp_degree: int,
@@ -66,6 +68,7 @@ class Pipeline:
         """
         Args:
             models: modules of this rank's stages, in order of stage.
+            rows: of a batch.
             positions: places in their row of the tokens this rank sees.
             widths: of the hidden states between stages, and of the logits.
             tp_degree: ranks over which the sequence of the hidden states is split further.
@@ -73,11 +76,10 @@ class Pipeline:
         """
         self.models, self.plan, self.group, self.device, self.positions = models, plan, group, device, positions
         self.widths, self.tp_degree, self.dtype = widths, tp_degree, dtype
+        self.microbatches = rows // plan.microbatch_size
         self.stages = plan.stages_of(group.rank())
         self.is_first = 0 in self.stages
         self.is_last = len(plan.modules) - 1 in self.stages
-        self._training: dict[int, _PipelineScheduleRuntime] = {}
-        self._forward_only: dict[int, _PipelineScheduleRuntime] = {}
         self._loss: LossSum
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: LossSum) -> Tensor:
@@ -87,15 +89,13 @@ class Pipeline:
             documents: `[batch, whole row]`, the document of each token; None: attention sees whole rows.
         """
         self._loss = loss
-        schedule = self._schedule(self._training, len(tokens))
-        return self._run(schedule, schedule.step, tokens, labels, documents)
+        return self._run(self._training, self._training.step, tokens, labels, documents)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: LossSum) -> Tensor:
         """The summed loss of one batch, without gradients."""
         self._loss = loss
-        schedule = self._schedule(self._forward_only, len(tokens))
-        return self._run(schedule, schedule.eval, tokens, labels, documents)
+        return self._run(self._forward_only, self._forward_only.eval, tokens, labels, documents)
 
     def _run(
         self,
@@ -112,20 +112,18 @@ class Pipeline:
         step(*((tokens,) if self.is_first else ()), **target, return_outputs=False)
         return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
 
-    def _schedule(self, cache: dict[int, _PipelineScheduleRuntime], rows: int) -> _PipelineScheduleRuntime:
-        if rows not in cache:
-            count = rows // self.plan.microbatch_size
-            stages = [self._stage(i, model) for i, model in zip(self.stages, self.models, strict=True)]
-            options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss_of, "scale_grads": False}
-            cache[rows] = (
-                self._forward_schedule(stages, options)
-                if cache is self._forward_only
-                else self._training_schedule(stages, options)
-            )
-        return cache[rows]
-
     def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._loss(logits, labels)
+
+    def _options(self) -> dict[str, Any]:
+        """What every schedule is made with: stages of its own, for they keep buffers for what they receive."""
+        stages = [self._stage(index, model) for index, model in zip(self.stages, self.models, strict=True)]
+        return {
+            "stages": stages,
+            "n_microbatches": self.microbatches,
+            "loss_fn": self._loss_of,
+            "scale_grads": False,
+        }
 
     def _stage(self, index: int, model: FSDPModule) -> "_Stage":
         size, seq_len, last = self.plan.microbatch_size, len(self.positions), len(self.plan.modules) - 1
@@ -139,34 +137,33 @@ class Pipeline:
         stage.positions = self.positions
         return stage
 
-    def _training_schedule(self, stages: list["_Stage"], options: dict[str, Any]) -> _PipelineScheduleRuntime:
-        degree, plan = self.group.size(), self.plan
-        if plan.csv_file:
-            schedule = _PipelineScheduleRuntime(stages, **options)
-            schedule._load_csv(plan.csv_file)
-        elif plan.schedule == "1F1B":
-            schedule = _PipelineScheduleRuntime(stages, **options)
-            count = options["n_microbatches"]
+    @cached_property
+    def _training(self) -> _PipelineScheduleRuntime:
+        name, options = self.plan.schedule, self._options()
+        if self.plan.csv_file:
+            schedule = _PipelineScheduleRuntime(**options)
+            schedule._load_csv(self.plan.csv_file)
+        elif name == "1F1B":
+            schedule = _PipelineScheduleRuntime(**options)
+            ranks = self.group.size()
             schedule._prepare_schedule_with_comms(
-                {rank: _one_forward_one_backward(rank, degree, count) for rank in range(degree)}
+                {rank: _one_forward_one_backward(rank, ranks, self.microbatches) for rank in range(ranks)}
             )
-        elif plan.schedule == "GPipe":
-            schedule = ScheduleLoopedBFS(stages, **options)
         else:
-            assert plan.schedule is not None
-            schedule = get_schedule_class(plan.schedule)(stages, **options)
+            kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
+            schedule = kind(**options)
         return schedule
 
-    def _forward_schedule(self, stages: list["_Stage"], options: dict[str, Any]) -> _PipelineScheduleRuntime:
+    @cached_property
+    def _forward_only(self) -> _PipelineScheduleRuntime:
         """Every stage runs all its microbatches, the earlier stages first.
 
         torch's own `eval` of a training schedule fails for V shapes and divides the gradients that are there.
         """
-        schedule = _PipelineScheduleRuntime(stages, **options)
-        microbatches = range(options["n_microbatches"])
+        schedule = _PipelineScheduleRuntime(**self._options())
         orders = {}
         for rank in range(self.group.size()):
-            own = self.plan.stages_of(rank)
+            own, microbatches = self.plan.stages_of(rank), range(self.microbatches)
             forwards = [_Action(s, _ComputationType.FORWARD, m) for s in own for m in microbatches]
             # Never run: torch accepts only orders that are complete.
             backwards = [_Action(s, _ComputationType.FULL_BACKWARD, m) for s in own[::-1] for m in microbatches]

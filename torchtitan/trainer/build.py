@@ -62,17 +62,32 @@ def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -
 
 
 def build_compute(
-    config: Config, plan: Plan, mesh: Mesh, device: torch.device, models: list[FSDPModule], seq_len: int
+    config: Config,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    models: list[FSDPModule],
+    section: Training | Validation,
 ) -> Compute:
-    """What runs `models` on rows of `seq_len` tokens."""
+    """What runs `models` on batches of `[training]` or `[validation]`."""
     p, training = config.parallelism, config.training
     balanced = mesh.size("cp") > 1 and bool(p.context_parallel_load_balancer)
-    positions = local_positions(seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
+    positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
     pipeline = None
     if plan.stages is not None:
         widths = plan.args.dim, plan.args.vocab_size
         dtype = getattr(torch, training.mixed_precision_param)
-        pipeline = Pipeline(models, plan.stages, mesh.group("pp"), device, positions, widths, mesh.size("tp"), dtype)
+        pipeline = Pipeline(
+            models,
+            plan.stages,
+            mesh.group("pp"),
+            device,
+            section.local_batch_size,
+            positions,
+            widths,
+            mesh.size("tp"),
+            dtype,
+        )
     sharded_loss = mesh.size("tp") > 1 and not p.disable_loss_parallel
     document_end = plan.tokenizer.eos_id if training.document_mask else None
     return Compute(models, positions, pipeline, sharded_loss=sharded_loss, document_end=document_end)
@@ -107,10 +122,10 @@ def build(config: Config, plan: Plan, device: torch.device) -> Parts:
         rows = validation.local_batch_size * mesh.dp_degree
         validation_loader = build_data("validation", validation, rows, plan.tokenizer, mesh, seed)
     models = build_models(config, plan, mesh, device)
-    compute = build_compute(config, plan, mesh, device, models, config.training.seq_len)
+    compute = build_compute(config, plan, mesh, device, models, config.training)
     optimizer = build_optimizer(models, config.optimizer)
     schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
     held_out = None
     if validation_loader is not None:
-        held_out = validation_loader, build_compute(config, plan, mesh, device, models, validation.seq_len)
+        held_out = validation_loader, build_compute(config, plan, mesh, device, models, validation)
     return Parts(mesh, device, models, optimizer, schedule, loader, compute, held_out)
