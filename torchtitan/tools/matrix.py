@@ -28,7 +28,7 @@ from torchtitan.utils.errors import ConfigError, run_main
 ROWS = 8
 """Rows of a step, whatever the layout."""
 LEARNING_RATE = 1e-3
-MODEL = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
+MODEL = {"dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
 LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
     # pp, dp_replicate, dp_shard, cp, tp
     (1, 1, 1, 1, 1),
@@ -82,6 +82,11 @@ class Cell:
     def steps(self) -> int:
         return 10 if self.feature == "plain" else 4
 
+    @property
+    def layers(self) -> int:
+        """Enough for two stages on each of four ranks."""
+        return 8 if self.layout[0] == 4 else 4
+
     def arguments(self, folder: Path) -> list[str]:
         """Of the run, whose files go to `folder`."""
         degrees = dict(zip(AXES, self.layout, strict=True))
@@ -103,6 +108,7 @@ class Cell:
             "lr_scheduler.warmup_steps": 2,
             "metrics.log_freq": 1,
             "parallelism.pipeline_parallel_schedule": self.schedule,
+            "model.overrides.n_layers": self.layers,
             **{f"model.overrides.{name}": value for name, value in MODEL.items()},
             **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
         }
@@ -154,7 +160,7 @@ class Lab:
     def __init__(self, folder: Path, pools: dict[int, RankPool] | None = None):
         self.folder = folder
         self.pools = {} if pools is None else pools
-        self.references: dict[str, Observation] = {}
+        self.references: dict[tuple[str, int], Observation] = {}
         self.runs = 0
         write_corpus(folder / "corpus.jsonl")
         write_corpus(folder / "held-out.jsonl", documents=40, seed=1)
@@ -169,11 +175,13 @@ class Lab:
         folder = self.folder / str(self.runs)
         if refusal := cell.refusal(folder):
             return refusal
-        if cell.feature not in self.references:
+        key = cell.feature, cell.layers
+        if key not in self.references:
             alone = Cell((1,) * len(AXES), cell.feature).arguments(self.folder / f"reference-{self.runs}")
-            self.references[cell.feature] = self._pool(1).run(run_reference, alone, timeout=timeout)[0]
+            alone.append(f"--model.overrides.n_layers={cell.layers}")
+            self.references[key] = self._pool(1).run(run_reference, alone, timeout=timeout)[0]
         run = self._pool(cell.world).run(run_cell, cell.arguments(folder), timeout=timeout)[0]
-        return difference(run, self.references[cell.feature], LEARNING_RATE)
+        return difference(run, self.references[key], LEARNING_RATE)
 
     def _pool(self, world: int) -> RankPool:
         return self.pools.setdefault(world, RankPool(world))
@@ -204,8 +212,9 @@ def document(results: dict[Cell, str], notes: list[str]) -> str:
 Generated from real runs by `python -m torchtitan.tools.matrix --output docs/support-matrix.md`
 (torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
 
-Each cell is a run of a tiny Llama ({model}; {ROWS} rows of 32 tokens a step, fp32) on as many ranks as
-the layout has, compared to plain PyTorch on one process: the largest relative difference of the loss over all steps,
+Each cell is a run of a tiny Llama ({model}, 4 layers, with pp 4 8 layers; {ROWS} rows
+of 32 tokens a step, fp32) on as many ranks as the layout has, compared to plain PyTorch on one process: the largest
+relative difference of the loss over all steps,
 and the largest difference within any parameter's gradient of the first step, relative to its largest element.
 10 steps in the column "plain" and for the schedules, 4 elsewhere. Also compared, and within tolerance: gradient norm,
 token counts, weights after the last step, and the validation loss where there is one. An empty cell: the feature has no
