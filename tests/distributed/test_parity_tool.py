@@ -119,8 +119,18 @@ def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
 @pytest.mark.parametrize(
     ("world", "argv"),
     [
-        (4, [*SMALL, *degrees(dp_replicate=2, dp_shard=2)]),
+        (4, [*SMALL, *degrees(dp_replicate=2, dp_shard=2), "--checkpoint.enable_checkpoint=true"]),
         (4, [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
+        (
+            2,
+            [
+                *degrees(pp=2),
+                "--model.overrides.n_layers=6",
+                "--parallelism.pipeline_parallel_first_stage_less_layers=4",
+                "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+                "--parallelism.pipeline_parallel_microbatches=4",
+            ],
+        ),
         (2, [*degrees(cp=2), "--training.seq_len=1024", "--model.flavor=1B", "--model.overrides.vocab_size=2048"]),
     ],
 )

@@ -189,6 +189,7 @@ def test_a_schedule_from_a_file(tmp_path):
     ("text", "rows", "sentence"),
     [
         ("0F0,0B0\n", 1, "has 1 rows, one per rank"),
+        ("0F0,1F0,1B0,0B0\n\n", 1, ":2: rank 1 computes nothing"),
         ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is no computation"),
         ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "without communication"),
         (GOOD, 4, "the schedule has 2 microbatches, but training.local_batch_size 4"),
@@ -207,7 +208,7 @@ def test_schedules_that_cannot_work(tmp_path, text, rows, sentence):
 
 
 def test_a_missing_file():
-    (problem,) = problems("--parallelism.pipeline_parallel_schedule_csv=/no/such.csv")[:1]
+    (problem,) = problems("--parallelism.pipeline_parallel_schedule_csv=/no/such.csv")
     assert "can't read '/no/such.csv': No such file" in problem
 
 

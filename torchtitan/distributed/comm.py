@@ -14,8 +14,12 @@ import torch.distributed as dist
 from torchtitan.config.schema import Comm
 from torchtitan.utils.logging import logger
 
-# torch 2.13 renamed two collectives that FSDP2 itself still calls by their old names.
-warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
+# torch 2.13 renamed collectives that FSDP2 still calls, and that torch 2.11 only has, by their old names.
+warnings.filterwarnings(
+    "ignore",
+    message=".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*",
+    category=FutureWarning,
+)
 # Weights sharded by both FSDP and tensor parallelism are gathered whole along one axis after the other, and rarely.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # The hidden states between stages, and gathered logits, are views that nothing changes in place.
@@ -81,7 +85,9 @@ def dump_flight_recorder(comm: Comm, dump_folder: str) -> Path | None:
             for group, ranks in world.pg_group_ranks.items()
             if isinstance(group, dist.ProcessGroup)
         }
-        for entry in trace.get("entries", ()):
+        # The recorder outlives the groups it recorded; the analyzer knows only those of the table.
+        trace["entries"] = [e for e in trace.get("entries", ()) if e["process_group"][0] in trace["pg_config"]]
+        for entry in trace["entries"]:
             if entry["retired"]:
                 entry["state"] = "completed"
         raw = pickle.dumps(trace)

@@ -29,7 +29,7 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
         rows = list(csv.reader(Path(path).read_text().splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         return [], [f"{key}: can't read {path!r}: {getattr(error, 'strerror', None) or error}"]
     problems, orders = [], []
     for number, row in enumerate(rows, 1):
@@ -42,6 +42,8 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
                                 "microbatch, as 0F3, without communication")  # fmt: skip
                 break
             order += [Action(int(m[1]), m[2], int(m[3])) for m in matches if m]
+        if not order and not problems:
+            problems.append(f"{key}: {path}:{number}: rank {number - 1} computes nothing; every rank needs a stage")
         orders.append(order)
     if len(rows) != degree:
         problems.append(

@@ -87,7 +87,8 @@ def plan_stages(config: Config, spec: ModelSpec, args: Any) -> StagePlan | None:
     orders: list[list[Action]] | None = None
     if p.pipeline_parallel_schedule_csv:
         orders, wrong = read_orders(p.pipeline_parallel_schedule_csv, degree)
-        problems += wrong
+        if wrong:  # a file that can't be read says nothing about stages or microbatches
+            raise ConfigError([*problems, *wrong])
     modules, wrong = _split(config, spec, args, schedule, orders)
     problems += wrong
     problems += _microbatch_problems(config, schedule, len(modules), orders)

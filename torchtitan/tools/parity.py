@@ -17,8 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.config import Config, resolve
+from torchtitan.config import Config, load_config, resolve
 from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, gradient_accumulation_steps
+from torchtitan.config.render import to_toml
 from torchtitan.distributed.comm import init_distributed
 from torchtitan.tools.compare import (
     Difference,
@@ -58,10 +59,18 @@ def shrink(argv: Sequence[str], config: Config, plan: Plan, folder: Path) -> lis
     seq_len = unit * max(1, 32 // unit)
     rows = training.local_batch_size // p.pipeline_parallel_microbatch_size if pp > 1 else 2
     accumulation = min(2, gradient_accumulation_steps(config))
-    split_by_hand = p.module_fqns_per_model_part or p.pipeline_parallel_layers_per_stage
+    split_by_hand = (
+        p.module_fqns_per_model_part
+        or p.pipeline_parallel_layers_per_stage
+        or p.pipeline_parallel_first_stage_less_layers
+        or p.pipeline_parallel_last_stage_less_layers
+    )
     layers = plan.args.n_layers if pp > 1 and split_by_hand else max(2, len(plan.stages.modules) if plan.stages else 2)
     tiny = plan.spec.tiny(plan.args, layers, tp if tp > 1 else 2)
     corpus = write_corpus(folder / "corpus.jsonl")
+    # Written out anew: a flag in an old spelling would contradict the ones added here.
+    written = folder / "config.toml"
+    written.write_text(to_toml(load_config(list(argv)).config), encoding="utf-8")
     sizes = {
         **{f"model.overrides.{name}": value for name, value in tiny.items()},
         "training.dataset": "corpus",
@@ -92,7 +101,7 @@ def shrink(argv: Sequence[str], config: Config, plan: Plan, folder: Path) -> lis
         "checkpoint.initial_load_in_hf": "false",
         "checkpoint.last_save_in_hf": "false",
     }
-    return [*argv, *(f"--{key}={value}" for key, value in {**sizes, **off}.items())]
+    return [f"--job.config_file={written}", *(f"--{key}={value}" for key, value in {**sizes, **off}.items())]
 
 
 def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
