@@ -57,13 +57,15 @@ a.b = 3
 
 def test_mistakes_are_told_in_the_order_of_the_file(toml):
     file = toml(
-        "[validation]\nfreqq = 1\n[checkpoint]\nexclude_from_loading = [\n  'model', 3,\n]\n[compile]\nenable = true\n"
-        "[training]\ndataloader = { num_worker = 1 }\nsteps = 1.5\n[job]\ndescription = 4\n"
+        "[validation]\nfreqq = 1\n[checkpoint]\nexclude_from_loading = [\n  'model', 3,\n]\n"
+        "[fault_tolerance]\nenable = true\n[training]\ndataloader = { num_worker = 1 }\nsteps = 1.5\n"
+        "[job]\ndescription = 4\n"
     )
     assert problems("--config", file) == [
         f"{file}:2: validation.freqq: unknown key; did you mean 'validation.freq'?",
         f"{file}:4: checkpoint.exclude_from_loading.1: got 3, must be a string",
-        f"{file}:8: compile.enable: not supported yet: torch.compile; remove the key or set it to false",
+        f"{file}:8: fault_tolerance.enable: not supported yet: torchft's fault tolerance; remove the key or set it to "
+        "false",
         f"{file}:10: training.dataloader.num_worker: unknown key; did you mean 'training.dataloader.num_workers'?",
         f"{file}:11: training.steps: got 1.5, must be an integer",
         f"{file}:13: job.description: got 4, must be a string",

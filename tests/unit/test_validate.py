@@ -2,9 +2,13 @@
 
 import pytest
 
-from torchtitan.config import gradient_accumulation_steps, resolve
+from torchtitan.config import gradient_accumulation_steps, resolve, support
 from torchtitan.config.validate import RULES
 from torchtitan.utils.errors import ConfigError
+
+TP = ["--parallelism.tensor_parallel_degree=2"]
+OP = ["--activation_checkpoint.selective_ac_option=op"]
+FLOAT8 = ["--model.converters=float8"]
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that mend it)
 CASES = {
@@ -37,6 +41,23 @@ CASES = {
         (2, ["--parallelism.tensor_parallel_degree=2", "--validation.enable", "--validation.seq_len=7"],
          "validation.seq_len: 7", ["--validation.seq_len=8"]),
     ],
+    "loss_chunks_divide": [
+        (2, ["--training.loss_chunks=3", "--parallelism.tensor_parallel_degree=2"],
+         "3 does not divide the 1024 positions of training.seq_len on a rank; set it to 2 or 4",
+         ["--training.loss_chunks=4"]),
+        (1, ["--training.loss_chunks=8", "--validation.enable", "--validation.seq_len=4"],
+         "positions of validation.seq_len on a rank; set it to 4", ["--training.loss_chunks=4"]),
+    ],
+    "checkpointing_option_is_known": [
+        (1, ["--activation_checkpoint.selective_ac_option=ops"], "a positive number k",
+         ["--activation_checkpoint.selective_ac_option=op"]),
+        (1, ["--activation_checkpoint.selective_ac_option=0"], "got '0'",
+         ["--activation_checkpoint.selective_ac_option=1"]),
+    ],
+    "mx_blocks_are_whole": [
+        (1, ["--model.converters=mx", "--training.seq_len=30", "--training.local_batch_size=1"], "blocks of 32 tokens",
+         ["--training.seq_len=64"]),
+    ],
     "schedule_is_named": [
         (2, ["--parallelism.pipeline_parallel_degree=2",
              "--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"], "a schedule from a file",
@@ -52,6 +73,20 @@ CASES = {
          "before it is known to be bad", ["--training.on_nonfinite=stop"]),
         (2, ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.pipeline_parallel_degree=2"],
          'set "default"', ["--parallelism.fsdp_reshard_after_forward=default"]),
+        (2, [*OP, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+         "runs a block's backward in two parts", ["--activation_checkpoint.mode=full"]),
+        (1, ["--activation_checkpoint.mode=memory_budget"], "carried out by the compiler", ["--compile.enable"]),
+        (2, ["--activation_checkpoint.mode=memory_budget", "--compile.enable", *TP], "fails on the device mesh",
+         ["--parallelism.tensor_parallel_degree=1"]),
+        (2, ["--parallelism.enable_async_tensor_parallel", *TP], "carried out by inductor", ["--compile.enable"]),
+        (2, ["--parallelism.enable_async_tensor_parallel", *TP, "--compile.enable", "--compile.backend=aot_eager"],
+         "carried out by inductor", ["--compile.backend=inductor"]),
+        (1, ["--model.converters=float8,mx"], "convert the same layers", ["--model.converters=mx"]),
+        (1, [*FLOAT8, "--float8.enable_fsdp_float8_all_gather", "--float8.recipe_name=rowwise"],
+         "one scale for a whole weight", ["--float8.recipe_name=tensorwise"]),
+        (1, [*FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"], "no effect without",
+         ["--float8.enable_fsdp_float8_all_gather"]),
+        (1, ["--optimizer.name=Muon", "--optimizer.state_dtype=bfloat16"], "no bf16 state", ["--optimizer.name=Adam"]),
     ],
     "storage_is_no_narrower_than_compute": [
         (1, ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"], "set both to bfloat16",
@@ -104,6 +139,17 @@ def test_rule(world, bad, text, mend):
     assert len(error.value.problems) == 1
     assert text in str(error.value)
     resolve([*bad, *mend], world)
+
+
+@pytest.mark.parametrize("extra", [["--compile.enable"], ["--training.loss_chunks=2"], FLOAT8])
+def test_old_torch_can_not_split_every_backward(monkeypatch, extra):
+    argv = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV", *extra]
+    monkeypatch.setattr(support, "torch_is_before_2_13", lambda: False)
+    resolve(argv, 2)
+    monkeypatch.setattr(support, "torch_is_before_2_13", lambda: True)
+    with pytest.raises(ConfigError, match=r"torch before 2\.13"):
+        resolve(argv, 2)
+    resolve([*argv, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], 2)
 
 
 def test_several_broken_rules_are_reported_together(tmp_path):

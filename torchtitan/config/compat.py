@@ -48,17 +48,11 @@ class Tuning:
 
 
 _EXPERT = "parallelism.expert_parallel_degree"
-_AC = "activation_checkpoint.mode"
-_COMPILE = "compile.enable"
-_CONVERTERS = "model.converters"
 _FT = "fault_tolerance.enable"
 
 UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "job.custom_config_module": NotYet("configuration modules in Python", ("",)),
     "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
-    "model.converters": NotYet("model converters (float8, MXFP8)", ([],)),
-    "model.print_after_conversion": Tuning(_CONVERTERS, bool),
-    "parallelism.enable_async_tensor_parallel": NotYet("asynchronous tensor parallelism", (False,)),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(_EXPERT, bool),
     "parallelism.expert_parallel_degree": NotYet("expert parallelism (no mixture-of-experts model)", (1,)),
     "parallelism.expert_tensor_parallel_degree": Tuning(_EXPERT, int),
@@ -68,31 +62,9 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "checkpoint.create_seed_checkpoint": NotYet(
         "seed checkpoints, nor needed: initial weights are the same under every layout", (False,)
     ),
-    "activation_checkpoint.mode": NotYet("activation checkpointing", ("none",)),
-    "activation_checkpoint.selective_ac_option": Tuning(_AC, str),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Tuning(_AC, list[str]),
-    "activation_checkpoint.early_stop": Tuning(_AC, bool),
-    "activation_checkpoint.memory_budget": Tuning(_AC, float),
-    "activation_checkpoint.visualize_memory_budget_pareto": Tuning(_AC, bool),
-    "activation_checkpoint.preserve_rng_state": Tuning(_AC, bool),
-    "activation_checkpoint.determinism_check": Tuning(_AC, str),
-    "activation_checkpoint.debug": Tuning(_AC, bool),
-    "compile.enable": NotYet("torch.compile", (False,)),
-    "compile.components": Tuning(_COMPILE, list[str]),
-    "compile.backend": Tuning(_COMPILE, str),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": Tuning(_CONVERTERS, bool),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Tuning(_CONVERTERS, bool),
-    "quantize.linear.float8.recipe_name": Tuning(
-        _CONVERTERS, Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None
-    ),
-    "quantize.linear.float8.filter_fqns": Tuning(_CONVERTERS, list[str]),
-    "quantize.linear.float8.emulate": Tuning(_CONVERTERS, bool),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Tuning(_CONVERTERS, Literal["triton", "cuda", "torch"]),
-    "quantize.linear.mx.recipe_name": Tuning(_CONVERTERS, str),
-    "quantize.linear.mx.filter_fqns": Tuning(_CONVERTERS, list[str]),
-    "quantize.grouped_mm.float8.fqns": Tuning(_CONVERTERS, list[str] | str),
-    "quantize.grouped_mm.mx.recipe_name": Tuning(_CONVERTERS, Literal["mxfp8"]),
-    "quantize.grouped_mm.mx.fqns": Tuning(_CONVERTERS, list[str] | str),
+    "quantize.grouped_mm.float8.fqns": Tuning(_EXPERT, list[str] | str),
+    "quantize.grouped_mm.mx.recipe_name": Tuning(_EXPERT, Literal["mxfp8"]),
+    "quantize.grouped_mm.mx.fqns": Tuning(_EXPERT, list[str] | str),
     "comm.mode": NotYet("communication without a real backend", ("default",)),
     "memory_estimation.enable": NotYet("memory estimation", (False,)),
     "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable", bool),

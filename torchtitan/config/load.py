@@ -211,10 +211,11 @@ def _from_text(key: str, words: list[str]) -> Any:
     kind = FIELDS[key].annotation if key in FIELDS else entry.kind if isinstance(entry, Tuning) else None
     if kind is None or get_origin(kind) is dict:
         return _guess(words)  # an open table or its entry, an unsupported or unknown key: any TOML value
-    options = [a for a in get_args(kind) if a is not type(None)] if type(None) in get_args(kind) else [kind]
-    if len(options) < len(get_args(kind)) and words in (["None"], ["none"], ["null"]):
+    optional = type(None) in get_args(kind)
+    options = [a for a in get_args(kind) if a is not type(None)] if optional else [kind]
+    if optional and words in (["None"], ["none"], ["null"]):
         return None
-    if get_origin(options[0]) is list and len(words) == 1 and words[0].startswith("[["):
+    if get_origin(options[0]) is list and len(words) == 1 and words[0].startswith(("[[", "[{")):
         return _guess(words)
     if get_origin(options[0]) is list:
         words = [part.strip() for word in words for part in word.strip("[]").split(",")]

@@ -27,6 +27,8 @@ def type_name(kind: Any) -> str:
         return f"list of {type_name(args[0])}"
     if origin is dict:
         return "table"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "tables"
     return {"str": "string", "int": "integer", "float": "number", "bool": "true | false"}[kind.__name__]
 
 
@@ -128,6 +130,8 @@ def to_toml_value(value: Any) -> str:
     """One value in TOML. JSON's strings are TOML's, but for DEL, which TOML wants escaped."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -81,15 +81,72 @@ class Model(Section):
     hf_assets_path: str = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, if wanted, Hugging Face weights.
     A relative path that does not exist here is looked up in the project's own folder too."""
+    converters: list[Literal["float8", "mx", "quantize.linear.float8", "quantize.linear.mx"]] = []
+    """What is done to the model before it is distributed: `float8` or `mx` (`[quantize.linear.*]`)."""
+    print_after_conversion: bool = False
+    """Show the model's modules after that."""
     overrides: dict[str, Any] = {}
     """Fields of the flavor to replace, as a table: `[model.overrides]` then `n_layers = 4`."""
+
+
+class Float8(Section):
+    """Linear layers in Float8, with `model.converters = ["float8"]`."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """How values are scaled into Float8's range: one scale for a tensor (`tensorwise`, the default: fastest), one for
+    each row (`rowwise`: more exact), or that with the weights' gradients in bf16 (`rowwise_with_gw_hp`)."""
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP gathers the weights in Float8, half the bytes of bf16. `tensorwise` only."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights in one reduction after each update, for `enable_fsdp_float8_all_gather`."""
+    filter_fqns: list[str] = []
+    """Leave out linear layers whose name contains one of these, for example `output`. `auto_filter_small_kn` leaves
+    out those too small to gain. Sizes that 16 (x tensor-parallel degree) does not divide are left out always."""
+    emulate: bool = False
+    """Round to Float8, but multiply in the original type: the same numbers on hardware without Float8, and slow."""
+
+
+class MXFP8(Section):
+    """Linear layers in MXFP8, with `model.converters = ["mx"]`."""
+
+    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
+    """`mxfp8_cublas` needs a Blackwell GPU; `_rceil` rounds scales up; `mxfp8_emulated` runs anywhere, slowly."""
+    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
+    """Kernel that rounds along columns."""
+    filter_fqns: list[str] = ["output"]
+    """Leave out linear layers whose name contains one of these. Sizes that 32 (x tensor-parallel degree) does not
+    divide are left out always."""
+
+
+class QuantizedLinear(Section):
+    """Types of linear layers."""
+
+    float8: Float8 = Float8()
+    mx: MXFP8 = MXFP8()
+
+
+class Quantize(Section):
+    """Narrow types for matrix products."""
+
+    linear: QuantizedLinear = QuantizedLinear()
+
+
+class ParamGroup(Section):
+    """Parameters that are trained differently."""
+
+    pattern: str
+    """Names of parameters, with `*` and `?`, as `layers.*.attention.wq.weight`. It must match at least one."""
+    lr_scale: NonNegativeFloat = 1.0
+    """Their learning rate, as a multiple of the schedule's."""
+    weight_decay: NonNegativeFloat | None = None
+    """Their weight decay. Default: as without the group."""
 
 
 class Optimizer(Section):
     """The optimizer. Norm weights and biases get no weight decay."""
 
-    name: Literal["Adam", "AdamW"] = "AdamW"
-    """Optimizer class of `torch.optim`."""
+    name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
+    """Optimizer class of `torch.optim`. `Muon` trains the matrices of the blocks, AdamW beside it the rest."""
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
@@ -99,7 +156,18 @@ class Optimizer(Section):
     eps: NonNegativeFloat = 1e-8
     """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of matrices (decoupled in AdamW, an L2 term in Adam)."""
+    """Weight decay of matrices (decoupled in AdamW and Muon, an L2 term in Adam)."""
+    state_dtype: Dtype = "float32"
+    """Type in which Adam and AdamW store their two running means. `bfloat16` halves that memory; with beta2 above 0.99
+    small changes are lost in rounding."""
+    muon_momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of Muon's running mean of the gradient. Its updates are scaled to the size of AdamW's, so that `lr` and
+    `weight_decay` mean the same."""
+    muon_ns_steps: PositiveInt = 5
+    """Newton-Schulz iterations with which Muon orthogonalizes an update."""
+    param_groups: list[ParamGroup] = []
+    """Parameters with a learning rate or weight decay of their own: tables `{pattern = "layers.*.attention.wq.weight",
+    lr_scale = 0.5, weight_decay = 0.0}`, of which the first that matches counts."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update is executed: one kernel for all (`fused`), one per operation (`foreach`), or one per tensor."""
     early_step_in_backward: bool = False
@@ -153,6 +221,9 @@ class Training(Section):
     """Tokens per row."""
     document_mask: bool = False
     """Tokens attend only to their own document, not to others packed into the same row before it."""
+    loss_chunks: PositiveInt = 1
+    """Slices of the sequence for which logits and loss are computed one after the other, so that the logits of one
+    slice only are in memory. Worth it with a large vocabulary. 1: all at once."""
     max_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global norm. 0: the norm is measured, nothing is scaled."""
     steps: PositiveInt = 10000
@@ -189,6 +260,9 @@ class Parallelism(Section):
     """Ranks over which each matrix is split, and the sequence between the matrices (sequence parallelism)."""
     disable_loss_parallel: bool = False
     """Gather the logits on every tensor-parallel rank, instead of computing the loss from their parts."""
+    enable_async_tensor_parallel: bool = False
+    """Hide tensor-parallel communication behind the matrix products it belongs to (needs `compile.enable`). Without
+    effect at degree 1."""
     context_parallel_degree: PositiveInt = 1
     """Ranks over which each row's sequence is split (ring attention)."""
     context_parallel_load_balancer: Literal["headtail", ""] | None = "headtail"
@@ -266,6 +340,44 @@ class Checkpoint(Section):
     """Load, but never save."""
 
 
+class ActivationCheckpoint(Section):
+    """What the backward recomputes instead of keeping it in memory since the forward."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """`none`: keep all activations. `full`: only each block's input. `selective`: as `selective_ac_option` says.
+    `memory_budget`: the compiler chooses, within `memory_budget` (needs `compile.enable`)."""
+    selective_ac_option: str = "2"
+    """A number k: every k-th block keeps its input only. `op`: each block keeps attention, communication and every
+    second matrix product, and recomputes the rest."""
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = ["moe.router.gate"]
+    """With `op`: recompute the matrix products with weights of the shapes that these linear layers (parts of their
+    names) have."""
+    early_stop: bool = False
+    """Recompute a block only as far as its backward needs."""
+    memory_budget: float = Field(default=0.5, ge=0, le=1)
+    """With `memory_budget`: share of the activations to keep, between those of `full` (0) and of `none` (1)."""
+    visualize_memory_budget_pareto: bool = False
+    """With `memory_budget`: draw run time over memory for all budgets, into `<job.dump_folder>/memory_budget`."""
+    preserve_rng_state: bool = True
+    """Recompute with the random numbers of the forward."""
+    determinism_check: Literal["default", "none"] = "default"
+    """`default`: compare shapes and types of what is recomputed to the forward's. `none`: don't."""
+    debug: bool = False
+    """Say which operations of forward and recomputation differ, if they do. Slow."""
+
+
+class Compile(Section):
+    """`torch.compile` of each transformer block and of the loss."""
+
+    enable: bool = False
+    """Compile. The first steps take longer."""
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What to compile: the blocks of the `model`, the `loss`."""
+    backend: str = "inductor"
+    """Compiler backend. `inductor` needs a C++ compiler on the CPU; `aot_eager` compiles to no faster code, for
+    debugging."""
+
+
 class Comm(Section):
     """Process groups and their Flight Recorder."""
 
@@ -310,6 +422,9 @@ class Debug(Section):
     """Use only deterministic algorithms; an operation that has none is an error."""
     deterministic_warn_only: bool = False
     """Warn instead of failing where no deterministic algorithm exists."""
+    report_device_syncs: bool = False
+    """Warn, with the place, of every operation after the first step for which the host waits for the GPU: each leaves
+    the GPU idle. The one wait per step that reads the loss is not reported."""
 
 
 class Experimental(Section):
@@ -331,6 +446,9 @@ class Config(Section):
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
     checkpoint: Checkpoint = Checkpoint()
+    quantize: Quantize = Quantize()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()

@@ -2,9 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 
 from torchtitan.config.derive import gradient_accumulation_steps
 from torchtitan.config.schema import Config
+
+FLOAT8 = ("float8", "quantize.linear.float8")
+MX = ("mx", "quantize.linear.mx")
+"""Names in `model.converters`."""
+SMALL_LAYERS = "auto_filter_small_kn"
+"""In `quantize.linear.float8.filter_fqns`: leave out what is too small to gain."""
+
+
+def uses(config: Config, names: tuple[str, ...]) -> bool:
+    """Whether `model.converters` holds one of `names`."""
+    return not set(names).isdisjoint(config.model.converters)
 
 
 @dataclass(frozen=True)
@@ -17,6 +30,11 @@ class Feature:
     """The mesh axis without which it has no effect."""
 
 
+_COMPILE = ("--compile.enable",)
+_AC_BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+_FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.emulate")
+_WIDER = ("--model.overrides.dim=128", "--model.overrides.ffn_dim=128")  # MXFP8 takes multiples of 32 on each rank
+
 FEATURES = {
     "plain": Feature(()),
     "accumulation": Feature(("--training.global_batch_size=16",)),
@@ -26,6 +44,21 @@ FEATURES = {
     "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),
     "reshard always": Feature(("--parallelism.fsdp_reshard_after_forward=always",)),
     "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
+    "AC selective op": Feature(_AC_BY_OPERATION),
+    "AC full": Feature(("--activation_checkpoint.mode=full",)),
+    "compile": Feature((*_COMPILE, *_AC_BY_OPERATION)),
+    "chunked loss": Feature(("--training.loss_chunks=4",)),
+    "float8": Feature((*_FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
+    "float8 all-gather": Feature(
+        (
+            *_FLOAT8,
+            "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+            "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        )
+    ),
+    "MXFP8": Feature(("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated", *_WIDER)),
+    "Muon": Feature(("--optimizer.name=Muon",)),
+    "async TP": Feature((*_COMPILE, "--parallelism.enable_async_tensor_parallel"), "tp"),
     "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
     "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
     "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
@@ -42,6 +75,31 @@ class Conflict:
     applies: Callable[[Config], bool]
     message: str
 
+
+def compiles_blocks(config: Config) -> bool:
+    """Whether each transformer block is a compiled graph."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _splits_backward(config: Config) -> bool:
+    """Whether the pipeline computes gradients of inputs and of weights at different times."""
+    p = config.parallelism
+    return p.pipeline_parallel_degree > 1 and (
+        bool(p.pipeline_parallel_schedule_csv) or p.pipeline_parallel_schedule in _SPLITTING
+    )
+
+
+@cache
+def torch_is_before_2_13() -> bool:
+    """Of the installed torch, without importing it."""
+    try:
+        release = metadata.version("torch")
+    except metadata.PackageNotFoundError:  # a machine that only checks configurations
+        return False
+    return tuple(int(part) for part in release.split(".")[:2]) < (2, 13)
+
+
+_SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 CONFLICTS = (
     Conflict(
@@ -67,6 +125,82 @@ CONFLICTS = (
         lambda c: c.optimizer.early_step_in_backward and c.training.on_nonfinite == "skip",
         "optimizer.early_step_in_backward: a bad step is applied before it is known to be bad; set "
         'training.on_nonfinite = "stop", or early_step_in_backward = false',
+    ),
+    Conflict(
+        "AC selective op",
+        lambda c: (
+            c.activation_checkpoint.mode == "selective"
+            and c.activation_checkpoint.selective_ac_option == "op"
+            and _splits_backward(c)
+            and not compiles_blocks(c)
+        ),
+        "activation_checkpoint.selective_ac_option: this pipeline schedule runs a block's backward in two parts, and "
+        "what `op` keeps is there for one only, unless the block is compiled; set compile.enable = true, or a number, "
+        'or mode = "full"',
+    ),
+    Conflict(
+        "compile",
+        lambda c: c.activation_checkpoint.mode == "memory_budget" and c.parallelism.tensor_parallel_degree > 1,
+        "activation_checkpoint.mode: torch's partitioner fails on the device mesh that tensor parallelism puts into a "
+        'graph when it has a memory budget; set mode = "selective" with selective_ac_option = "op", or '
+        "parallelism.tensor_parallel_degree = 1",
+    ),
+    Conflict(
+        "compile",
+        lambda c: (
+            _splits_backward(c)
+            and (compiles_blocks(c) or c.training.loss_chunks > 1 or bool(c.model.converters))
+            and torch_is_before_2_13()
+        ),
+        "parallelism.pipeline_parallel_schedule: with torch before 2.13 the backward of compiled blocks, a chunked "
+        "loss or converted layers can't run in two parts, as this schedule has it; upgrade torch, or set "
+        "Interleaved1F1B, or compile.enable = false, training.loss_chunks = 1 and model.converters = []",
+    ),
+    Conflict(
+        "async TP",
+        lambda c: (
+            c.parallelism.enable_async_tensor_parallel
+            and c.parallelism.tensor_parallel_degree > 1
+            and not (compiles_blocks(c) and c.compile.backend == "inductor")
+        ),
+        "parallelism.enable_async_tensor_parallel is carried out by inductor; set compile.enable = true, with "
+        '"model" in compile.components and backend = "inductor", or enable_async_tensor_parallel = false',
+    ),
+    Conflict(
+        "compile",
+        lambda c: c.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(c),
+        'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true, with '
+        '"model" in compile.components, or another mode',
+    ),
+    Conflict(
+        "float8",
+        lambda c: uses(c, FLOAT8) and uses(c, MX),
+        'model.converters: "float8" and "mx" would convert the same layers; keep one',
+    ),
+    Conflict(
+        "float8 all-gather",
+        lambda c: (
+            uses(c, FLOAT8)
+            and c.quantize.linear.float8.enable_fsdp_float8_all_gather
+            and c.quantize.linear.float8.recipe_name not in (None, "tensorwise")
+        ),
+        "quantize.linear.float8.enable_fsdp_float8_all_gather needs one scale for a whole weight; set recipe_name = "
+        '"tensorwise", or enable_fsdp_float8_all_gather = false',
+    ),
+    Conflict(
+        "float8 all-gather",
+        lambda c: (
+            uses(c, FLOAT8)
+            and c.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
+            and not c.quantize.linear.float8.enable_fsdp_float8_all_gather
+        ),
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp has no effect without "
+        "enable_fsdp_float8_all_gather = true",
+    ),
+    Conflict(
+        "bf16 optimizer state",
+        lambda c: c.optimizer.state_dtype == "bfloat16" and c.optimizer.name == "Muon",
+        'optimizer.state_dtype: Muon has no bf16 state; set "float32", or optimizer.name = "AdamW"',
     ),
     Conflict(
         "reshard always",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, degrees_fill
 from torchtitan.config.schema import Config
-from torchtitan.config.support import CONFLICTS
+from torchtitan.config.support import CONFLICTS, MX, uses
 from torchtitan.utils.errors import ConfigError
 
 PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -65,6 +65,45 @@ def sequence_divides(config: Config, world: int) -> Iterator[str]:
                 f"{name}.seq_len: {seq_len} can't be split by {why}: it must be a multiple of {unit}; "
                 f"set it to {' or '.join(str(n) for n in (below, below + unit) if n)}"
             )
+
+
+def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
+    """Each rank cuts its part of the sequence."""
+    p, chunks = config.parallelism, config.training.loss_chunks
+    ranks = p.context_parallel_degree * p.tensor_parallel_degree
+    lengths = {"training": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation"] = config.validation.seq_len
+    for name, seq_len in lengths.items():
+        part = seq_len // ranks
+        if part % chunks and not seq_len % ranks:
+            below = max(n for n in range(1, chunks) if part % n == 0)
+            above = next(n for n in range(chunks, part + 1) if part % n == 0) if chunks < part else part
+            yield (
+                f"training.loss_chunks: {chunks} does not divide the {part} positions of {name}.seq_len on a rank; "
+                f"set it to {' or '.join(str(n) for n in sorted({below, above}))}"
+            )
+
+
+def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+        yield (
+            f'activation_checkpoint.selective_ac_option: got {option!r}, must be "op" or a positive number k '
+            "(every k-th block)"
+        )
+
+
+def mx_blocks_are_whole(config: Config, world: int) -> Iterator[str]:
+    """The weights' gradients sum over the tokens of a rank, in blocks of 32."""
+    p, training = config.parallelism, config.training
+    size = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
+    tokens = size * training.seq_len // p.context_parallel_degree
+    if uses(config, MX) and tokens % 32:
+        yield (
+            f"model.converters: MXFP8 takes blocks of 32 tokens, and a rank has {tokens} in a microbatch; set "
+            "training.seq_len so that each rank's part is a multiple of 32"
+        )
 
 
 def schedule_is_named(config: Config, world: int) -> Iterator[str]:
@@ -175,6 +214,9 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     batch_divides,
     sequence_divides,
+    loss_chunks_divide,
+    checkpointing_option_is_known,
+    mx_blocks_are_whole,
     schedule_is_named,
     features_combine,
     storage_is_no_narrower_than_compute,

@@ -36,7 +36,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
         # The last block is needed again at once, by its own backward.
         free = reshard == "always" or (reshard == "default" and i < len(blocks) - 1 and not pipelined)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard == "always")
+    # A chunked loss uses the output weight once the forward is over.
+    free = reshard == "always" and training.loss_chunks == 1
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -5,28 +5,39 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from torchtitan.config.schema import Parallelism, Training
+from torchtitan.config.schema import Config
+from torchtitan.config.support import FLOAT8, compiles_blocks, uses
+from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp
 from torchtitan.distributed.mesh import Mesh
+from torchtitan.distributed.quantize import quantize
 from torchtitan.distributed.tensor import apply_tensor_parallel
 from torchtitan.models.spec import ShardingStyle
 
 
 def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    training: Training,
-    parallelism: Parallelism,
-    tensor_parallel_plan: Mapping[str, ShardingStyle],
+    model: nn.Module, mesh: Mesh, config: Config, tensor_parallel_plan: Mapping[str, ShardingStyle]
 ) -> None:
     """Distribute `model` (or a pipeline stage of it) on the meta device in place.
 
     No memory is taken and nothing is communicated. The pipeline split comes before; context parallelism is the
     attention that the model was built with.
     """
+    training, parallelism = config.training, config.parallelism
     model.to(getattr(torch, training.dtype))
+    quantize(model, config, mesh.size("tp"))
     if mesh.size("tp") > 1:
-        sharded_loss = not parallelism.disable_loss_parallel
-        apply_tensor_parallel(model, mesh.tp, tensor_parallel_plan, sharded_loss=sharded_loss)
+        sharded_loss, float8 = not parallelism.disable_loss_parallel, uses(config, FLOAT8)
+        apply_tensor_parallel(model, mesh.tp, tensor_parallel_plan, sharded_loss=sharded_loss, float8=float8)
+    compiled = compiles_blocks(config)
+    keep_attention = compiled and mesh.size("tp") > 1
+    apply_activation_checkpoint(model, config.activation_checkpoint, keep_attention=keep_attention)
+    if compiled:
+        from torchtitan.distributed.async_tensor import configure_async_tensor_parallel  # half a second: inductor
+
+        asynchronous = parallelism.enable_async_tensor_parallel and mesh.size("tp") > 1
+        configure_async_tensor_parallel(mesh.tp, enable=asynchronous)
+        apply_compile(model, config.compile)
     pipelined = mesh.size("pp") > 1
     apply_fsdp(model, mesh.fsdp, training, parallelism.fsdp_reshard_after_forward, pipelined=pipelined)

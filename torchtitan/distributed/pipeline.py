@@ -24,8 +24,8 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.distributed.stages import StagePlan
 
-LossSum = Callable[[Tensor, Tensor], Tensor]
-"""Logits and labels of a microbatch to its loss, to be added up."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""What the last stage gives, and the labels of a microbatch, to its loss, to be added up."""
 
 _FORWARD = {
     _ComputationType.FORWARD,
@@ -64,6 +64,8 @@ class Pipeline:
         widths: tuple[int, int],
         tp_degree: int,
         dtype: torch.dtype,
+        *,
+        project: bool,
     ):
         """
         Args:
@@ -73,16 +75,17 @@ class Pipeline:
             widths: of the hidden states between stages, and of the logits.
             tp_degree: ranks over which the sequence of the hidden states is split further.
             dtype: of both.
+            project: the last stage gives logits, not hidden states.
         """
         self.models, self.plan, self.group, self.device, self.positions = models, plan, group, device, positions
-        self.widths, self.tp_degree, self.dtype = widths, tp_degree, dtype
+        self.widths, self.tp_degree, self.dtype, self.project = widths, tp_degree, dtype, project
         self.microbatches = rows // plan.microbatch_size
         self.stages = plan.stages_of(group.rank())
         self.is_first = 0 in self.stages
         self.is_last = len(plan.modules) - 1 in self.stages
-        self._loss: LossSum
+        self._loss: Loss
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: LossSum) -> Tensor:
+    def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
         """Gradients of one batch; the summed loss of its microbatches on the last stage's rank, elsewhere 0.
 
         Args:
@@ -92,7 +95,7 @@ class Pipeline:
         return self._run(self._training, self._training.step, tokens, labels, documents)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: LossSum) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
         """The summed loss of one batch, without gradients."""
         self._loss = loss
         return self._run(self._forward_only, self._forward_only.eval, tokens, labels, documents)
@@ -112,8 +115,8 @@ class Pipeline:
         step(*((tokens,) if self.is_first else ()), **target, return_outputs=False)
         return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
 
-    def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._loss(logits, labels)
+    def _loss_of(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self._loss(output, labels)
 
     def _options(self) -> dict[str, Any]:
         """What every schedule is made with: stages of its own, for they keep buffers for what they receive."""
@@ -132,9 +135,10 @@ class Pipeline:
             tokens = torch.empty(size, seq_len, dtype=torch.int64)
             hidden = torch.empty(size, seq_len // self.tp_degree, dim, dtype=self.dtype, requires_grad=True)
             logits = torch.empty(size, seq_len, vocab_size, dtype=self.dtype, requires_grad=True)
-        ends = {"input_args": hidden if index else tokens, "output_args": hidden if index < last else logits}
+        projects = index == last and self.project
+        ends = {"input_args": hidden if index else tokens, "output_args": logits if projects else hidden}
         stage = _Stage(model, index, last + 1, self.device, **ends, group=self.group)
-        stage.positions = self.positions
+        stage.positions, stage.project = self.positions, self.project
         return stage
 
     @cached_property
@@ -183,6 +187,7 @@ class _Stage(PipelineStage):
     """
 
     positions: Tensor
+    project: bool
     documents: Sequence[Tensor] | None
     """Of each microbatch."""
 
@@ -192,7 +197,8 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         documents = None if self.documents is None else self.documents[self.microbatch]
-        return super().forward_maybe_with_nosync(*args, positions=self.positions, documents=documents, **kwargs)
+        own = {"positions": self.positions, "documents": documents, "project": self.project}
+        return super().forward_maybe_with_nosync(*args, **own, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # A V has two neighbouring stages on its last rank; torch before 2.13 makes gloo connect that rank to itself.

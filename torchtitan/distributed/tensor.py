@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchtitan.distributed.quantize import float8_style
 from torchtitan.models.spec import ShardingStyle
 
 SEQUENCE, VOCABULARY = Shard(1), Shard(-1)
@@ -66,12 +67,14 @@ def _gathered(x: Any, mesh: DeviceMesh) -> DTensor:
     return x.redistribute(placements=[Replicate()])
 
 
-def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool) -> ParallelStyle:
+def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: bool) -> ParallelStyle:
+    if float8 and (style := float8_style(name, module)):
+        return style
     if name == "output" and not isinstance(module, nn.Linear):
         return _TiedOutput(sharded_loss)
     styles: dict[ShardingStyle, ParallelStyle] = {
         "embedding": _Embedding(),
-        "norm": SequenceParallel(),
+        "norm": SequenceParallel(use_local_output=True),
         "gather_sequence": _GatherSequence(),
         "columns": ColwiseParallel(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),
@@ -85,19 +88,20 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool) -> Parall
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ShardingStyle], *, sharded_loss: bool
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ShardingStyle], *, sharded_loss: bool, float8: bool
 ) -> None:
     """Split `model`, or the part of it that a pipeline stage holds, over `mesh` in place.
 
     Args:
         plan: `ModelSpec.tensor_parallel_plan`.
         sharded_loss: leave the logits sharded over the vocabulary, as a DTensor, for a loss under `loss_context`.
+        float8: layers may be torchao's, and then communicate in Float8 where they can.
     """
     styles = {}
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if pattern in plan:
-            styles[name] = _style(plan[pattern], module, sharded_loss)
+            styles[name] = _style(plan[pattern], module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         assert owner in styles, f"the tensor-parallel plan says nothing of {owner}: its weight would not be split"

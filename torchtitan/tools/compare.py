@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizerInBackward, lr_factor
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Optimizer
 from torchtitan.distributed.init import materialize
 from torchtitan.models.layers import attention_backend
 from torchtitan.trainer.build import build_data
@@ -135,24 +135,14 @@ def reference(config: Config, plan: Plan) -> Observation:
     model: Any = plan.spec.build(plan.args, attention_backend("cpu"))
     materialize(model, device, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
     settings, training = config.optimizer, config.training
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[settings.name]
-    optimizer = kind(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-    )
+    optimizers = _optimizers(model, settings)
     mesh: Any = _OneRank()
     loader = build_data("training", training, training.global_batch_size, plan.tokenizer, mesh, config.debug.seed)
     end = plan.tokenizer.eos_id if training.document_mask else None
     out, tokens = Observation(), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
         loss = _mean_loss(model, batch.tokens, batch.labels, end)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
         norm = torch.stack(grads).norm().item()
@@ -160,9 +150,10 @@ def reference(config: Config, plan: Plan) -> Observation:
             nn.utils.clip_grads_with_norm_(model.parameters(), training.max_norm, torch.tensor(norm))
         if step == 0:
             out.gradients = {name: p.grad.clone()[None] for name, p in model.named_parameters()}
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler)
+            optimizer.step()
         tokens += int((batch.labels != IGNORE_INDEX).sum())
         out.losses.append(loss.item())
         out.grad_norms.append(norm)
@@ -171,6 +162,23 @@ def reference(config: Config, plan: Plan) -> Observation:
             out.validation_losses.append(_validate(model, config, plan, mesh, end))
     loader.close()
     out.weights = {name: p.detach().clone()[None] for name, p in model.named_parameters()}
+    return out
+
+
+def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    of_blocks = [p for name, p in named.items() if p.dim() == 2 and name.startswith("layers.")]
+    by_muon = of_blocks if settings.name == "Muon" else []
+    matrices = [p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)]
+    vectors = [p for p in named.values() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas, eps = (settings.beta1, settings.beta2), settings.eps
+    kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
+    out: list[torch.optim.Optimizer] = [kind(groups, betas=betas, eps=eps)]
+    if by_muon:
+        options = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
+        options["ns_steps"] = settings.muon_ns_steps
+        out += [torch.optim.Muon(by_muon, adjust_lr_fn="match_rms_adamw", **options)]
     return out
 
 
@@ -213,6 +221,15 @@ class Tolerances:
     weight: float = 1e-2
     """Largest difference within a weight, relative to the largest step the optimizer has made. Adam divides by the
     gradient's size, so an element with next to no gradient moves by a noticeable part of a step either way."""
+
+
+def tolerances_of(config: Config) -> Tolerances:
+    """What the types explain that `config` computes in: the reference is in fp32 throughout."""
+    if config.model.converters:  # operands of products have 3 bits of mantissa
+        return Tolerances(loss=1e-2, grad_norm=5e-2, gradient=0.5, weight=20)
+    if config.optimizer.name == "Muon" or config.optimizer.state_dtype == "bfloat16":  # updates are computed in bf16
+        return Tolerances(loss=1e-4, grad_norm=1e-3, weight=0.5)
+    return Tolerances()
 
 
 @dataclass(frozen=True)

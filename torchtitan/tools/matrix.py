@@ -6,6 +6,7 @@ plain PyTorch on one process; or the sentence with which the configuration is re
 
 import argparse
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -16,11 +17,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan.config import resolve
+from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS
 from torchtitan.config.support import FEATURES
 from torchtitan.distributed.stages import SCHEDULES
-from torchtitan.tools.compare import Difference, Observation, Tolerances, difference, observe, reference, write_corpus
+from torchtitan.tools.compare import (
+    Difference,
+    Observation,
+    Tolerances,
+    difference,
+    observe,
+    reference,
+    tolerances_of,
+    write_corpus,
+)
 from torchtitan.tools.ranks import RankError, RankPool
 from torchtitan.trainer.preflight import preflight
 from torchtitan.utils.errors import ConfigError, run_main
@@ -63,6 +73,19 @@ LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
     (2, 1, 2, 2, 2),
 )
 SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
+PAIRWISE = {
+    "AC selective op",
+    "AC full",
+    "compile",
+    "chunked loss",
+    "float8",
+    "float8 all-gather",
+    "MXFP8",
+    "Muon",
+    "async TP",
+}
+"""Features measured with every pair of axes, and with all four, but not with each three: they take too long."""
+BAD = ("WRONG", "FAILS")
 NAMED_SCHEDULES = tuple(name for name in SCHEDULES if not name.startswith("PipelineSchedule"))
 
 
@@ -104,6 +127,7 @@ class Cell:
             "training.global_batch_size": ROWS,
             "validation.local_batch_size": rows,
             "training.mixed_precision_param": "float32",
+            "activation_checkpoint.mode": "none",
             "optimizer.lr": LEARNING_RATE,
             "lr_scheduler.warmup_steps": 2,
             "metrics.log_freq": 1,
@@ -113,6 +137,11 @@ class Cell:
             **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
         }
         return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments]
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """What the difference to one process may be."""
+        return tolerances_of(load_config(list(FEATURES[self.feature].arguments)).config)
 
     def refusal(self, folder: Path) -> str | None:
         """The sentence with which the configuration is refused; None if it may run."""
@@ -131,6 +160,8 @@ def cells() -> Iterator[Cell]:
 
 
 def _matters(layout: tuple[int, ...], feature: str) -> bool:
+    if feature in PAIRWISE and sum(degree > 1 for degree in layout) == 3:
+        return False
     axis = FEATURES[feature].axis
     return axis is None or layout[AXES.index(axis)] > 1
 
@@ -217,14 +248,18 @@ of 32 tokens a step, fp32) on as many ranks as the layout has, compared to plain
 relative difference of the loss over all steps,
 and the largest difference within any parameter's gradient of the first step, relative to its largest element.
 10 steps in the column "plain" and for the schedules, 4 elsewhere. Also compared, and within tolerance: gradient norm,
-token counts, weights after the last step, and the validation loss where there is one. An empty cell: the feature has no
-effect there. A number in brackets: refused before anything starts, with the sentence below.
+token counts, weights after the last step, and the validation loss where there is one. A number in brackets: refused
+before anything starts, with the sentence below. An empty cell: the feature has no effect there; or, in the columns from
+"AC selective op" to "Muon" and in "async TP", three axes of which other rows have every pair.
 
 ## Layouts and features
 
 {_table(list(LAYOUTS), list(FEATURES), features)}
 
-The schedule of the pipelines above is 1F1B. The optimizer in the backward runs without clipping.
+The schedule of the pipelines above is 1F1B. The optimizer in the backward runs without clipping. "compile" is
+inductor, with selective activation checkpointing by operation. "float8" is rowwise, "float8 all-gather" tensorwise,
+both emulated, as is MXFP8 (which has a wider model). These, and Muon, whose update is computed in bf16, are compared to
+fp32 like the rest, within wider tolerances.
 
 ## Pipeline schedules
 
@@ -236,41 +271,60 @@ The schedule of the pipelines above is 1F1B. The optimizer in the backward runs 
 """
 
 
+def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
+    """The cells and the numbered refusals of a document that `document` made."""
+    sections = text.split("\n## ")
+    results: dict[Cell, str] = {}
+    for section, kind in ((sections[1], "feature"), (sections[2], "schedule")):
+        lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+        columns = lines[0][1:]
+        for name, *cells_of_row in lines[2:]:
+            layout = next(layout for layout in LAYOUTS if name_of(layout) == name)
+            results |= {Cell(layout, **{kind: c}): t for c, t in zip(columns, cells_of_row, strict=True) if t}
+    return results, re.findall(r"- \[\d+\] refused: (.*)", sections[3])
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchtitan.tools.matrix", description=__doc__)
     parser.add_argument("--output", type=Path, help="write the matrix to this Markdown file")
     parser.add_argument("--only", default="", help="only cells whose layout, feature or schedule contains this text")
+    parser.add_argument("--missing", action="store_true", help="keep the cells that are in the file already")
     options = parser.parse_args(argv)
     results: dict[Cell, str] = {}
     notes: list[str] = []
     failures = 0
+    if options.only and options.output and not options.missing:
+        parser.error("--only leaves cells out; with --output it needs --missing, to keep the others")
+    if options.missing:
+        known, notes = read_document(options.output.read_text())
+        results = {cell: text for cell, text in known.items() if cell in set(cells()) and text not in BAD}
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
         lab = Lab(Path(folder))
         for cell in cells():
             title = f"{name_of(cell.layout)}, {cell.schedule if cell.layout[0] > 1 else 'no pipeline'}, {cell.feature}"
-            if options.only not in title:
+            if options.only not in title or cell in results:
                 continue
             started = time.monotonic()
             try:
-                outcome = lab.measure(cell)
+                outcome = lab.measure(cell, timeout=900)
             except RankError as error:
                 failures += 1
-                results[cell] = "FAILS"
+                results[cell] = BAD[1]
                 print(f"{title}: FAILS\n{error}", flush=True)
                 continue
             if isinstance(outcome, str):
                 notes += [] if outcome in notes else [outcome]
                 results[cell] = f"[{notes.index(outcome) + 1}]"
             else:
-                wrong = outcome.problems(Tolerances())
+                wrong = outcome.problems(cell.tolerances)
                 failures += bool(wrong)
-                results[cell] = "WRONG" if wrong else f"{outcome.loss:.0e} / {outcome.gradient:.0e}"
+                results[cell] = BAD[0] if wrong else f"{outcome.loss:.0e} / {outcome.gradient:.0e}"
                 outcome = f"{results[cell]} {'; '.join(wrong)}"
             print(f"{title}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+            if options.output:
+                options.output.write_text(document(results, notes))
         lab.close()
     print(f"{len(results)} cells, {failures} of them wrong", flush=True)
-    if options.output and not options.only:
-        options.output.write_text(document(results, notes))
     return 1 if failures else 0
 
 

@@ -28,6 +28,7 @@ from torchtitan.tools.compare import (
     difference,
     observe,
     reference,
+    tolerances_of,
     write_corpus,
 )
 from torchtitan.trainer.preflight import Plan, preflight
@@ -83,6 +84,8 @@ def shrink(argv: Sequence[str], config: Config, plan: Plan, folder: Path) -> lis
         "training.dtype": "float32",
         "training.mixed_precision_param": "float32",
         "parallelism.pipeline_parallel_microbatch_size": 1,
+        "optimizer.state_dtype": "float32",
+        "optimizer.param_groups": "[]",
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.total_steps": "none",
         "lr_scheduler.decay_ratio": "none",
@@ -201,9 +204,9 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     Returns:
         Whether it passes, and the report.
     """
-    tolerances = tolerances or Tolerances()
     world = dist.get_world_size()
     config = resolve(list(argv), world).config
+    tolerances = tolerances or tolerances_of(config)
     plan = preflight(config, output=False)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         small = shrink(argv, config, plan, Path(folder))

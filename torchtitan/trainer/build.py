@@ -8,10 +8,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.data import StepLoader, build_loader
+from torchtitan.components.loss import cross_entropy_sum
 from torchtitan.components.optimizer import LRSchedule, build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Config, Debug, Training, Validation
+from torchtitan.distributed.activation_checkpoint import use_memory_budget
+from torchtitan.distributed.compile import compiled_loss, configure_compiler
 from torchtitan.distributed.context import local_positions, ring_attention_backend
 from torchtitan.distributed.init import materialize
 from torchtitan.distributed.mesh import Mesh, build_mesh
@@ -46,6 +49,10 @@ def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -
         attend = attention_backend(device.type)
     parts = [plan.stages.modules[i] for i in plan.stages.stages_of(mesh.rank("pp"))] if plan.stages else [None]
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
+    if config.compile.enable:
+        torch._dynamo.reset()  # what an earlier run in this process compiled would count against its limit of graphs
+        configure_compiler(mesh.size("tp"))
+        use_memory_budget(config.activation_checkpoint, config.job.dump_folder)
     models, count = [], 0
     for part in parts:
         with torch.device("meta"):
@@ -53,7 +60,7 @@ def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -
         count = sum(weight.numel() for weight in model.parameters())
         if part is not None:
             keep_modules(model, part)
-        parallelize(model, mesh, config.training, p, plan.spec.tensor_parallel_plan)
+        parallelize(model, mesh, config, plan.spec.tensor_parallel_plan)
         materialize(model, home, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
         models.append(model)
     layout = " x ".join(f"{axis} {degree}" for axis, degree in axis_degrees(p).items() if degree > 1) or "one rank"
@@ -87,10 +94,20 @@ def build_compute(
             widths,
             mesh.size("tp"),
             dtype,
+            project=training.loss_chunks == 1,
         )
     sharded_loss = mesh.size("tp") > 1 and not p.disable_loss_parallel
     document_end = plan.tokenizer.eos_id if training.document_mask else None
-    return Compute(models, positions, pipeline, sharded_loss=sharded_loss, document_end=document_end)
+    return Compute(
+        models,
+        positions,
+        pipeline,
+        compiled_loss(cross_entropy_sum, config.compile),
+        loss_chunks=training.loss_chunks,
+        tp_degree=mesh.size("tp"),
+        sharded_loss=sharded_loss,
+        document_end=document_end,
+    )
 
 
 def build_data(

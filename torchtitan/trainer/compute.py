@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.components.loss import cross_entropy_sum
+from torchtitan.components.loss import LossSum, chunked_loss_sum
 from torchtitan.distributed.pipeline import Pipeline
 from torchtitan.distributed.tensor import loss_context
 
@@ -42,17 +43,23 @@ class Compute:
         models: Sequence[FSDPModule],
         positions: Tensor,
         pipeline: Pipeline | None,
+        loss: LossSum,
         *,
+        loss_chunks: int,
+        tp_degree: int,
         sharded_loss: bool,
         document_end: int | None,
     ):
         """
         Args:
             positions: places in their row of the tokens that this rank sees, on the compute device.
+            loss_chunks: slices of the sequence that are projected to logits, and lose them, one after the other.
+            tp_degree: ranks over which the sequence of the final hidden states is sharded.
             sharded_loss: the logits are sharded over the vocabulary.
             document_end: the token that ends a document, if attention is to stay within documents.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
+        self._loss_sum, self.loss_chunks, self.tp_degree = loss, loss_chunks, tp_degree
         self._columns = positions.cpu()  # the loader's rows are on the host
         self.sharded_loss, self.document_end = sharded_loss, document_end
 
@@ -79,8 +86,8 @@ class Compute:
             This rank's share of the step's loss, a scalar; 0 where a pipeline's last stage is elsewhere.
         """
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy_sum(logits, labels) / total
+        def loss(output: Tensor, labels: Tensor) -> Tensor:
+            return self._loss(output, labels) / total
 
         with loss_context(self.sharded_loss):
             if self.pipeline is not None:
@@ -88,7 +95,7 @@ class Compute:
             (model,) = self.models
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
-            value = loss(model(rows.tokens, self.positions, rows.documents), rows.labels)
+            value = loss(self._run(model, rows), rows.labels)
             value.backward()
             return value.detach()
 
@@ -97,9 +104,27 @@ class Compute:
         """The summed loss of one batch on this rank, without gradients."""
         with loss_context(self.sharded_loss):
             if self.pipeline is not None:
-                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, cross_entropy_sum)
+                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, self._loss)
             (model,) = self.models
-            return cross_entropy_sum(model(rows.tokens, self.positions, rows.documents), rows.labels)
+            return self._loss(self._run(model, rows), rows.labels)
+
+    def _run(self, model: FSDPModule, rows: Rows) -> Tensor:
+        return model(rows.tokens, self.positions, rows.documents, project=self.loss_chunks == 1)
+
+    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Summed loss of the last module's output: logits, or hidden states if the loss is chunked."""
+        if self.loss_chunks == 1:
+            return self._loss_sum(output, labels)
+        model: Any = self.models[-1]
+        return chunked_loss_sum(
+            output,
+            model.output_weight,
+            labels,
+            project=model.project,
+            loss=self._loss_sum,
+            chunks=self.loss_chunks,
+            tp_degree=self.tp_degree,
+        )
 
     def reshard(self) -> None:
         """Free gathered weights. FSDP keeps some after a forward that no backward follows."""

@@ -1,10 +1,12 @@
 """Everything that can be checked before a process group or a GPU is taken. Imports no torch."""
 
+import difflib
+import fnmatch
 import glob
 import importlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
         problems += _check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
+        problems += _check_patterns(config, spec.hf.names(args))
         stages = plan_stages(config, spec, args)
     except ConfigError as error:
         problems += error.problems
@@ -74,6 +77,16 @@ def _check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[st
             f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
             f"it can be {legal}"
         )
+
+
+def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
+    """A group that matches nothing is a typing error, and would be trained like the rest without a word."""
+    names = list(parameters)
+    for group in config.optimizer.param_groups:
+        if not fnmatch.filter(names, group.pattern):
+            near = difflib.get_close_matches(group.pattern, names, 1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"optimizer.param_groups: pattern {group.pattern!r} matches no parameter{hint}"
 
 
 def _import(module: str) -> None:

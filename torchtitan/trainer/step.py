@@ -12,6 +12,7 @@ from torchtitan.components.optimizer import OptimizerInBackward
 from torchtitan.distributed.collectives import all_reduce, clip_grad_norm, combined_norm
 from torchtitan.distributed.mesh import Mesh
 from torchtitan.trainer.state import Parts
+from torchtitan.utils.device import device_syncs
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def forward_backward(parts: Parts, batch: StepBatch, local_batch_size: int, max_
     own = loss.clone()
     all_reduce(loss, mesh.loss_group)
     # One read-back for all: on CUDA this is the step's only wait for the device.
-    values = torch.stack([x.double() for x in (loss, norm, total, own)]).tolist()
+    with device_syncs(report=False):
+        values = torch.stack([x.double() for x in (loss, norm, total, own)]).tolist()
     return StepResult(values[0], values[1], int(values[2]), values[3] * values[2] / max(int(local_tokens), 1))
 
 

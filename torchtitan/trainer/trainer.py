@@ -21,13 +21,15 @@ from torchtitan.components.profiler import Profiler
 from torchtitan.components.tokenizer import resolve_assets_path
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
+from torchtitan.config.support import FLOAT8, uses
 from torchtitan.distributed.comm import dump_flight_recorder, init_distributed, set_timeout
+from torchtitan.distributed.quantize import check_hardware, refresh_scales
 from torchtitan.trainer.build import build, set_determinism
 from torchtitan.trainer.evaluate import evaluate
 from torchtitan.trainer.preflight import Plan
 from torchtitan.trainer.state import Progress
 from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
-from torchtitan.utils.device import current_device, device_name, tune_cpu
+from torchtitan.utils.device import current_device, device_name, device_syncs, tune_cpu
 from torchtitan.utils.errors import NonFiniteError, UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
@@ -45,6 +47,7 @@ class Trainer:
         tune_cpu()
         set_determinism(config.debug)
         self.owns_process_group = not dist.is_initialized()
+        check_hardware(config, self.device)
         if self.owns_process_group:
             init_distributed(config.comm, config.job.dump_folder, self.device)
         self.parts = build(config, plan, self.device)
@@ -175,20 +178,27 @@ class Trainer:
         rate = parts.schedule.apply()
         if config.optimizer.early_step_in_backward:
             self.checkpointer.wait_staged()
-        result = forward_backward(parts, batch, config.training.local_batch_size, config.training.max_norm)
-        self.checkpointer.wait_staged()
-        if result.finite:
-            parts.optimizer.step()
-        else:
-            self._nonfinite(result)
-        parts.optimizer.zero_grad(set_to_none=True)
+        first = progress.first_loss is None
+        with device_syncs(report=config.debug.report_device_syncs and not first):
+            result = forward_backward(parts, batch, config.training.local_batch_size, config.training.max_norm)
+            self.checkpointer.wait_staged()
+            if result.finite:
+                parts.optimizer.step()
+                if uses(config, FLOAT8) and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
+                    refresh_scales(parts.models)
+            else:
+                self._nonfinite(result)
+            parts.optimizer.zero_grad(set_to_none=True)
         parts.schedule.advance()
         progress.step += 1
         progress.tokens += result.tokens
         progress.data = batch.state
         progress.last_loss = result.loss
-        if progress.first_loss is None:
+        if first:
             progress.first_loss = result.loss
+            if config.compile.enable:
+                seconds = time.perf_counter() - waiting_since
+                logger.info(f"The first step took {seconds:.1f} s, most of it compilation")
             set_timeout(config.comm.train_timeout_seconds)
         metrics.count(progress.step, result.tokens, data_time)
         if metrics.due(progress.step):

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -43,6 +45,20 @@ def peak_memory() -> tuple[float, float]:
         reserved = psutil.Process().memory_info().rss
         total = psutil.virtual_memory().total
     return reserved / 2**30, 100 * reserved / total
+
+
+@contextmanager
+def device_syncs(report: bool) -> Iterator[None]:
+    """Within, CUDA warns of every operation for which the host waits for the device; or, with False, of none."""
+    if device_type() != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn" if report else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def tune_cpu() -> None:

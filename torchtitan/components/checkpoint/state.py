@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.components.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
@@ -20,7 +22,24 @@ State = dict[str, Any]
 
 def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """The weights of a model, or of this rank's stages of it: names are the whole model's."""
-    return {name: value for model in models for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: _plain(value)
+        for model in models
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """The same memory without torchao's wrapper, which would be pickled, and needed to read the checkpoint."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if not is_traceable_wrapper_subclass(local):
+        return weight
+    inner = getattr(local, local.__tensor_flatten__()[0][0])
+    if not isinstance(weight, DTensor):
+        return inner
+    layout = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, **layout)
 
 
 def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dict[str, Tensor]:

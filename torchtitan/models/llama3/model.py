@@ -6,6 +6,7 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from torchtitan.models.layers import (
     Attend,
@@ -95,11 +96,33 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    @property
+    def output_weight(self) -> Tensor:
+        """Of the output projection, `[vocab, dim]`."""
+        owner = self.tok_embeddings if isinstance(self.output, TiedOutput) else self.output
+        assert owner is not None
+        return owner.weight
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, by `output_weight` or another in its place."""
+        assert self.output is not None
+        if isinstance(self.output, TiedOutput):
+            return self.output(x, weight)
+        return functional_call(self.output, {"weight": weight}, (x,))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        project: bool = True,
+    ) -> Tensor:
         """
         Args:
             positions: `[s]`, the place of each token in its row, where rows are not given whole and in order.
             documents: `[b, whole row]`, the document of each token, within which attention stays; None: no such limit.
+            project: False gives the final hidden states `[b, s, dim]`, to be projected a slice at a time.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -109,7 +132,6 @@ class Llama(nn.Module):
         for layer in self.layers.values():
             x = layer(x, cos, sin, mask)
         x = self.norm(x) if self.norm is not None else x
-        if isinstance(self.output, TiedOutput):
-            assert self.tok_embeddings is not None
-            return self.output(x, self.tok_embeddings.weight)
-        return self.output(x) if self.output is not None else x
+        if not project or self.output is None:
+            return x
+        return self.output(x, self.output_weight) if isinstance(self.output, TiedOutput) else self.output(x)

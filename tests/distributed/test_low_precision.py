@@ -1,0 +1,91 @@
+"""Float8, MXFP8, Muon and narrow optimizer states on sharded models."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs import arguments, losses, train
+
+FLOAT8 = ["--model.converters=float8", "--quantize.linear.float8.emulate"]
+GATHER = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
+PRECOMPUTE = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+BF16 = "--training.mixed_precision_param=bfloat16"
+TP = "--parallelism.tensor_parallel_degree=2"
+WIDE = ["--model.overrides.dim=128", "--model.overrides.ffn_dim=256"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        FLOAT8,
+        [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"],
+        [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
+        [*FLOAT8, GATHER, PRECOMPUTE],
+        [*FLOAT8, TP],
+        [*FLOAT8, TP, "--quantize.linear.float8.recipe_name=rowwise"],
+        ["--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"],
+    ],
+    ids=lambda extra: " ".join(e.rpartition(".")[2] for e in extra),
+)
+def test_training_in_8_bits_stays_within_a_percent_of_bf16(ranks, tmp_path, extra):
+    base = [*WIDE, BF16, "--lr_scheduler.warmup_steps=1"]
+    plain = losses(ranks(2, train, arguments(tmp_path, *base, f"--job.dump_folder={tmp_path / 'a'}", steps=12))[0])
+    own = losses(
+        ranks(2, train, arguments(tmp_path, *base, *extra, f"--job.dump_folder={tmp_path / 'b'}", steps=12))[0]
+    )
+    assert plain[-1] < 0.8 * plain[0], "the run must learn something for the comparison to mean anything"
+    assert own == pytest.approx(plain, rel=1e-2)
+    assert own[1:] != plain[1:]
+
+
+def test_precomputed_scales_are_the_scales(ranks, tmp_path):
+    runs = [
+        ranks(2, train, arguments(tmp_path, *FLOAT8, GATHER, *extra, f"--job.dump_folder={tmp_path / str(i)}"))[0]
+        for i, extra in enumerate(([], [PRECOMPUTE]))
+    ]
+    assert losses(runs[0]) == losses(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([*FLOAT8, GATHER, PRECOMPUTE], [*FLOAT8, TP]),
+        (["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP]),
+        (["--optimizer.state_dtype=bfloat16"], ["--optimizer.state_dtype=bfloat16", TP]),
+        (["--optimizer.state_dtype=bfloat16"], []),
+    ],
+    ids=["float8", "Muon", "bf16 states", "bf16 states to fp32"],
+)
+def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, before, after):
+    save = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"]
+    folder = f"--job.dump_folder={tmp_path / 'run'}"
+    whole = ranks(2, train, arguments(tmp_path, *before, *save, folder, steps=6))[0]
+    argv = arguments(tmp_path, *after, *save, folder, "--checkpoint.load_step=3", steps=6)
+    resumed = ranks(2, train, argv)[0]
+    assert resumed["progress"]["tokens"] == whole["progress"]["tokens"]
+    assert losses(resumed)[-3:] == pytest.approx(losses(whole)[3:6], rel=3e-3)
+
+
+def test_muon_learns_and_is_the_same_sharded_or_not(ranks, tmp_path):
+    argv = [*WIDE, "--optimizer.name=Muon", "--lr_scheduler.warmup_steps=1"]
+    curves = []
+    for world, layout in ((1, []), (2, []), (2, [TP]), (4, [TP])):
+        folder = f"--job.dump_folder={tmp_path / str(len(curves))}"
+        curves.append(losses(ranks(world, train, arguments(tmp_path, *argv, *layout, folder, steps=8))[0]))
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-3)  # its products are in bf16
+
+
+def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
+    """FSDP's float8 gather wraps the weights; files must hold plain tensors, which any reader can load."""
+    extra = [*FLOAT8, GATHER, "--checkpoint.enable", "--checkpoint.last_save_in_hf", TP]
+    run = ranks(4, train, arguments(tmp_path, *extra))[0]
+    folder = tmp_path / "out/checkpoint"
+    files = [file for file in folder.rglob("*") if file.suffix in (".distcp", ".safetensors", ".metadata")]
+    assert len(files) > 4
+    for file in files:
+        assert b"torchao" not in file.read_bytes(), file
+    exported = load_file(folder / "step-4-hf/model-00001-of-00001.safetensors")
+    trained = run["weights"]["layers.1.feed_forward.w2.weight"]
+    assert torch.equal(exported["model.layers.1.mlp.down_proj.weight"], torch.tensor(trained.tolist()))

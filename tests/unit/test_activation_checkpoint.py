@@ -1,0 +1,110 @@
+"""What is recomputed, counted operation by operation; and that it changes nothing."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.components.loss import cross_entropy_sum
+from torchtitan.config.schema import ActivationCheckpoint, Compile
+from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint, use_memory_budget
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+
+SPEC = get_spec("llama3")
+TINY = {"vocab_size": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
+TOKENS = torch.arange(32).view(2, 16)
+PER_BLOCK = 7  # wq, wk, wv, wo, w1, w2, w3
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.matmuls = self.attentions = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.matmuls += operation is torch.ops.aten.mm.default
+        self.attentions += "scaled_dot_product" in str(operation) and "backward" not in str(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = SPEC.build(SPEC.args("8B", TINY), attention_backend("cpu"))
+    apply_activation_checkpoint(model, ActivationCheckpoint(**options), keep_attention=False)
+    return model
+
+
+def run(model):
+    """Loss, gradients, and what the backward computed once more."""
+    loss = cross_entropy_sum(model(TOKENS), TOKENS)
+    with Counter() as counter:
+        loss.backward()
+    own = 2 * (PER_BLOCK * TINY["n_layers"] + 1)  # of each product: by its input, by its weight
+    return loss.detach(), [p.grad for p in model.parameters()], counter.matmuls - own, counter.attentions
+
+
+@pytest.mark.parametrize(
+    ("options", "matmuls", "attentions"),
+    [
+        ({"mode": "none"}, 0, 0),
+        ({"mode": "full"}, 4 * PER_BLOCK, 4),
+        ({"mode": "selective", "selective_ac_option": "1"}, 4 * PER_BLOCK, 4),
+        ({"mode": "selective", "selective_ac_option": "2"}, 2 * PER_BLOCK, 2),
+        ({"mode": "selective", "selective_ac_option": "3"}, PER_BLOCK, 1),
+        # Kept are the first, third, fifth and seventh.
+        ({"mode": "selective", "selective_ac_option": "op"}, 4 * 3, 0),
+        # w1 and w3 have a shape of their own; of the other five, three are kept.
+        (
+            {
+                "mode": "selective",
+                "selective_ac_option": "op",
+                "per_op_sac_force_recompute_mm_shapes_by_fqns": ["feed_forward.w1"],
+            },
+            4 * (2 + 2),
+            0,
+        ),
+        # The last product of a block is needed by no backward within it.
+        ({"mode": "full", "early_stop": True}, 4 * (PER_BLOCK - 1), 4),
+    ],
+)
+def test_what_is_recomputed(options, matmuls, attentions):
+    loss, gradients, *_ = run(build(mode="none"))
+    own_loss, own_gradients, *recomputed = run(build(**options))
+    assert recomputed == [matmuls, attentions]
+    assert torch.equal(own_loss, loss)
+    for ours, theirs in zip(own_gradients, gradients, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def saved_bytes(model):
+    """Of what the backward gets from the forward, without the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = cross_entropy_sum(model(TOKENS), TOKENS)
+    return sum(sizes.values()), loss
+
+
+def test_the_memory_budget_is_a_share_of_the_activations(tmp_path):
+    sizes = []
+    try:
+        for budget in (1.0, 0.5, 0.0):
+            ac = ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
+            use_memory_budget(ac, str(tmp_path))
+            torch._dynamo.reset()
+            model = build(mode="memory_budget", memory_budget=budget)
+            apply_compile(model, Compile(enable=True, backend="aot_eager"))
+            size, loss = saved_bytes(model)
+            sizes.append(size)
+            assert loss.item() == pytest.approx(run(build(mode="none"))[0].item(), rel=1e-6)
+    finally:
+        use_memory_budget(ActivationCheckpoint(mode="none"), str(tmp_path))
+    assert sizes[0] > sizes[1] > sizes[2]

@@ -1,0 +1,78 @@
+"""The chunked loss against the loss of all logits at once."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.components.loss import IGNORE_INDEX, chunked_loss_sum, cross_entropy_sum
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+
+SPEC = get_spec("llama3")
+TINY = {"vocab_size": 512, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
+TOKENS = torch.arange(32).view(2, 16)
+LABELS = torch.where(TOKENS % 5 == 0, IGNORE_INDEX, TOKENS + 1)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that comes into being."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def build(**overrides):
+    torch.manual_seed(0)
+    return SPEC.build(SPEC.args("8B", TINY | overrides), attention_backend("cpu"))
+
+
+def chunked(model, chunks, labels=LABELS):
+    hidden = model(TOKENS, project=False)
+    return chunked_loss_sum(
+        hidden, model.output_weight, labels, project=model.project, loss=cross_entropy_sum, chunks=chunks, tp_degree=1
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(tied, chunks):
+    whole, sliced = build(tie_embeddings=tied), build(tie_embeddings=tied)
+    expected = cross_entropy_sum(whole(TOKENS), LABELS)
+    (3 * expected).backward()
+    loss = chunked(sliced, chunks)
+    (3 * loss).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(sliced.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    with torch.no_grad():
+        assert chunked(sliced, chunks).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_only_one_slice_of_the_logits_exists():
+    model = build()
+    weight = model.output_weight.numel()
+    with Largest() as whole:
+        cross_entropy_sum(model(TOKENS), LABELS).backward()
+    assert whole.elements == max(TOKENS.numel() * 512, weight)
+    with Largest() as sliced:
+        chunked(model, 2).backward()
+    assert sliced.elements == max(TOKENS.numel() * 512 // 2, weight)
+
+
+def test_the_weights_gradient_is_added_up_in_fp32():
+    """In bf16 the sum over many slices would lose their small parts."""
+    whole, sliced = build().bfloat16(), build().bfloat16()
+    cross_entropy_sum(whole(TOKENS), LABELS).backward()
+    chunked(sliced, 16).backward()
+    exact = build().bfloat16().float()
+    cross_entropy_sum(exact(TOKENS), LABELS).backward()
+
+    def error(model):
+        return (model.output.weight.grad.float() - exact.output.weight.grad).norm().item()
+
+    assert error(sliced) < 1.2 * error(whole)

@@ -1,0 +1,237 @@
+"""Linear layers in 8-bit floating point, by torchao: Float8 (Micikevicius et al., arXiv:2209.05433) and MXFP8 (OCP
+Microscaling Formats, v1.0). Weights and optimizer state keep their type; only the operands of matrix products change.
+
+Emulation rounds the operands to 8 bits and multiplies in the type they came in: the same numbers, no speed, any device.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torchtitan.config.schema import MXFP8, Config, Float8
+from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, uses
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.logging import logger
+
+# Its wheel brings kernels for GPUs, and warns on every machine that can't load them.
+
+logging.getLogger("torchao").setLevel(logging.ERROR)
+
+
+def check_hardware(config: Config, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: the device has no 8-bit matrix products of the kind asked for.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    float8, mx = config.quantize.linear.float8, config.quantize.linear.mx
+    if uses(config, FLOAT8) and not float8.emulate:
+        needed, gpu = ((8, 9), "Ada or Hopper") if float8.recipe_name in (None, "tensorwise") else ((9, 0), "Hopper")
+        if capability < needed:
+            raise ConfigError(
+                [
+                    f"quantize.linear.float8: needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} "
+                    f"({gpu}) or newer, this is {_name(device)}; set quantize.linear.float8.emulate = true to try it "
+                    "without"
+                ]
+            )
+    if uses(config, MX) and mx.recipe_name != "mxfp8_emulated" and capability < (10, 0):
+        raise ConfigError(
+            [
+                "quantize.linear.mx: needs an NVIDIA GPU of compute capability 10.0 (Blackwell) or newer, this is "
+                f'{_name(device)}; set quantize.linear.mx.recipe_name = "mxfp8_emulated" to try it without'
+            ]
+        )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+
+
+def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
+    """Replace linear layers of `model` (on the meta device, before it is sharded) as `model.converters` says."""
+    if uses(config, FLOAT8):
+        _to_float8(model, config.quantize.linear.float8, tp_degree)
+    if uses(config, MX):
+        _to_mx(model, config.quantize.linear.mx, tp_degree)
+    if config.model.converters and config.model.print_after_conversion:
+        logger.info(f"Model after conversion:\n{model}")
+
+
+def _fits(left_out: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool]:
+    """Whether to convert a layer: neither named, nor of a size that no kernel takes."""
+
+    def fits(module: nn.Module, fqn: str) -> bool:
+        if not isinstance(module, nn.Linear) or any(name in fqn for name in left_out):
+            return False
+        return module.in_features % unit == 0 and module.out_features % unit == 0
+
+    return fits
+
+
+def _report(model: nn.Module, kind: type, what: str) -> None:
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kept = [name for name, module in linear.items() if not isinstance(module, kind)]
+    if not linear or len(kept) == len(linear):
+        logger.warning(f"{what}: no linear layer is converted; all are left out by name or size")
+        return
+    names = f"; not {', '.join(kept[:6])}{', ...' if len(kept) > 6 else ''}" if kept else ""
+    logger.info(f"{what}: {len(linear) - len(kept)} of {len(linear)} linear layers{names}")
+
+
+# ---- Float8
+
+
+def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    recipe = float8.recipe_name or "tensorwise"
+    config = replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        emulate=float8.emulate,
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
+    )
+    names = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
+    fits = _fits(names, 16 * tp_degree)
+    worth_it = _worth_it(recipe) if SMALL_LAYERS in float8.filter_fqns else lambda module: True
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, fqn: fits(module, fqn) and worth_it(module)
+    )
+    if float8.emulate:
+        _gather_bytes()
+    _report(model, Float8Linear, f"Float8 {recipe}{' (emulated)' if float8.emulate else ''}")
+
+
+def _worth_it(recipe: str) -> Callable[[Any], bool]:
+    """Sizes from which Float8 is faster on an H100, measured by torchao (its float8 README)."""
+
+    def tensorwise(layer: Any) -> bool:
+        return not (layer.in_features <= 4096 and layer.out_features <= 1024)
+
+    def rowwise(layer: Any) -> bool:
+        k, n = layer.in_features, layer.out_features
+        return n > 2048 and k > 1024 and not (n <= 4096 and k <= 2048)
+
+    return tensorwise if recipe == "tensorwise" else rowwise
+
+
+def refresh_scales(models: Sequence[nn.Module]) -> None:
+    """Scales of all weights for the next step, in one reduction instead of one for each as it is gathered."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    for model in models:
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _gather_bytes() -> None:
+    """Let gloo gather Float8 activations as bytes: it has no such type."""
+    from torchao.float8 import float8_ops
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    table = float8_ops.FLOAT8_OPS_TABLE
+    for operation in (
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops.c10d_functional.all_gather_into_tensor.default,
+    ):
+        original = table.get(operation)
+        if original is None or hasattr(original, "gathers_bytes"):
+            continue
+
+        def gather(op: Any, args: Any, kwargs: Any = None, original: Any = original) -> Any:
+            x = args[0]
+            if x._data.device.type != "cpu":
+                return original(op, args, kwargs)
+            out = op(x._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+            out = torch.ops._c10d_functional.wait_tensor(out)  # bytes can't be reinterpreted before they are there
+            data = out.view(x._data.dtype)
+            return Float8TrainingTensor(data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role)
+
+        gather.gathers_bytes = True  # type: ignore[attr-defined]
+        table[operation] = gather
+
+
+class GatherSequenceInFloat8(ParallelStyle):
+    """Rounds the first input to Float8 before it is gathered along the sequence: half the bytes of bf16."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        from torchao.float8.config import e4m3_dtype
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        layers: list[Any] = [child for child in module.children() if isinstance(child, nn.Linear)]
+
+        def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = inputs[0]
+            x = x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
+            role = GemmInputRole.INPUT
+            x = hp_tensor_to_float8_dynamic(x, e4m3_dtype, layers[0].linear_mm_config, gemm_input_role=role)
+            return x.redistribute(placements=[Replicate()]), *inputs[1:]
+
+        module.register_forward_pre_hook(gathered)
+        return module
+
+
+def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
+    """The style that communicates in Float8, where one scale serves the whole tensor and every layer concerned has it.
+
+    Scales of rows and columns would have to be gathered along with them: those recipes communicate in bf16.
+    """
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    layers = [module] if isinstance(module, nn.Linear) else [m for m in module.children() if isinstance(m, nn.Linear)]
+    granularity = ScalingGranularity.TENSORWISE
+    if not layers or not all(
+        isinstance(layer, Float8Linear) and layer.config.cast_config_input.scaling_granularity == granularity
+        for layer in layers
+    ):
+        return None
+    if name == "columns":
+        return Float8ColwiseParallel()
+    if name == "rows":
+        return Float8RowwiseParallel(output_layouts=Shard(1))
+    return GatherSequenceInFloat8() if name == "gather_sequence" else None
+
+
+# ---- MXFP8
+
+
+class MXLinear(nn.Linear):
+    """A linear layer whose products take MXFP8 operands: 32 elements along the sum share a power of two as scale."""
+
+    kernels: tuple[Any, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+
+        kind = torch.float8_e4m3fn
+        return mx_mm.apply(x, self.weight, kind, kind, kind, 32, *self.kernels, False)
+
+
+def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
+    from torchao.prototype.mx_formats import config
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    emulate = mx.recipe_name == "mxfp8_emulated"
+    cast = "torch" if emulate else mx.mxfp8_dim1_cast_kernel_choice
+    kernels = (
+        KernelPreference.EMULATED if emulate else KernelPreference.AUTO,
+        config.MXFP8Dim0CastKernelChoice("torch" if emulate else "triton"),
+        config.MXFP8Dim1CastKernelChoice(cast),
+        config.ScaleCalculationMode("rceil" if mx.recipe_name.endswith("rceil") else "floor"),
+    )
+    fits = _fits(mx.filter_fqns, 32 * tp_degree)
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and fits(module, name):
+            module.__class__ = MXLinear
+            module.kernels = kernels
+    _report(model, MXLinear, f"MXFP8 ({mx.recipe_name})")
