@@ -80,7 +80,7 @@ BAD = {
     "hardware": (["--model.converters=float8"], "this is a CPU; set quantize.linear.float8.emulate = true", 2),
     "parameter group": (
         ["--optimizer.param_groups=[{pattern='layers.*.attention.wx.weight'}]"],
-        "matches no parameter; did you mean 'layers.0.attention.w",
+        "matches no parameter; did you mean 'layers.",
         2,
     ),
     "dump folder": (["--job.dump_folder=/proc/nowhere"], "job.dump_folder: can't write", 2),
