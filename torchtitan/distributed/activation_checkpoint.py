@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.schema import ActivationCheckpoint
@@ -74,10 +75,15 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
 
 
 def _weight_shapes(model: nn.Module, names: Collection[str]) -> Iterator[tuple[int, ...]]:
-    """Shapes, as a matrix product sees them, of the linear layers whose name contains one of `names`."""
+    """Shapes, as a matrix product sees them, of the linear layers whose name contains one of `names`.
+
+    Of a weight split by tensor parallelism the whole's, which eager products see, and the part's, for compiled ones.
+    """
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(name in fqn for name in names):
-            yield module.in_features, module.out_features
+            weight = module.weight
+            yield tuple(weight.T.shape)
+            yield tuple((weight.to_local() if isinstance(weight, DTensor) else weight).T.shape)
 
 
 def _contexts(

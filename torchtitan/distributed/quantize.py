@@ -21,12 +21,12 @@ from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 
 # Its wheel brings kernels for GPUs, and warns on every machine that can't load them.
-
 logging.getLogger("torchao").setLevel(logging.ERROR)
 
 
 def check_hardware(config: Config, device: torch.device) -> None:
-    """
+    """See that `device` can do what `model.converters` asks for.
+
     Raises:
         ConfigError: the device has no 8-bit matrix products of the kind asked for.
     """
