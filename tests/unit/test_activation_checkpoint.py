@@ -6,7 +6,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.components.loss import cross_entropy_sum
 from torchtitan.config.schema import ActivationCheckpoint, Compile
-from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint, use_memory_budget
+from torchtitan.distributed.activation_checkpoint import (
+    _ATTENTION,
+    _COMMUNICATION,
+    _MATMULS,
+    apply_activation_checkpoint,
+    use_memory_budget,
+)
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
@@ -75,6 +81,18 @@ def test_what_is_recomputed(options, matmuls, attentions):
     assert torch.equal(own_loss, loss)
     for ours, theirs in zip(own_gradients, gradients, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_is_kept_by_name_exists_under_that_name():
+    """A misspelt operation would be recomputed without a word, and most of these never run on the CPU."""
+    import torch.distributed._functional_collectives
+    import torch.nn.attention.flex_attention
+
+    import torchtitan.distributed.context  # noqa: F401
+
+    known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    known.add(torch.ops.higher_order.flex_attention.name())
+    assert {*_ATTENTION, *_COMMUNICATION, *_MATMULS} <= known
 
 
 def saved_bytes(model):

@@ -24,7 +24,7 @@ _ATTENTION = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "higher_order::flex_attention",
+    "flex_attention",
     "torchtitan::ring_attention",
 )
 _COMMUNICATION = (
