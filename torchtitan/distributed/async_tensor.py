@@ -5,6 +5,7 @@ product before it, into symmetric-memory kernels that work piece by piece (Wang 
 doi:10.1145/3567955.3567959). What it doesn't recognize it leaves alone without a word: hence the report.
 """
 
+import logging
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -38,6 +39,8 @@ _RESHAPES = (
 )
 _VIEWED_OR_CONCATENATED = collectives._maybe_view_chunk_cat
 _entered = ExitStack()
+# Warns of every graph without such collectives, as the loss has; what counts is in the report.
+logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
 
 
 class FusionReport(CustomGraphPass):

@@ -1,5 +1,6 @@
 """Regional compilation: every transformer block by itself, one graph for all that are alike."""
 
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -8,6 +9,9 @@ import torch
 from torch import nn
 
 from torchtitan.config.schema import Compile
+
+# Its warning about in-place operations in checkpointed blocks is for those who have some.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def configure_compiler(tp_degree: int) -> None:
