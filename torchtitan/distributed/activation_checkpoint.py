@@ -10,8 +10,8 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -116,7 +116,7 @@ def _contexts(
 
 def use_memory_budget(ac: ActivationCheckpoint, folder: str) -> None:
     """Let the compiler choose what each block keeps: `torch._functorch`'s partitioner, told a share of memory."""
-    config: Any = torch._functorch.config
+    config: Any = functorch_config
     config.activation_memory_budget = ac.memory_budget if ac.mode == "memory_budget" else 1.0
     config.visualize_memory_budget_pareto = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
     config.memory_budget_pareto_dir = folder

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from torchtitan.config.schema import Compile
 
@@ -16,7 +17,7 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 def configure_compiler(tp_degree: int) -> None:
     """Settings of what is compiled from now on."""
-    functorch: Any = torch._functorch.config
+    functorch: Any = functorch_config
     # A pipeline schedule may run a block's backward in two parts, which need the same buffers.
     functorch.donated_buffer = False
     # This cache's keys don't tell ranks apart, whose graphs differ under tensor parallelism (each has the offset of its
