@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan.components.optimizer import LRSchedule, build_optimizer, lr_factor
-from torchtitan.config.schema import LRScheduler, Optimizer
+from torchtitan.config.schema import LRScheduler, Optimizer, ParamGroup
 
 
 def curve(total, **kwargs):
@@ -73,3 +73,31 @@ def test_schedule_resumes_where_it_was():
     second.load_state_dict(saved)
     assert second.apply() == rates[4]
     assert second.optimizer.param_groups[0]["lr"] == rates[4]
+
+
+def test_parameter_groups_set_rate_and_decay_and_the_first_match_counts():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
+    groups = [ParamGroup(pattern="0.*", lr_scale=0.5), ParamGroup(pattern="?.weight", weight_decay=0.3)]
+    optimizer = build_optimizer([model], Optimizer(weight_decay=0.1, param_groups=groups))
+    rate = LRSchedule(optimizer, 1.0, LRScheduler(total_steps=9, warmup_steps=2)).apply()
+    assert rate == pytest.approx(0.5)
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    own = {name: found[id(p)] for name, p in model.named_parameters()}
+    assert own == {"0.weight": (0.25, 0.1), "0.bias": (0.25, 0.0), "1.weight": (0.5, 0.3), "2.weight": (0.5, 0.3)}
+
+
+def test_bf16_state_is_bf16_and_follows_adamw():
+    torch.manual_seed(0)
+    plain, narrow = nn.Linear(8, 8), nn.Linear(8, 8)
+    narrow.load_state_dict(plain.state_dict())
+    pair = [
+        build_optimizer([m], Optimizer(lr=1e-2, state_dtype=d)) for m, d in ((plain, "float32"), (narrow, "bfloat16"))
+    ]
+    for _ in range(10):
+        gradient = torch.randn(8, 8)
+        for model, optimizer in zip((plain, narrow), pair, strict=True):
+            model.weight.grad = gradient.clone()
+            optimizer.step()
+    assert pair[1].state[narrow.weight]["exp_avg"].dtype == torch.bfloat16
+    assert not torch.equal(narrow.weight, plain.weight)
+    torch.testing.assert_close(narrow.weight, plain.weight, rtol=0, atol=1e-3)

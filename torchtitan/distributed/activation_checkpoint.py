@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchtitan.config.schema import ActivationCheckpoint
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-"""Every second one is kept: the others cost as much to recompute, but half the memory saved is worth more."""
+"""Every second one is kept, the others are recomputed."""
 _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_efficient_attention",

@@ -52,7 +52,7 @@ def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -
     if config.compile.enable:
         torch._dynamo.reset()  # what an earlier run in this process compiled would count against its limit of graphs
         configure_compiler(mesh.size("tp"))
-        use_memory_budget(config.activation_checkpoint, config.job.dump_folder)
+        use_memory_budget(config.activation_checkpoint, os.path.join(config.job.dump_folder, "memory_budget"))
     models, count = [], 0
     for part in parts:
         with torch.device("meta"):
