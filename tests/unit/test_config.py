@@ -395,3 +395,11 @@ def test_traceback_only_on_request(monkeypatch, capsys):
         monkeypatch.setenv("TORCHTITAN_DEBUG", value)
         assert run_main(lambda argv: load_config(argv) and 0, ["--training.stpes=3"]) == 2
         assert ("Traceback" in capsys.readouterr().err) == shown
+
+
+def test_drawing_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    drawing = ["--activation_checkpoint.visualize_memory_budget_pareto", "--compile.enable"]
+    preflight(resolve(drawing, 1).config, output=False)
+    with pytest.raises(ConfigError, match="package matplotlib"):
+        preflight(resolve([*drawing, "--activation_checkpoint.mode=memory_budget"], 1).config, output=False)

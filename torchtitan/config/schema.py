@@ -357,7 +357,8 @@ class ActivationCheckpoint(Section):
     memory_budget: float = Field(default=0.5, ge=0, le=1)
     """With `memory_budget`: share of the activations to keep, between those of `full` (0) and of `none` (1)."""
     visualize_memory_budget_pareto: bool = False
-    """With `memory_budget`: draw run time over memory for all budgets, into `<job.dump_folder>/memory_budget`."""
+    """With `memory_budget`: draw run time over memory for all budgets, into `<job.dump_folder>/memory_budget`
+    (needs matplotlib)."""
     preserve_rng_state: bool = True
     """Recompute with the random numbers of the forward."""
     determinism_check: Literal["default", "none"] = "default"

@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import glob
 import importlib
+import importlib.util
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
     Raises:
         ConfigError: all that is missing or doesn't fit together.
     """
-    problems = [*_check_paths(config)]
+    problems = [*_check_paths(config), *_check_packages(config)]
     spec = args = tokenizer = stages = None
     try:
         if config.experimental.custom_import:
@@ -109,6 +110,16 @@ def _check_paths(config: Config) -> Iterator[str]:
     path = config.checkpoint.initial_load_path
     if config.checkpoint.enable and path and not Path(path).is_dir():
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
+
+
+def _check_packages(config: Config) -> Iterator[str]:
+    ac = config.activation_checkpoint
+    draws = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
+    if draws and importlib.util.find_spec("matplotlib") is None:
+        yield (
+            "activation_checkpoint.visualize_memory_budget_pareto draws with the package matplotlib; install it, "
+            "or set the key to false"
+        )
 
 
 def _check_dump_folder(config: Config) -> Iterator[str]:
