@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
     trainer = Trainer(resolved.config, plan)
     try:
         progress = trainer.train()
-    except BaseException:
-        trainer.close(failed=True)
+    except BaseException as error:
+        trainer.close(error)
         raise
     trainer.close()
     if rank == 0:

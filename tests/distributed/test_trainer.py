@@ -115,7 +115,7 @@ def fail_at_step_2(argv):
     trainer._after_step = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer.train()
-    trainer.close(failed=True)
+    trainer.close(ZeroDivisionError())
     return dist.get_rank()
 
 

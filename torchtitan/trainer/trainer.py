@@ -3,7 +3,9 @@
 import gc
 import hashlib
 import platform
+import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +18,11 @@ import torchtitan
 from torchtitan.components.checkpoint import Checkpointer, Resumed
 from torchtitan.components.checkpoint.hf import load_hf, save_hf
 from torchtitan.components.data import StepBatch, StepLoader
+from torchtitan.components.ledger import Ledger, changes, git_revision
 from torchtitan.components.metrics import Metrics
 from torchtitan.components.profiler import Profiler
 from torchtitan.components.tokenizer import resolve_assets_path
+from torchtitan.config.derive import axis_degrees
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, uses
@@ -42,6 +46,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, plan: Plan):
+        began = time.time()
         self.config, self.plan = config, plan
         self.device = current_device()
         tune_cpu()
@@ -67,6 +72,29 @@ class Trainer:
             flops_per_token=plan.spec.flops_per_token(plan.args, config.training.seq_len),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
         )
+        self.ledger = Ledger(
+            Path(config.job.dump_folder),
+            self._account(),
+            step=self.progress.step,
+            resumable=self.checkpointer.saving,
+            writes=dist.get_rank() == 0,
+            began=torchtitan.IMPORTED if self.owns_process_group else began,
+        )
+
+    def _account(self) -> dict[str, Any]:
+        """What `run.json` says of this start."""
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, (socket.gethostname(), device_name()))
+        hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
+        about = self._about()
+        return {
+            "ranks": len(places),
+            "layout": {axis: degree for axis, degree in axis_degrees(self.config.parallelism).items() if degree > 1},
+            "hosts": hosts,
+            "devices": devices,
+            "config": {"path": "config.toml", "sha256": hashlib.sha256(about["config"].encode()).hexdigest()},
+            **{key: about[key] for key in ("git", "versions", "data")},
+        }
 
     def _about(self) -> dict[str, Any]:
         """What every checkpoint's manifest says of the run."""
@@ -78,6 +106,8 @@ class Trainer:
                 "python": platform.python_version(),
             },
             "model": {"name": self.plan.spec.name, **self.plan.args.model_dump()},
+            "git": git_revision() if dist.get_rank() == 0 else None,
+            "ranks": dist.get_world_size(),
             "data": self.parts.loader.fingerprint,
             "config": to_toml(self.config),
         }
@@ -98,6 +128,8 @@ class Trainer:
         config = self.config.checkpoint
         if resumed := self.checkpointer.resume():
             self._apply(resumed, set(config.exclude_from_loading))
+            if changed := changes(resumed.manifest, self.checkpointer.about):
+                logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
             return
         if config.enable and config.initial_load_in_hf:
             folder = Path(config.initial_load_path or resolve_assets_path(self.config.model.hf_assets_path))
@@ -160,8 +192,10 @@ class Trainer:
             with self._frozen_gc(), self.profiler.capture_oom():
                 batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
                 while self.progress.step < steps:
-                    self._train_one(batches)
-                self.checkpointer.close()
+                    with self.ledger.step(self.progress.step + 1):
+                        self._train_one(batches)
+                with self.ledger.spend("saves"):
+                    self.checkpointer.close()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"step {self.progress.step + 1}: out of GPU memory; {self.checkpointer.last_good()}.\n"
@@ -173,15 +207,18 @@ class Trainer:
     def _train_one(self, batches: Iterator[StepBatch]) -> None:
         config, parts, progress, metrics = self.config, self.parts, self.progress, self.metrics
         waiting_since = time.perf_counter()
-        batch = next(batches)
+        with self.ledger.spend("data"):
+            batch = next(batches)
         data_time = time.perf_counter() - waiting_since
         rate = parts.schedule.apply()
         if config.optimizer.early_step_in_backward:
-            self.checkpointer.wait_staged()
+            with self.ledger.spend("saves"):
+                self.checkpointer.wait_staged()
         first = progress.first_loss is None
         with device_syncs(report=config.debug.report_device_syncs and not first):
             result = forward_backward(parts, batch, config.training.local_batch_size, config.training.max_norm)
-            self.checkpointer.wait_staged()
+            with self.ledger.spend("saves"):
+                self.checkpointer.wait_staged()
             if result.finite:
                 parts.optimizer.step()
                 if uses(config, FLOAT8) and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
@@ -211,6 +248,7 @@ class Trainer:
                 tokens=progress.tokens,
                 skipped=progress.skipped,
             )
+            self.ledger.heartbeat(progress.step)
         self.profiler.step(progress.step)
         self._after_step()
 
@@ -221,10 +259,12 @@ class Trainer:
         validation, last = config.validation, step == config.training.steps
         if self.parts.validation is not None and (step % validation.freq == 0 or last):
             loader, compute = self.parts.validation
-            loss, tokens = evaluate(compute, loader, self.parts.mesh, self.device, validation.steps)
+            with self.ledger.spend("validation"):
+                loss, tokens = evaluate(compute, loader, self.parts.mesh, self.device, validation.steps)
             self.metrics.log_validation(step, loss, tokens)
         if self.checkpointer.due(step, config.training.steps):
-            self._save()
+            with self.ledger.spend("saves"):
+                self._save()
         if step % config.training.gc_freq == 0:
             found = gc.collect()
             if config.training.gc_debug:
@@ -265,8 +305,10 @@ class Trainer:
 
     # ---- the end
 
-    def close(self, failed: bool = False) -> None:
-        """Release what the run holds. After a failure the other ranks may be gone: record collectives, don't wait."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Release what the run holds. After an error the other ranks may be gone: record collectives, don't wait."""
+        failed = error is not None
+        self.ledger.end(self.progress.step, self.config.training.steps, error)
         if failed and (path := dump_flight_recorder(self.config.comm, self.config.job.dump_folder)):
             logger.info(f"Record of this rank's collectives: {path}")
         self.metrics.close()
@@ -274,6 +316,8 @@ class Trainer:
         self.parts.loader.close()
         if self.parts.validation is not None:
             self.parts.validation[0].close()
+        if not failed:
+            logger.info(self.ledger.goodput())
         if self.owns_process_group and dist.is_initialized() and not failed:
             dist.barrier()
             dist.destroy_process_group()

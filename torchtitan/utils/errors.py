@@ -56,6 +56,11 @@ _ANOTHER_RANK_FAILED = (
 """What a rank's collectives say when another rank has gone: never the cause."""
 
 
+def from_another_rank(error: BaseException) -> bool:
+    """Whether `error` only says that another rank has gone."""
+    return any(text in str(error) for text in _ANOTHER_RANK_FAILED)
+
+
 def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0) -> int:
     """Run `main(argv)`; its exit code. Failures are told once and by the rank that has the cause.
 
@@ -73,7 +78,7 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if os.environ.get(DEBUG_ENV) != "1" and any(text in str(error) for text in _ANOTHER_RANK_FAILED):
+        if os.environ.get(DEBUG_ENV) != "1" and from_another_rank(error):
             print(f"rank {rank}: stopped, because another rank did", file=sys.stderr)
         else:
             traceback.print_exception(error)

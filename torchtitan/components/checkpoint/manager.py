@@ -46,6 +46,7 @@ class Resumed:
     step: int
     train_state: dict[str, Any]
     """Everything but tensors: counters, schedule, data position."""
+    manifest: dict[str, Any]
 
 
 class Checkpointer:
@@ -219,7 +220,7 @@ class Checkpointer:
                 continue
             self._load(path, set(self.config.exclude_from_loading))
             logger.info(f"Resumed from {path}")
-            return Resumed(step, manifest["train_state"])
+            return Resumed(step, manifest["train_state"], manifest)
         if problems:
             raise CheckpointError(
                 "no checkpoint can be resumed:\n" + "\n".join(problems) + "\nRestore one of them, or start anew with "
@@ -240,7 +241,7 @@ class Checkpointer:
                 f"checkpoint.initial_load_path: {path} has only weights; set checkpoint.initial_load_model_only = true"
             )
         self._load(path, set())
-        return Resumed(manifest["step"], manifest["train_state"])
+        return Resumed(manifest["step"], manifest["train_state"], manifest)
 
     def _verified(self, path: Path) -> tuple[dict[str, Any] | None, str | None]:
         """The manifest, and what is wrong with the files; the ranks share the reading."""

@@ -1,0 +1,104 @@
+"""`run.json` of real runs: resumed, killed, failed on one rank."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.runs import arguments, train
+from torchtitan.config import resolve
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.trainer import Trainer
+
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=2"]
+
+
+def record(folder):
+    return json.loads((folder / "out/run.json").read_text())
+
+
+def test_a_resumed_run_has_one_account(ranks, tmp_path):
+    held_out = [
+        "--validation.enable",
+        "--validation.dataset=corpus",
+        f"--validation.dataset_path={tmp_path / 'corpus.jsonl'}",
+        "--validation.steps=1",
+    ]
+    ranks(1, train, arguments(tmp_path, *SAVE, *held_out))
+    tp = ["--parallelism.tensor_parallel_degree=2"]
+    ranks(4, train, arguments(tmp_path, *SAVE, *tp, steps=6))
+    run = record(tmp_path)
+    first, second = run["starts"]
+    assert [(s["ranks"], s["layout"], s["resumed_step"], s["step"], s["end"]) for s in run["starts"]] == [
+        (1, {}, 0, 4, "completed"),
+        (4, {"dp_shard": 2, "tp": 2}, 4, 6, "completed"),
+    ]
+    assert second["devices"] == {"cpu": 4}
+    assert sum(second["hosts"].values()) == 4
+    assert first["data"]["contents"] == second["data"]["contents"]
+    assert first["config"]["sha256"] != second["config"]["sha256"]
+    for kind in ("steps", "first_step", "start", "data", "saves", "validation"):
+        assert first["seconds"][kind] > 0, kind
+    assert second["seconds"]["validation"] == second["seconds"]["restart"] == 0
+    spent = sum(first["seconds"].values())
+    assert spent == pytest.approx(first["last_seen"] - first["time"], rel=1e-6), "every second, once"
+    assert run["goodput"]["seconds"]["steps"] == first["seconds"]["steps"] + second["seconds"]["steps"]
+
+
+def fail_on_rank_1(argv):
+    """What `torchtitan.train` does when one rank fails and the others learn of it from their collectives."""
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        error = ValueError("bad row in shard 7")
+    else:
+        error = RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:4321")
+        time.sleep(0.5)
+    trainer.close(error)
+
+
+def test_the_account_names_the_failure(ranks, tmp_path):
+    ranks(2, fail_on_rank_1, arguments(tmp_path))
+    assert record(tmp_path)["starts"][0]["end"] == "failed: bad row in shard 7"
+
+
+@pytest.mark.e2e
+def test_a_killed_process_and_its_successor(tmp_path):
+    argv = [*arguments(tmp_path, steps=2000), *SAVE]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "torchtitan.train", *argv], stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while not ((tmp_path / "out/run.json").exists() and record(tmp_path)["starts"][0]["step"] >= 4):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    seen = record(tmp_path)["starts"][0]
+    assert seen["end"] is None
+    steps = seen["step"] + 20
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.train",
+        *arguments(tmp_path, steps=steps),
+        *SAVE,
+        "--optimizer.lr=2e-2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    changed = next(line for line in done.stdout.splitlines() if "Changed since step" in line)
+    assert f"training.steps 2000 -> {steps}" in changed
+    assert "optimizer.lr 0.01 -> 0.02" in changed
+    killed, completed = record(tmp_path)["starts"]
+    assert killed == seen | {"end": "killed"}
+    assert completed["end"] == "completed"
+    assert completed["seconds"]["restart"] > 1, "importing torch alone takes longer"
+    assert completed["time"] - killed["last_seen"] < completed["seconds"]["restart"]
+    assert "restarts" in next(line for line in done.stdout.splitlines() if "Goodput" in line)
