@@ -6,8 +6,17 @@
 #
 # Arguments are overrides (--section.key value; --help lists them). Environment:
 #   CONFIG_FILE  TOML file (train_configs/debug_model.toml)   NGPU     ranks on this node (its GPUs; 1 on a CPU)
-#   LOG_RANK     ranks that log, comma-separated (0)          NNODES   nodes (1); then RDZV_ENDPOINT=host:port too
+#   LOG_RANK     ranks that log, comma-separated (0)          NNODES   nodes (1), or MIN:MAX; RDZV_ENDPOINT=host:port too
+#   MAX_RESTARTS starts after a failure (0)
+# Exit status 75: asked to stop (SIGTERM, SIGUSR1), everything saved; the same command goes on.
 set -euo pipefail
+trap 'exit 75' TERM USR1
+command=
+for name in CONFIG_FILE NGPU LOG_RANK NNODES RDZV_ENDPOINT MAX_RESTARTS; do
+    [[ -n ${!name:-} ]] && command+="$name=$(printf '%q' "${!name}") "
+done
+TORCHTITAN_COMMAND=$command$(printf '%q ' "$0" "$@")
+export TORCHTITAN_COMMAND
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$("$root/scripts/setup.sh")
 if [[ -z ${NGPU:-} ]]; then
@@ -16,5 +25,5 @@ if [[ -z ${NGPU:-} ]]; then
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} LOG_RANK=${LOG_RANK:-0}
 exec "$python" -m torchtitan.launch --nproc-per-node "$NGPU" --nnodes "${NNODES:-1}" \
-    --rdzv-endpoint "${RDZV_ENDPOINT:-}" -- \
+    --rdzv-endpoint "${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

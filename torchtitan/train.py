@@ -4,16 +4,29 @@ Runs without torchrun too, as one process. Everything is checked before torch is
 """
 
 import os
+import shlex
+import signal
 import sys
+from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
 from torchtitan.trainer.preflight import preflight
 from torchtitan.utils.errors import run_main
 from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.signals import StopRequest, die_with_parent
+
+COMMAND_ENV = "TORCHTITAN_COMMAND"
+"""The command that a person gave, where the launcher's own arguments are not it."""
+LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
+"""Process that is to end, rather than start this rank anew, once a request to stop is honored."""
 
 
 def main(argv: list[str]) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))
+    stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world)
     for warning in resolved.warnings:
@@ -23,16 +36,37 @@ def main(argv: list[str]) -> int:
 
     from torchtitan.trainer.trainer import Trainer  # torch, only now that the configuration is known to be right
 
-    trainer = Trainer(resolved.config, plan)
+    trainer = Trainer(resolved.config, plan, stop)
     try:
         progress = trainer.train()
     except BaseException as error:
         trainer.close(error)
         raise
     trainer.close()
+    if trainer.stopped:
+        stop.ignore()
+        return _stopped(rank, f"after step {progress.step}")
     if rank == 0:
         _summarize(resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss)
     return 0
+
+
+def _stopped(rank: int, when: str) -> int:
+    """Say how to go on, and tell the launcher not to start this rank anew; the exit status."""
+    if rank == 0:
+        print(f"Stopped {when}, as asked. To go on:\n  {_command()}", file=sys.stderr, flush=True)
+    if launcher := os.environ.get(LAUNCHER_ENV):
+        os.kill(int(launcher), signal.SIGTERM)
+    return os.EX_TEMPFAIL
+
+
+def _command() -> str:
+    """What a person types to start this run again."""
+    if command := os.environ.get(COMMAND_ENV):
+        return command
+    if "TORCHELASTIC_RUN_ID" in os.environ and (agent := Path(f"/proc/{os.getppid()}/cmdline")).exists():
+        return shlex.join(agent.read_text().rstrip("\0").split("\0"))
+    return shlex.join(sys.orig_argv)
 
 
 def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None) -> None:

@@ -15,6 +15,23 @@ def all_reduce(value: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpT
     return value
 
 
+class AnyRank:
+    """Whether any rank of the world says yes. Asked at once, answered later: what lies between hides the exchange."""
+
+    def __init__(self, yes: bool, device: torch.device):
+        self._value = torch.full((), float(yes), device=device)
+        self._work = None
+        if dist.get_world_size() > 1:
+            self._work = dist.all_reduce(self._value, dist.ReduceOp.MAX, async_op=True)
+
+    def answer(self) -> Tensor:
+        """A scalar on the device, above 0 for yes. On CUDA the stream waits for it, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._value
+
+
 def local(value: Tensor) -> Tensor:
     """A plain tensor: the whole value of a DTensor, or the tensor itself."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan.components.data import StepBatch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizerInBackward
-from torchtitan.distributed.collectives import all_reduce, clip_grad_norm, combined_norm
+from torchtitan.distributed.collectives import AnyRank, all_reduce, clip_grad_norm, combined_norm
 from torchtitan.distributed.mesh import Mesh
 from torchtitan.trainer.state import Parts
 from torchtitan.utils.device import device_syncs
@@ -24,19 +24,27 @@ class StepResult:
     tokens: int
     local_loss: float
     """Mean loss of this rank's own tokens; 0 where a pipeline's last stage is elsewhere."""
+    stop: bool
+    """Some rank had been asked to stop when the step began."""
 
     @property
     def finite(self) -> bool:
         return all(x - x == 0 for x in (self.loss, self.grad_norm))
 
 
-def forward_backward(parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float) -> StepResult:
+def forward_backward(
+    parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float, stop: bool = False
+) -> StepResult:
     """Gradients of one global batch, clipped.
 
     The loss of every microbatch is divided by the token count of the whole global batch, and gradients are summed over
     ranks: so neither accumulation nor the number of ranks nor padding changes the result.
+
+    Args:
+        stop: this rank was asked to stop. All ranks learn of it here, and so act after the same step.
     """
     mesh, device, compute = parts.mesh, parts.device, parts.compute
+    asked = AnyRank(stop, device)
     rows = compute.own_rows(batch.tokens, batch.labels)
     local_tokens = (rows.labels != IGNORE_INDEX).sum()
     total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
@@ -49,8 +57,9 @@ def forward_backward(parts: Parts, batch: StepBatch, local_batch_size: int, max_
     all_reduce(loss, mesh.loss_group)
     # One read-back for all: on CUDA this is the step's only wait for the device.
     with device_syncs(report=False):
-        values = torch.stack([x.double() for x in (loss, norm, total, own)]).tolist()
-    return StepResult(values[0], values[1], int(values[2]), values[3] * values[2] / max(int(local_tokens), 1))
+        values = torch.stack([x.double() for x in (loss, norm, total, own, asked.answer())]).tolist()
+    local_loss = values[3] * values[2] / max(int(local_tokens), 1)
+    return StepResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
 
 
 def _grad_norm(parts: Parts, max_norm: float) -> Tensor:

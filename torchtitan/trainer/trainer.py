@@ -26,6 +26,7 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, uses
+from torchtitan.distributed.collectives import AnyRank
 from torchtitan.distributed.comm import dump_flight_recorder, init_distributed, set_timeout
 from torchtitan.distributed.quantize import check_hardware, refresh_scales
 from torchtitan.trainer.build import build, set_determinism
@@ -37,15 +38,16 @@ from torchtitan.utils.device import current_device, device_name, device_syncs, t
 from torchtitan.utils.errors import NonFiniteError, UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
+from torchtitan.utils.signals import StopRequest
 
 
 class Trainer:
     """A run, from start or resume to the last step. All ranks make the same calls.
 
-    `config` must be derived and validated, `plan` from `preflight`.
+    `config` must be derived and validated, `plan` from `preflight`; `stop` tells whether this rank was asked to stop.
     """
 
-    def __init__(self, config: Config, plan: Plan):
+    def __init__(self, config: Config, plan: Plan, stop: StopRequest | None = None):
         began = time.time()
         self.config, self.plan = config, plan
         self.device = current_device()
@@ -55,6 +57,9 @@ class Trainer:
         check_hardware(config, self.device)
         if self.owns_process_group:
             init_distributed(config.comm, config.job.dump_folder, self.device)
+        self.stop = stop or StopRequest()
+        self.stop.defer()  # from here on a rank that left alone would make the others fail
+        self.stopped = False
         self.parts = build(config, plan, self.device)
         self.progress = Progress()
         self.checkpointer = Checkpointer(
@@ -179,7 +184,7 @@ class Trainer:
     # ---- the loop
 
     def train(self) -> Progress:
-        """Train to the last step.
+        """Train to the last step, or until some rank is asked to stop: then all save, after the same step.
 
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
@@ -191,7 +196,8 @@ class Trainer:
         try:
             with self._frozen_gc(), self.profiler.capture_oom():
                 batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
-                while self.progress.step < steps:
+                self.stopped = bool(AnyRank(self.stop.requested, self.device).answer() > 0)
+                while self.progress.step < steps and not self.stopped:
                     with self.ledger.step(self.progress.step + 1):
                         self._train_one(batches)
                 with self.ledger.spend("saves"):
@@ -216,7 +222,13 @@ class Trainer:
                 self.checkpointer.wait_staged()
         first = progress.first_loss is None
         with device_syncs(report=config.debug.report_device_syncs and not first):
-            result = forward_backward(parts, batch, config.training.local_batch_size, config.training.max_norm)
+            result = forward_backward(
+                parts,
+                batch,
+                config.training.local_batch_size,
+                config.training.max_norm,
+                stop=self.stop.requested,
+            )
             with self.ledger.spend("saves"):
                 self.checkpointer.wait_staged()
             if result.finite:
@@ -228,6 +240,7 @@ class Trainer:
             parts.optimizer.zero_grad(set_to_none=True)
         parts.schedule.advance()
         progress.step += 1
+        self.stopped = result.stop and progress.step < config.training.steps
         progress.tokens += result.tokens
         progress.data = batch.state
         progress.last_loss = result.loss
@@ -257,6 +270,10 @@ class Trainer:
         config, step = self.config, self.progress.step
         paused = self.metrics.pause()
         validation, last = config.validation, step == config.training.steps
+        if self.stopped:
+            with self.ledger.spend("saves"):
+                self._save_and_stop()
+            return
         if self.parts.validation is not None and (step % validation.freq == 0 or last):
             loader, compute = self.parts.validation
             with self.ledger.spend("validation"):
@@ -271,6 +288,16 @@ class Trainer:
                 logger.info(f"step {step}: garbage collection found {found} objects in reference cycles")
         self._seed_step()
         self.metrics.resume(paused)
+
+    def _save_and_stop(self) -> None:
+        """There may be little time left, so the save comes first, and nothing else."""
+        step = self.progress.step
+        if self.checkpointer.saving:
+            logger.info(f"Asked to stop: saving step {step}")
+            self._save()
+            self.checkpointer.close()
+        else:
+            logger.warning(f"Asked to stop: step {step} is lost, as checkpoint.enable = false or load_only = true")
 
     def _nonfinite(self, result: StepResult) -> None:
         """Leave this step's update out, or stop the run."""

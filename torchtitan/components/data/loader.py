@@ -24,6 +24,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.signals import become_stoppable, helpers_shielded
 
 logger = logging.getLogger("torchtitan")
 
@@ -247,7 +248,8 @@ class StepLoader:
                 multiprocessing_context="forkserver",
             )
         # Items come in turn from worker 0, 1, ..., 0, 1, ...: `count` of them are one step.
-        items = iter(self._workers)
+        with helpers_shielded():
+            items = iter(self._workers)
         shares = _split(self.rows, count)
         blank = np.full(self.source.seq_len + 1, IGNORE_INDEX)
         while True:
@@ -281,6 +283,7 @@ class _WorkerRows(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         assert info is not None
+        become_stoppable()
         # `datasets` asks this to divide files among workers. The lanes divide them already.
         torch.utils.data.get_worker_info = lambda: None
         try:
