@@ -80,7 +80,8 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
     logger.info(f"  metrics     {dump}/metrics.jsonl")
     logger.info(f"  config      {dump}/config.toml")
     if config.checkpoint.enable and not config.checkpoint.load_only:
-        logger.info(f"  checkpoint  {dump}/{config.checkpoint.folder}/step-{step}")
+        folder = config.checkpoint.folder
+        logger.info(f"  checkpoint  {folder if '://' in folder else f'{dump}/{folder}'}/step-{step}")
         if not config.checkpoint.last_save_model_only:
             more = config.training.steps * 2
             logger.info(f"Train on from here: the same command with --training.steps {more}")

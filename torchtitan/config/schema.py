@@ -309,11 +309,11 @@ class Checkpoint(Section):
     enable: bool = False
     """Save checkpoints, and resume from the newest complete one in `folder`."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints, relative to `job.dump_folder`."""
+    """Folder of the checkpoints, relative to `job.dump_folder`, or a URL: `s3://bucket/run`, `gs://bucket/run`."""
     interval: PositiveInt = 500
     """Steps between two checkpoints. The last step is always saved."""
     initial_load_path: str | None = None
-    """Checkpoint to start from when `folder` has none: a `step-N` folder, or a folder of safetensors."""
+    """Checkpoint to start from when `folder` has none: a `step-N` folder or its URL, or a folder of safetensors."""
     initial_load_model_only: bool = True
     """Take only the weights from `initial_load_path`; false: optimizer, schedule and data position too."""
     initial_load_in_hf: bool = False

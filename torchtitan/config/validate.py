@@ -151,6 +151,13 @@ def retention_is_safe(config: Config, world: int) -> Iterator[str]:
         )
 
 
+def storage_is_shared(config: Config, world: int) -> Iterator[str]:
+    if config.checkpoint.enable and config.checkpoint.folder.startswith("memory://") and world > 1:
+        yield (
+            f"checkpoint.folder: each of the {world} ranks has a memory:// of its own; set a folder or URL that all see"
+        )
+
+
 def excluded_parts_exist(config: Config, world: int) -> Iterator[str]:
     for part in config.checkpoint.exclude_from_loading:
         if part not in PARTS:
@@ -222,6 +229,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     storage_is_no_narrower_than_compute,
     decay_follows_warmup,
     retention_is_safe,
+    storage_is_shared,
     excluded_parts_exist,
     loading_is_enabled,
     hf_weights_have_no_optimizer,

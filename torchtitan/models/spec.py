@@ -48,6 +48,10 @@ class HFMap(Protocol):
         """The contents of Hugging Face's `config.json`."""
         ...
 
+    def args(self, config: dict[str, Any]) -> Any:
+        """The hyper-parameters in a `config.json`; ConfigError where it is of a model that the family isn't."""
+        ...
+
 
 ShardingStyle = Literal["embedding", "norm", "gather_sequence", "columns", "rows", "output"]
 """What tensor parallelism does to a module. Between modules, activations are sharded over the sequence.

@@ -17,6 +17,7 @@ from torchtitan.config.schema import Config
 from torchtitan.distributed.stages import StagePlan, plan_stages
 from torchtitan.models import ModelSpec, get_spec
 from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.storage import is_url, storage_path, storage_problem
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
     spec = args = tokenizer = stages = None
     try:
         if config.experimental.custom_import:
-            _import(config.experimental.custom_import)
+            import_custom(config.experimental.custom_import)
         spec = get_spec(config.model.name)
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
@@ -90,7 +91,8 @@ def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
             yield f"optimizer.param_groups: pattern {group.pattern!r} matches no parameter{hint}"
 
 
-def _import(module: str) -> None:
+def import_custom(module: str) -> None:
+    """Import the module of `experimental.custom_import`, which registers a model family."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -107,9 +109,20 @@ def _check_paths(config: Config) -> Iterator[str]:
         # A name with a scheme (hf://, s3://) is a remote file, which only the loader can look up.
         if path and "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
             yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
-    path = config.checkpoint.initial_load_path
-    if config.checkpoint.enable and path and not Path(path).is_dir():
+    checkpoint = config.checkpoint
+    path = checkpoint.initial_load_path or ""
+    if not checkpoint.enable:
+        return
+    if checkpoint.initial_load_in_hf and is_url(path):
+        yield (
+            f"checkpoint.initial_load_path: safetensors are read from a local folder only, not from {path!r}; download "
+            "them, or make a checkpoint of them there with `python -m torchtitan.tools.ckpt from-hf`"
+        )
+    elif path and not is_url(path) and not storage_path(path).is_dir():
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
+    for key, name in (("folder", checkpoint.folder), ("initial_load_path", path)):
+        if problem := storage_problem(name):
+            yield f"checkpoint.{key}: {problem}"
 
 
 def _check_packages(config: Config) -> Iterator[str]:
@@ -124,6 +137,12 @@ def _check_packages(config: Config) -> Iterator[str]:
 
 def _check_dump_folder(config: Config) -> Iterator[str]:
     folder = Path(config.job.dump_folder)
+    if is_url(config.job.dump_folder):
+        yield (
+            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, as logs grow line by line there; set "
+            "checkpoint.folder to the URL"
+        )
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"

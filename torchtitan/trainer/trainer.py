@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import platform
 import socket
 import time
 from collections import Counter
@@ -16,7 +15,8 @@ import torch.distributed as dist
 
 import torchtitan
 from torchtitan.components.checkpoint import Checkpointer, Resumed
-from torchtitan.components.checkpoint.hf import load_hf, save_hf
+from torchtitan.components.checkpoint.commit import versions
+from torchtitan.components.checkpoint.hf import load_hf
 from torchtitan.components.data import StepBatch, StepLoader
 from torchtitan.components.ledger import Ledger, changes, git_revision
 from torchtitan.components.metrics import Metrics
@@ -39,6 +39,7 @@ from torchtitan.utils.errors import NonFiniteError, UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.storage import storage_path
 
 
 class Trainer:
@@ -104,12 +105,7 @@ class Trainer:
     def _about(self) -> dict[str, Any]:
         """What every checkpoint's manifest says of the run."""
         return {
-            "format": 1,
-            "versions": {
-                "torchtitan": torchtitan.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
             "model": {"name": self.plan.spec.name, **self.plan.args.model_dump()},
             "git": git_revision() if dist.get_rank() == 0 else None,
             "ranks": dist.get_world_size(),
@@ -141,7 +137,7 @@ class Trainer:
             load_hf(self.parts.models, folder, self.plan.spec.hf.names(self.plan.args))
             logger.info(f"Starting from the Hugging Face weights in {folder}")
         elif config.enable and config.initial_load_path:
-            if initial := self.checkpointer.load_initial(Path(config.initial_load_path)):
+            if initial := self.checkpointer.load_initial(storage_path(config.initial_load_path)):
                 self._apply(initial, set())
             logger.info(f"Starting from {config.initial_load_path}")
         else:
@@ -168,17 +164,7 @@ class Trainer:
         }
         self.checkpointer.save(step, train_state, model_only=last and config.last_save_model_only)
         if last and config.last_save_in_hf:
-            self.checkpointer.wait()
-            dtype = config.export_dtype
-            folder = self.checkpointer.folder / f"step-{step}-hf"
-            save_hf(
-                self.parts.models,
-                folder,
-                self.plan.spec.hf.names(self.plan.args),
-                self.plan.spec.hf.config(self.plan.args, dtype),
-                getattr(torch, dtype),
-                self.plan.tokenizer.files,
-            )
+            folder = self.checkpointer.export_hf(step, self.plan.spec, self.plan.args, self.plan.tokenizer)
             logger.info(f"Exported Hugging Face weights to {folder}")
 
     # ---- the loop

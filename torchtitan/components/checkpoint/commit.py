@@ -1,30 +1,34 @@
-"""How a checkpoint becomes one: written under a hidden name, checksummed, fsynced, renamed.
+"""How a checkpoint becomes one, and what makes it whole.
+
+In a folder: written under a hidden name, checksummed, fsynced, renamed.
 
     .step-100.tmp/   being written; no reader ever looks at it
     step-100/        complete: DCP's shards and `.metadata`, and `manifest.json` with the size and CRC-32 of each file
     .step-90.old/    being deleted
 
-All of it happens inside DCP's storage writer, so that a save in a background thread commits in the very same way.
+At a URL, where nothing can be renamed: written under its own name, `manifest.json` last; without that it is none. To
+delete it, the manifest goes first.
+
+`dcp_storage.py` does this inside DCP's storage writer, so that a save in a background thread commits in the same way.
 """
 
 import json
 import os
+import platform
 import re
-import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import torch
 
+import torchtitan
 from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.storage import delete_tree, is_remote, patiently
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d+)")
-_SIDECAR = ".checksums-{}"
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -33,10 +37,17 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def committed_steps(folder: Path) -> list[int]:
     """Steps with a committed checkpoint, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = (_STEP.fullmatch(path.name) for path in folder.iterdir() if (path / MANIFEST).is_file())
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(patiently(folder, lambda: [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]))
+
+
+def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for path in paths:
+        if match := _STEP.fullmatch(path.name):
+            yield int(match[1]), path
 
 
 def crc32(path: Path) -> int:
@@ -58,38 +69,79 @@ def fsync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write and fsync a JSON file."""
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a JSON file, and fsync it."""
+    text = json.dumps(value, indent=1)
+    patiently(path, lambda: path.write_text(text))
+    if not is_remote(path):
+        fsync(path)
 
 
-def commit(temporary: Path, final: Path) -> None:
+def temporary_folder(final: Path) -> Path:
+    """Where what becomes `final` is written: beside it under a hidden name, or at a URL already there."""
+    return final if is_remote(final) else final.with_name(f".{final.name}.tmp")
+
+
+def commit(final: Path) -> None:
     """Give a completely written folder its name. Whatever had that name before goes away only afterwards."""
+    if is_remote(final):
+        return
+    temporary = temporary_folder(final)
     fsync(temporary)
     old = final.with_name(f".{final.name}.old")
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        delete_tree(old)
         final.rename(old)
     temporary.rename(final)
     fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    delete_tree(old)
+
+
+def discard(final: Path) -> None:
+    """Delete what a failed save of `final` left, and nothing complete."""
+    if not (is_remote(final) and (final / MANIFEST).is_file()):
+        delete_tree(temporary_folder(final))
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that no reader sees half of it: rename away, then delete."""
-    old = path.with_name(f".{path.name}.old")
-    path.rename(old)
-    shutil.rmtree(old, ignore_errors=True)
+    """Delete a checkpoint so that no reader sees half of it: out of sight first, then file by file."""
+    old = path
+    if is_remote(path):
+        patiently(path, lambda: (path / MANIFEST).unlink(missing_ok=True))
+    else:
+        old = path.with_name(f".{path.name}.old")
+        path.rename(old)
+    patiently(path, lambda: delete_tree(old))
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What saves and deletions that were interrupted, or are still at work, have left."""
+    if is_remote(folder):
+        return sorted(path for _, path in _steps(folder) if not (path / MANIFEST).is_file())
+    return sorted([*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")])
 
 
 def clean(folder: Path) -> list[str]:
     """Delete what an interrupted save or deletion left behind, and return its names."""
-    leftovers = [*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")]
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    return sorted(path.name for path in leftovers)
+    found = leftovers(folder)
+    for path in found:
+        delete_tree(path)
+    return [path.name for path in found]
+
+
+def disposable(folder: Path, keep_latest: int, keep_every: int = 0) -> list[int]:
+    """Steps to delete so that the newest `keep_latest` stay, and the multiples of `keep_every`.
+
+    The newest checkpoint that can be resumed stays in any case.
+    """
+    steps = committed_steps(folder)
+    resumable = (s for s in reversed(steps) if not read_manifest(step_folder(folder, s))["model_only"])
+    kept = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
+    return [s for s in steps if s not in kept and not (keep_every and s % keep_every == 0)]
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint."""
+    return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -99,70 +151,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it can't be read.
     """
     try:
-        return json.loads((path / MANIFEST).read_text())
+        return json.loads(patiently(path, lambda: (path / MANIFEST).read_text()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {MANIFEST}: {error}") from None
 
 
-def damage(path: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files, or None; rank `part` of `parts` reads every `parts`-th file."""
+def damage(path: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> Iterator[str]:
+    """What is wrong with a checkpoint's files; rank `part` of `parts` reads every `parts`-th file."""
     for name, expected in list(manifest["files"].items())[part::parts]:
         try:
-            size = (path / name).stat().st_size
+            size = patiently(path, lambda file=path / name: file.stat().st_size)  # type: ignore[misc]
             if size != expected["bytes"]:
-                return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if crc32(path / name) != expected["crc32"]:
-                return f"{name} has another checksum than when it was written"
+                yield f"{name} has {size} bytes instead of {expected['bytes']}"
+            elif patiently(path, lambda file=path / name: crc32(file)) != expected["crc32"]:  # type: ignore[misc]
+                yield f"{name} has another checksum than when it was written"
         except OSError as error:
-            return f"{name}: {error.strerror}"
-    return None
-
-
-class CommittingWriter(FileSystemWriter):
-    """DCP storage writer whose `finish` commits the checkpoint.
-
-    Every rank checksums the files it wrote; the coordinator, once all are done, collects these, writes the manifest,
-    and renames.
-    """
-
-    def __init__(self, final: Path, manifest: dict[str, Any], committed: Callable[[], None]):
-        self.final = final
-        self.temporary = final.with_name(f".{final.name}.tmp")
-        self.manifest = manifest
-        self.committed = committed
-        super().__init__(self.temporary, sync_files=True)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            future = super().write_data(plan, planner)
-            names = {result.storage_data.relative_path for result in future.wait()}
-        except Exception as error:
-            # DCP pickles the exception to tell the other ranks, which loses what it was caused by.
-            raise root_cause(error) from error
-        if names:
-            sums = {name: _file_entry(self.temporary / name) for name in sorted(names)}
-            write_json(self.temporary / _SIDECAR.format(plan.storage_data.prefix.strip("_")), sums)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        files: dict[str, Any] = {}
-        for sidecar in self.temporary.glob(_SIDECAR.format("*")):
-            files |= json.loads(sidecar.read_text())
-            sidecar.unlink()
-        files[".metadata"] = _file_entry(self.temporary / ".metadata")
-        write_json(self.temporary / MANIFEST, self.manifest | {"files": dict(sorted(files.items()))})
-        commit(self.temporary, self.final)
-        self.committed()
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The operating system's own error, where torch's writer wraps it in one about its internals."""
-    chain = [error]
-    while inner := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(inner)
-    return next((e for e in chain if isinstance(e, OSError)), chain[-1])
-
-
-def _file_entry(path: Path) -> dict[str, int]:
-    return {"bytes": path.stat().st_size, "crc32": crc32(path)}
+            yield f"{name}: {error.strerror or error}"

@@ -1,9 +1,9 @@
 """When to save, what to resume, what to keep."""
 
 import errno
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.components.checkpoint.commit import (
-    CommittingWriter,
     clean,
     committed_steps,
     damage,
+    discard,
+    disposable,
     read_manifest,
     remove,
-    root_cause,
     step_folder,
 )
+from torchtitan.components.checkpoint.dcp_storage import CommittingWriter, root_cause
+from torchtitan.components.checkpoint.hf import export_hf
 from torchtitan.components.checkpoint.state import (
     State,
     allocate_optimizer_state,
@@ -34,9 +36,12 @@ from torchtitan.components.checkpoint.state import (
     read_tensors,
 )
 from torchtitan.components.optimizer import AnyOptimizer
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import schema
+from torchtitan.models import ModelSpec
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.storage import is_remote, make_folder, storage_path
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Checkpointer:
             about: what the manifest records of the run: config, versions, data fingerprint.
         """
         self.config = config
-        self.folder = Path(dump_folder, config.folder)
+        self.folder = storage_path(config.folder, dump_folder)
         self.models, self.optimizer, self.about = models, optimizer, about
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
@@ -93,11 +98,16 @@ class Checkpointer:
         problem = None
         if dist.get_rank() == 0:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 if leftovers := clean(self.folder):
                     logger.info(f"Removed what an interrupted save left behind: {', '.join(leftovers)}")
-            except OSError as error:
-                problem = f"checkpoint.folder: can't write to {self.folder}: {error.strerror}"
+                if is_remote(self.folder):
+                    probe = self.folder / ".writable"
+                    probe.touch()
+                    probe.unlink()
+            except Exception as error:  # every storage client has its own
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                problem = f"checkpoint.folder: can't write to {self.folder}: {reason}"
         if problem := _from_rank_0(problem):
             raise CheckpointError(problem)
 
@@ -133,6 +143,14 @@ class Checkpointer:
         else:
             self._upload = response
 
+    def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
+        """Write the checkpoint of `step` as Hugging Face safetensors, to the folder that is returned."""
+        self.wait()
+        folder = self.folder / f"step-{step}-hf"
+        dtype = getattr(torch, self.config.export_dtype)
+        export_hf(step_folder(self.folder, step), folder, spec, args, dtype, tokenizer, group=self._group)
+        return folder
+
     def wait_staged(self) -> None:
         """Wait until a save in the background has its copy of the weights: before they change."""
         if self._staging is not None:
@@ -166,7 +184,8 @@ class Checkpointer:
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             target = step_folder(self.folder, self._step_in_flight)
             cause = _describe(error)
-            shutil.rmtree(target.with_name(f".{target.name}.tmp"), ignore_errors=True)
+            with suppress(Exception):
+                discard(target)
             advice = "Free some space or set checkpoint.folder to another disk" if _is_full(cause) else "Mend that"
             raise CheckpointError(
                 f"can't save {target}: {cause}. {advice}, then run the same command again: {self.last_good()}."
@@ -179,13 +198,8 @@ class Checkpointer:
 
     def _purge(self) -> None:
         """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be resumed."""
-        keep = self.config.keep_latest_k
-        if not keep:
-            return
-        steps = committed_steps(self.folder)
-        resumable = [s for s in steps if not read_manifest(step_folder(self.folder, s))["model_only"]]
-        for step in steps[:-keep]:
-            if step != max(resumable, default=None):
+        if self.config.keep_latest_k:
+            for step in disposable(self.folder, self.config.keep_latest_k):
                 remove(step_folder(self.folder, step))
 
     # ---- resuming
@@ -248,7 +262,7 @@ class Checkpointer:
         manifest, problem = None, None
         try:
             manifest = read_manifest(path)
-            problem = damage(path, manifest, dist.get_rank(), dist.get_world_size())
+            problem = next(damage(path, manifest, dist.get_rank(), dist.get_world_size()), None)
         except (CheckpointError, KeyError) as error:
             problem = str(error)
         problems: list[str | None] = [None] * dist.get_world_size()

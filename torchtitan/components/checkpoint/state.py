@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan.components.checkpoint.dcp_storage import Reader
 from torchtitan.components.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
 
@@ -75,7 +76,8 @@ def read_tensors(state: State, path: Path) -> None:
     Raises:
         CheckpointError: a tensor is missing there or has another shape: a checkpoint of another model.
     """
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = Reader(path)
+    stored = reader.read_metadata().state_dict_metadata
     wrong = []
     for name, value in _flatten(state):
         if name not in stored:
@@ -89,7 +91,7 @@ def read_tensors(state: State, path: Path) -> None:
             "Set model.name, model.flavor and [model.overrides] to those in its manifest.json, "
             "or choose another checkpoint.folder."
         )
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, storage_reader=reader)
 
 
 def _flatten(state: State, prefix: str = "") -> list[tuple[str, Tensor]]:

@@ -1,8 +1,9 @@
 """Llama 3's sizes, and what follows from them alone: initialization, FLOPs, sharding. Imports no torch."""
 
 import math
+from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
 
@@ -42,13 +43,18 @@ class LlamaArgs(ModelArgs):
     rope_theta: float = Field(default=500_000.0, gt=0)
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScaling | None = RopeScaling()
-    """Llama 3.1 frequency scaling; none: plain RoPE."""
+    """Llama 3.1 frequency scaling. `"none"`: plain RoPE, as in Llama 3.0."""
     tie_embeddings: bool = False
     """Use the token embedding as output projection (1B and 3B)."""
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _plain_rope(cls, value: Any) -> Any:
+        return None if value == "none" else value  # TOML has no null
 
     @model_validator(mode="after")
     def _divisible(self) -> "LlamaArgs":

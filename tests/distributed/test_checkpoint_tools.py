@@ -1,0 +1,261 @@
+"""`python -m torchtitan.tools.ckpt`, on checkpoints of real runs."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.runs import arguments, train
+from torchtitan.components.checkpoint.commit import committed_steps
+from torchtitan.models import get_spec
+from torchtitan.tools import ckpt
+from torchtitan.utils.errors import ConfigError, UserError
+
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=6"]
+LLAMA_31 = ["--model.flavor=8B", "--model.overrides.vocab_size=2048"]
+TIED = [*LLAMA_31, "--model.overrides.tie_embeddings=true"]
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory):
+    """Steps 2, 4, 6 of a run on two ranks; returns its folder of checkpoints and what it was."""
+    folder = tmp_path_factory.mktemp("run")
+    result = ranks(2, train, arguments(folder, *SAVE, steps=6))[0]
+    return folder / "out/checkpoint", result
+
+
+def copy_of(run, tmp_path):
+    return shutil.copytree(run[0], tmp_path / "copy")
+
+
+def test_inspect_tells_what_is_there(run, capsys):
+    folder, result = run
+    assert ckpt.main(["inspect", str(folder), "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)
+    assert [s["step"] for s in steps] == [2, 4, 6]
+    last = steps[-1]
+    count = sum(weight.numel() for weight in result["weights"].values())
+    assert last["parameters"] == count
+    assert last["bytes"]["model"] == {"float32": 4 * count}
+    assert last["bytes"]["optimizer"]["float32"] == 8 * count + 4 * len(result["weights"]), "two moments and a counter"
+    assert last["train_state"]["progress"]["tokens"] == 6 * 8 * 32
+    assert last["config"]["training.global_batch_size"] == 8
+    assert "training.max_norm" not in last["config"], "as it is by default"
+    assert last["versions"]["torch"] == torch.__version__
+    ckpt.main(["inspect", str(folder)])
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 4
+    assert f"{count:,}" in table[-1]
+    ckpt.main(["inspect", str(folder / "step-4")])
+    assert "model.overrides.dim = 64" in capsys.readouterr().out
+
+
+def test_verify_names_every_damaged_file(run, tmp_path, capsys):
+    folder = copy_of(run, tmp_path)
+    assert ckpt.main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count("OK") == 3
+    for name, damage in (("__0_0.distcp", lambda b: b[:-1]), ("__1_0.distcp", lambda b: b[:-1] + bytes([b[-1] ^ 1]))):
+        file = folder / "step-4" / name
+        file.write_bytes(damage(file.read_bytes()))
+    (folder / "step-6/.metadata").unlink()
+    (folder / ".step-8.tmp").mkdir()
+    assert ckpt.main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "step-2: OK" in out
+    for text in (
+        "__0_0.distcp has",
+        "__1_0.distcp has another checksum",
+        ".metadata: No such file",
+        ".step-8.tmp: left",
+    ):
+        assert text in out
+
+
+def test_diff_measures_the_distance(run, tmp_path, capsys):
+    folder, _ = run
+    assert ckpt.main(["diff", str(folder / "step-6"), str(folder)]) == 0
+    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), "--only", "config"]) == 0
+    capsys.readouterr()
+    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6")]) == 1
+    out = capsys.readouterr().out
+    assert "train_state: progress.step: 4 in a, 6 in b" in out
+    assert "tensors: optimizer.norm.weight.step: max |a - b| 2, |a - b| / |a| 0.5" in out
+    only = ["--only", "tensors", "--tolerance"]
+    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), *only, "2"]) == 0
+    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), *only, "1.9"]) == 1
+
+
+def test_diff_sees_other_shapes_and_keys(run, ranks, tmp_path, capsys):
+    other = ["--model.overrides.ffn_dim=128", "--model.overrides.n_layers=1"]
+    ranks(1, train, arguments(tmp_path, *SAVE, *other, steps=2))
+    assert ckpt.main(["diff", str(run[0] / "step-2"), str(tmp_path / "out/checkpoint"), "--only", "tensors"]) == 1
+    out = capsys.readouterr().out
+    assert "model.layers.0.feed_forward.w1.weight: [96, 64] in a, [128, 64] in b" in out
+    assert "model.layers.1.ffn_norm.weight: only in a" in out
+
+
+def test_prune_keeps_what_is_asked_and_what_can_be_resumed(ranks, tmp_path, capsys):
+    extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    ranks(1, train, arguments(tmp_path, *extra, "--checkpoint.last_save_model_only", steps=6))
+    folder = tmp_path / "out/checkpoint"
+    prune = ["prune", str(folder), "--keep-latest", "1", "--keep-every", "2"]
+    ckpt.main([*prune, "--dry-run"])
+    assert committed_steps(folder) == [1, 2, 3, 4, 5, 6]
+    assert "would delete" in capsys.readouterr().out
+    ckpt.main(prune)
+    assert committed_steps(folder) == [2, 4, 5, 6], "5 is the newest that can be resumed"
+    ckpt.main(prune[:-2])
+    assert sorted(p.name for p in folder.iterdir()) == ["step-5", "step-6"]
+
+
+@pytest.mark.parametrize("extra", [[], LLAMA_31, TIED], ids=["3.0", "3.1", "3.2 tied"])
+def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
+    pytest.importorskip("transformers")
+    run = ranks(1, train, arguments(tmp_path, *SAVE, *extra, "--checkpoint.keep_latest_k=2", steps=2))[0]
+    checkpoints, first, back = tmp_path / "out/checkpoint", tmp_path / "hf", tmp_path / "again"
+    ckpt.main(["to-hf", str(checkpoints), str(first), "--dtype", "bfloat16", "--max-file-gb", "0.0002"])
+    assert "Largest logit difference" in capsys.readouterr().out
+    config = json.loads((first / "config.json").read_text())
+    assert config["eos_token_id"] == json.loads((first / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert (first / "tokenizer.json").is_file()
+    weights = {k: v for file in first.glob("*.safetensors") for k, v in load_file(file).items()}
+    index = json.loads((first / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == weights.keys()
+    assert ("lm_head.weight" in weights) == (extra is not TIED)
+    assert torch.equal(weights["model.norm.weight"], run["weights"]["norm.weight"].to(torch.bfloat16))
+
+    ckpt.main(["from-hf", str(first), str(tmp_path / "started")])
+    ckpt.main(["to-hf", str(tmp_path / "started"), str(back), "--no-check"])
+    assert {p.name for p in back.iterdir()} == {p.name for p in first.iterdir()} - {
+        p.name for p in first.glob("model*")
+    } | {"model.safetensors"}
+    for name, weight in load_file(back / "model.safetensors").items():
+        assert torch.equal(weight, weights.pop(name)), name
+    assert not weights
+    assert json.loads((back / "config.json").read_text()) == config
+
+    # The TOML trains from these weights as it is.
+    argv = arguments(tmp_path, f"--config={tmp_path / 'started/train.toml'}", steps=1)
+    argv = [a for a in argv if not a.startswith("--model.")] + [f"--job.dump_folder={tmp_path / 'next'}"]
+    started = ranks(2, train, argv)[0]
+    assert started["initial"].keys() == run["weights"].keys()
+    for name, weight in run["weights"].items():
+        assert torch.equal(started["initial"][name], weight.bfloat16().float()), name
+
+
+def test_from_hf_says_why_a_folder_is_no_llama(tmp_path, run):
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def refused(match, **changes):
+        if changes:
+            (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(UserError, match=match):
+            ckpt.main(["from-hf", str(folder), str(tmp_path / "out")])
+        assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+    refused("config.json: .*No such file")
+    ckpt.main(["to-hf", str(run[0]), str(tmp_path / "hf"), "--no-check"])
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    refused("no .safetensors", model_type="llama")
+    shutil.copy(tmp_path / "hf/model.safetensors", folder)
+    refused("model_type is 'qwen2', must be 'llama'", model_type="qwen2")
+    refused("attention_bias", attention_bias=True)
+    refused("RoPE scaling of type 'yarn'", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    refused("head_dim is 32, must be .*16", head_dim=32)
+    refused("lacks some", rope_scaling={"rope_type": "llama3", "factor": 4.0})
+    refused("gate_proj.weight is \\[96, 64\\], should be \\[128, 64\\]", intermediate_size=128)
+    refused("model.layers.2.* is missing", num_hidden_layers=3)
+    refused("model.layers.1.* is unknown", num_hidden_layers=1)
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu", "mlp_bias": True}))
+    with pytest.raises(ConfigError) as error:
+        ckpt.main(["from-hf", str(folder), str(tmp_path / "out")])
+    assert len(error.value.problems) == 2
+
+
+def test_bad_input_is_told(tmp_path, run):
+    folder = str(run[0])
+    for argv, match in (
+        (["inspect", str(tmp_path / "nothing")], "nothing does not exist"),
+        (["verify", str(tmp_path)], "holds no complete checkpoint"),
+        (["to-hf", folder, folder], "exists; delete it"),
+        (["to-hf", folder, str(tmp_path / "x"), "--assets", str(tmp_path)], "holds neither tokenizer.json"),
+        (["inspect", "nosuch://bucket/run"], "no storage is known by nosuch://"),
+    ):
+        with pytest.raises(UserError, match=match):
+            ckpt.main(argv)
+    assert not (tmp_path / "x").exists()
+
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+from torchtitan.components.checkpoint.hf import load_hf
+from torchtitan.components.checkpoint.state import model_state, read_tensors
+from torchtitan.models import get_spec
+from torchtitan.tools import ckpt, convert
+
+def status(key):
+    return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if key in l)
+
+def measure(name, action, *args):
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = status("VmRSS")
+    assert not action(*args)
+    peaks[name] = status("VmHWM") - before
+
+source, new, back = sys.argv[1:]
+peaks = {}
+for argv in (
+    ["from-hf", source, new],
+    ["verify", new],
+    ["diff", new, new],
+    ["to-hf", new, back, "--no-check", "--max-file-gb", "0.1"],
+):
+    measure(argv[0], ckpt.main, argv)
+spec = get_spec("llama3")
+model = spec.build(spec.hf.args(json.loads(Path(source, "config.json").read_text())), None)
+measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
+measure("resume", read_tensors, {"model": model_state([model])}, Path(new, "step-0"))
+print(json.dumps(peaks))
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Each tool, and each way of loading, needs memory for a few tensors; the model has hundreds."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 25,
+        "num_attention_heads": 8,
+    }
+    spec = get_spec("llama3")
+    args = spec.hf.args(config)
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in spec.build(args, None).named_parameters()}
+    source, back = tmp_path / "hf", tmp_path / "back"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    names = spec.hf.names(args).items()
+    weights = {theirs: torch.full(shapes[ours], i / 1e3) for i, (ours, theirs) in enumerate(names)}
+    save_file(weights, source / "model.safetensors")
+    size = (source / "model.safetensors").stat().st_size
+    assert size > 250e6
+    argv = [sys.executable, "-c", MEASURE, source, tmp_path / "new", back]
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert len(peaks) == 6
+    for name, peak in peaks.items():
+        assert peak < 100e6, f"{name} took {peak / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB"
+    for file in back.glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            assert torch.equal(weight, weights.pop(name)), name
+    assert not weights

@@ -1,0 +1,247 @@
+"""Checkpoints in object storage: a real S3 client against a real S3 server on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch.distributed as dist
+
+from tests.runs import arguments, losses, train
+from torchtitan.components.checkpoint.commit import committed_steps, leftovers
+from torchtitan.config import resolve
+from torchtitan.tools import ckpt
+from torchtitan.trainer.preflight import preflight
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.storage import patiently, storage_path
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=3", "--lr_scheduler.total_steps=8"]
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    """The environment of a client of a fresh server with the bucket `runs`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (tmp_path_factory.mktemp("s3") / "log").open("w")
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
+    env = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urlopen(env["AWS_ENDPOINT_URL"])
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    os.environ.update(env)
+    storage_path("s3://runs/x").fs.mkdir("runs")
+    yield env
+    server.kill()
+    server.wait()
+    for key in env:
+        del os.environ[key]
+
+
+def remote(env, action, *args):
+    """Run `action(*args)` on a rank, as a client of the server."""
+    os.environ.update(env)
+    return action(*args)
+
+
+def train_remote(env, argv):
+    return remote(env, train, argv)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks, tmp_path_factory):
+    return ranks(1, train, arguments(tmp_path_factory.mktemp("whole"), SAVE[-1], steps=8))[0]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_resume_from_a_bucket_on_other_ranks(ranks, tmp_path, s3, uninterrupted, mode):
+    url = f"s3://runs/{mode}"
+    extra = [*SAVE, f"--checkpoint.folder={url}", f"--checkpoint.async_mode={mode}"]
+    ranks(2, train_remote, s3, arguments(tmp_path, *extra, steps=6))
+    assert committed_steps(storage_path(url)) == [3, 6]
+    assert not leftovers(storage_path(url))
+    assert not (tmp_path / "out/checkpoint").exists()
+    other = ["--parallelism.tensor_parallel_degree=2"] if mode == "async" else []
+    run = ranks(2 if other else 1, train_remote, s3, arguments(tmp_path, *extra, *other, steps=8))[0]
+    assert [r["step"] for r in run["metrics"]] == list(range(1, 9)), "went on from step 6"
+    assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
+
+
+def test_retention_damage_and_the_toolbox(ranks, tmp_path, s3, capsys):
+    url = "s3://runs/kept"
+    folder = storage_path(url)
+    extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
+    extra += [f"--checkpoint.folder={url}", "--checkpoint.last_save_in_hf"]
+    ranks(2, train_remote, s3, arguments(tmp_path, *extra, steps=4))
+    assert sorted(p.name for p in folder.iterdir()) == ["step-3", "step-4", "step-4-hf"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (folder / "step-4-hf").iterdir()}
+
+    assert ckpt.main(["verify", url]) == 0
+    ckpt.main(["to-hf", url, str(tmp_path / "hf"), "--no-check"])
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (folder / "step-4-hf/model.safetensors").read_bytes()
+    ckpt.main(["from-hf", str(tmp_path / "hf"), "s3://runs/started", "--toml", str(tmp_path / "train.toml")])
+    assert ckpt.main(["diff", f"{url}/step-4", "s3://runs/started", "--only", "tensors"]) == 1
+    assert "model." not in capsys.readouterr().out.split("b: ")[1], "the weights are equal; the optimizer is missing"
+    argv = [f"--config={tmp_path / 'train.toml'}", f"--job.dump_folder={tmp_path / 'started'}"]
+    argv = [a for a in arguments(tmp_path, *argv, steps=1) if not a.startswith("--model.")]
+    assert ranks(1, train_remote, s3, argv)[0]["progress"]["step"] == 1
+
+    shard = folder / "step-4/__0_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
+    assert ckpt.main(["verify", url]) == 1
+    assert "step-4: damaged" in capsys.readouterr().out
+    (folder / "step-9/__0_0.distcp").write_bytes(b"half")
+    assert ckpt.main(["verify", f"{url}"]) == 1
+    assert "step-9: left by" in capsys.readouterr().out
+    run = ranks(2, train_remote, s3, arguments(tmp_path, *extra, steps=5))[0]
+    assert run["progress"]["step"] == 5
+    assert committed_steps(folder) == [4, 5]
+    assert not leftovers(folder)
+    assert ckpt.main(["verify", url]) == 0, "went on from step 3, and step 4 is written anew"
+    ckpt.main(["prune", url, "--keep-latest", "1"])
+    assert committed_steps(folder) == [5]
+    assert not (folder / "step-4").exists()
+
+
+def failing(env, argv):
+    """Train with a server that goes away after three steps."""
+    os.environ.update(env)
+    import torchtitan.utils.storage as storage
+    from torchtitan.trainer.trainer import Trainer
+
+    storage._DELAYS = (0.01,)
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    real = type(trainer.checkpointer.folder).open
+
+    def unreachable(self, mode="r", *args, **kwargs):
+        if "w" in mode and self.parent.name == "step-6" and self.name.startswith("__1"):
+            raise ConnectionError("the server has gone")
+        return real(self, mode, *args, **kwargs)
+
+    type(trainer.checkpointer.folder).open = unreachable
+    try:
+        trainer.train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        type(trainer.checkpointer.folder).open = real
+        trainer.close()
+    return None
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s3, mode):
+    url = f"s3://runs/failing-{mode}"
+    argv = arguments(tmp_path, *SAVE, f"--checkpoint.folder={url}", f"--checkpoint.async_mode={mode}", steps=6)
+    for kind, message in ranks(2, failing, s3, argv):
+        assert kind == "CheckpointError"
+        assert "rank 1: ConnectionError: the server has gone" in message
+        assert f"the last good checkpoint is {url}/step-3" in message
+    assert committed_steps(storage_path(url)) == [3]
+    assert not leftovers(storage_path(url))
+    assert ranks(2, train_remote, s3, argv)[0]["progress"]["step"] == 6
+
+
+@pytest.mark.e2e
+def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, s3):
+    url = "s3://runs/killed"
+    folder = storage_path(url)
+    extra = ["--checkpoint.enable", "--checkpoint.interval=1", f"--checkpoint.folder={url}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan.train", *arguments(tmp_path, *extra, steps=500)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (committed_steps(folder) and leftovers(folder)):  # one complete, and one begun
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    steps = committed_steps(folder)
+    assert steps
+    assert ckpt.main(["verify", url]) == 0
+    more = [sys.executable, "-m", "torchtitan.train", *arguments(tmp_path, *extra, steps=steps[-1] + 1)]
+    done = subprocess.run(more, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"Resumed from {url}/step-{steps[-1]}" in done.stdout
+    assert not leftovers(folder)
+
+
+def test_other_urls(ranks, tmp_path):
+    file = f"file://{tmp_path / 'elsewhere'}"
+    ranks(2, train, arguments(tmp_path, *SAVE, f"--checkpoint.folder={file}", steps=3))
+    assert (tmp_path / "elsewhere/step-3/manifest.json").is_file()
+    memory = ["--checkpoint.folder=memory://run", "--training.steps=4"]
+    ranks(1, train, arguments(tmp_path, *SAVE, *memory))
+    again = ranks(1, train, arguments(tmp_path, *SAVE, *memory, "--training.steps=5"))[0]
+    assert again["progress"]["step"] == 5
+    start = ["--checkpoint.enable", f"--checkpoint.initial_load_path={file}/step-3", "--checkpoint.folder=new"]
+    ranks(1, train, arguments(tmp_path, *start, "--training.steps=1"))
+
+
+def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3, monkeypatch):
+    def problems(*extra, world=1):
+        argv = arguments(tmp_path, "--checkpoint.enable", *extra)
+        with pytest.raises(ConfigError) as error:
+            preflight(resolve(argv, world).config)
+        return str(error.value)
+
+    assert "checkpoint.folder: no storage is known by s4://" in problems("--checkpoint.folder=s4://bucket/run")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert "pip install gcsfs" in problems("--checkpoint.folder=gs://bucket/run")
+    assert "pip install gcsfs" in problems("--checkpoint.initial_load_path=gs://bucket/run/step-1")
+    hf = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=s3://runs/hf"]
+    assert "from a local folder only" in problems(*hf)
+    assert "memory:// of its own" in problems("--checkpoint.folder=memory://run", world=2)
+    assert "must be a local folder" in problems("--job.dump_folder=s3://runs/out")
+    assert not Path("s3:").exists()
+    with pytest.raises(
+        AssertionError, match=r"checkpoint.folder: can't write to s3://nobucket/run.*bucket does not exist"
+    ):
+        ranks(2, train_remote, s3, arguments(tmp_path, *SAVE, "--checkpoint.folder=s3://nobucket/run"))
+
+
+def test_transient_errors_pass_and_lasting_ones_do_not(monkeypatch):
+    pauses, path = [], storage_path("memory://x")
+    monkeypatch.setattr("torchtitan.utils.storage.time.sleep", pauses.append)
+    errors = iter([ConnectionError("reset"), TimeoutError("slow"), None])
+
+    def flaky():
+        if error := next(errors):
+            raise error
+        return "done"
+
+    assert patiently(path, flaky) == "done"
+    assert len(pauses) == 2
+    assert pauses[0] < 2
+    with pytest.raises(FileNotFoundError):
+        patiently(path, lambda: (path / "nothing").read_text())
+    assert len(pauses) == 2, "another attempt would not help"
+    errors = iter([ConnectionError("reset")] * 9)
+    with pytest.raises(ConnectionError):
+        patiently(path, flaky)
+    errors = iter([ConnectionError("reset"), None])
+    with pytest.raises(ConnectionError):
+        patiently(Path("/tmp"), flaky)
