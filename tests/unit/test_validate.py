@@ -99,6 +99,10 @@ CASES = {
     "retention_is_safe": [
         (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
     ],
+    "storage_is_shared": [
+        (2, ["--checkpoint.enable", "--checkpoint.folder=memory://run"], "memory:// of its own",
+         ["--checkpoint.folder=checkpoint"]),
+    ],
     "excluded_parts_exist": [
         (1, ["--checkpoint.exclude_from_loading=dataloder"], "did you mean 'dataloader'",
          ["--checkpoint.exclude_from_loading=dataloader"]),
