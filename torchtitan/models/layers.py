@@ -101,10 +101,13 @@ def rope_cache(freqs: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[b, s, heads, d]` by its position; feature i is paired with i + d/2. Computed in fp32."""
+    """Rotate `x` `[b, s, heads, d]` by `cos` and `sin`, `[s, d]` or one for each row `[b, s, d]`, in fp32.
+
+    Feature i is paired with i + d/2.
+    """
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos[:, None] + rotated * sin[:, None]).type_as(x)
+    return (x.float() * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)).type_as(x)
 
 
 class FeedForward(nn.Module):

@@ -30,6 +30,17 @@ _LOGITS_AGREE = 1e-3
 """Largest difference of logits, against the largest logit, that rounding explains."""
 
 
+def model_of(manifest: dict[str, Any]) -> tuple[ModelSpec, Any, str]:
+    """What a checkpoint's manifest says of its model: family, hyper-parameters, and the tokenizer's folder."""
+    config = tomli.loads(manifest["config"])
+    if module := config.get("experimental", {}).get("custom_import"):
+        import_custom(module)
+    sizes = dict(manifest["model"])
+    spec = get_spec(sizes.pop("name"))
+    args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
+    return spec, args, config.get("model", {}).get("hf_assets_path", "")
+
+
 def to_hf(
     source: Path, target: Path, dtype: str | None, assets: str | None, max_file_gb: float, check: bool | None
 ) -> None:
@@ -47,13 +58,8 @@ def to_hf(
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} exists; delete it, or choose another folder")
     manifest = read_manifest(step)
-    config = tomli.loads(manifest["config"])
-    if module := config.get("experimental", {}).get("custom_import"):
-        import_custom(module)
-    sizes = dict(manifest["model"])
-    spec = get_spec(sizes.pop("name"))
-    args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
-    tokenizer = _tokenizer(assets or config.get("model", {}).get("hf_assets_path", ""), given=assets is not None)
+    spec, args, recorded = model_of(manifest)
+    tokenizer = _tokenizer(assets or recorded, given=assets is not None)
     written = export_hf(
         step,
         target,

@@ -120,7 +120,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """
         Args:
-            positions: `[s]`, the place of each token in its row, where rows are not given whole and in order.
+            positions: `[s]`, the place of each token in its row, where rows are not given whole and in order. Without
+                documents also `[b, s]`, where rows differ.
             documents: `[b, whole row]`, the document of each token, within which attention stays; None: no such limit.
             project: False gives the final hidden states `[b, s, dim]`, to be projected a slice at a time.
         """

@@ -1,0 +1,211 @@
+"""Text from a model: a cache of keys and values, sampling, and the loop that puts one token after the other.
+
+The model knows nothing of it. Its attention modules call `self.attend`, which is replaced by one that remembers, and
+positions tell each row's place. Rows are padded at the end, where causal attention doesn't look: so each row has the
+positions it would have alone, and what was written for a padding token is overwritten once its place is reached.
+
+Shapes: b rows, s new tokens of each, h query heads, k key-value heads, d head size, S places of the cache.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.models.layers import Attend
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 0.8
+    """The logits are divided by it; 0: the likeliest token."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the fewest likeliest tokens that together have this probability (Holtzman et al., arXiv:1904.09751)."""
+    seed: int = 0
+
+
+@dataclass
+class Continuation:
+    """A prompt and what the model makes of it."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    """Without the end-of-text token."""
+    end: Literal["", "eos", "length", "context"] = ""
+    """Why it ended: end of text, as many tokens as were asked for, or as long as the model can read. Empty: not yet."""
+
+
+class _Cache:
+    """Where the tokens of one forward stand, for all layers; each layer keeps its own keys and values."""
+
+    def __init__(self, model: Any, rows: int, places: int):
+        self.rows, self.places = rows, places
+        for module in model.modules():
+            if (attend := getattr(module, "attend", None)) is not None:
+                module.attend = _CachedAttention(self, getattr(attend, "plain", attend))
+
+    def place(self, positions: Tensor, last: int) -> None:
+        """Args: positions: `[b, s]`. last: the largest of them."""
+        self.index = positions[:, None, :, None]
+        self.empty = positions.shape[1] == last + 1
+        """Nothing came before: the new tokens see each other, and that is all."""
+        self.span = last + 1
+        places = torch.arange(self.span, device=positions.device)
+        self.visible = (positions[:, :, None] >= places)[:, None]
+
+
+class _CachedAttention:
+    """Attention to the new tokens and to all before them."""
+
+    def __init__(self, cache: _Cache, plain: Attend):
+        self.cache, self.plain = cache, plain
+        self.keys = self.values = torch.empty(0)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        assert mask is None, "documents have no meaning here"
+        cache, rows = self.cache, len(k)
+        if not self.keys.numel():  # heads are known only now: under tensor parallelism a rank has some of them
+            self.keys = k.new_zeros(cache.rows, k.shape[1], cache.places, k.shape[3])
+            self.values = torch.zeros_like(self.keys)
+        index = cache.index.expand_as(k)
+        keys = self.keys[:rows].scatter_(2, index, k)[:, :, : cache.span]
+        values = self.values[:rows].scatter_(2, index, v)[:, :, : cache.span]
+        if cache.empty:
+            return self.plain(q, k, v)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=cache.visible, enable_gqa=grouped)
+
+
+def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """One token `[b]` for each row of fp32 logits `[b, vocab]`, by the row's own random numbers.
+
+    The largest of the logits plus Gumbel noise is a draw from their softmax (Gumbel, 1954). Each token has a noise of
+    its own, so rounding errors in the logits, which differ from batch to batch, don't change what is drawn.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered = logits.sort(descending=True).values
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        least = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    noise = torch.empty_like(logits)
+    for row, generator in zip(noise, generators, strict=True):
+        row.exponential_(generator=generator)
+    return (logits - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log()).argmax(-1)
+
+
+class TextGenerator:
+    """Continues prompts with a model on this device, or on the tensor-parallel ranks of a mesh, which all call it."""
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        rows: int,
+        max_seq_len: int,
+        vocab_size: int,
+        stop: Sequence[int],
+        mesh: DeviceMesh | None = None,
+    ):
+        """
+        Args:
+            model: without FSDP; with `mesh`, split by the tensor-parallel plan, and built for rows that are longer than
+                `max_seq_len` by the number of ranks.
+            rows: prompts that are worked on at once.
+            vocab_size: ids from here on are never drawn: the tokenizer has none.
+            stop: tokens that end a text.
+        """
+        self.model, self.device, self.mesh = model.eval(), device, mesh
+        self.max_rows, self.max_seq_len, self.vocab_size, self.stop = rows, max_seq_len, vocab_size, set(stop)
+        self.ranks = mesh.size() if mesh is not None else 1
+        self.cache = _Cache(model, rows, max_seq_len + self.ranks)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        progress: Callable[[Continuation], None] = lambda _: None,
+    ) -> list[Continuation]:
+        """
+        Args:
+            prompts: ids of at most `rows` prompts, each of at least one token and shorter than `max_seq_len`.
+            progress: called with each continuation whenever it has grown or ended.
+        """
+        rows = [Continuation(list(prompt)) for prompt in prompts]
+        generators = [self._generator(sampling.seed, prompt) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        begin = [0] * len(rows)
+        while True:
+            logits = self._logits(tokens, begin, [n - first - 1 for n, first in zip(lengths, begin, strict=True)])
+            drawn = sample(logits, sampling, generators)
+            if self.ranks > 1:
+                dist.broadcast(drawn, src=0)  # ranks that differed by rounding would wait for each other for ever
+            chosen = drawn.tolist()
+            for i, row in enumerate(rows):
+                if not row.end:
+                    self._take(row, chosen[i], max_new_tokens)
+                    progress(row)
+            if all(row.end for row in rows):
+                return rows
+            # A row that has ended stays where it is; what is computed for it is not used.
+            begin = [n if not row.end else first for n, first, row in zip(lengths, begin, rows, strict=True)]
+            lengths = [first + 1 for first in begin]
+            tokens = drawn.cpu()[:, None]
+
+    def _take(self, row: Continuation, token: int, max_new_tokens: int) -> None:
+        if token in self.stop:
+            row.end = "eos"
+            return
+        row.tokens.append(token)
+        if len(row.tokens) == max_new_tokens:
+            row.end = "length"
+        elif len(row.prompt) + len(row.tokens) == self.max_seq_len:
+            row.end = "context"
+
+    def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
+        """The next token's logits `[b, vocab]`, in fp32.
+
+        Args:
+            tokens: `[b, s]`, new ones, and padding.
+            begin: place of each row's first token.
+            last: of the new tokens, the one that the next follows.
+        """
+        padding = -tokens.shape[1] % self.ranks  # the ranks share the sequence evenly
+        tokens = F.pad(tokens, (0, padding)).to(self.device)
+        positions = torch.tensor(begin)[:, None] + torch.arange(tokens.shape[1])
+        self.cache.place(positions.to(self.device), int(positions.max()))
+        hidden = self.model(tokens, positions.to(self.device), project=False)
+        if self.mesh is not None:
+            hidden = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False).full_tensor()
+        hidden = hidden[torch.arange(len(last)), torch.tensor(last)][:, None]
+        # Under tensor parallelism each rank's part of the sequence is this same token.
+        logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()
+        return logits[:, : self.vocab_size]
+
+    def _generator(self, seed: int, prompt: Sequence[int]) -> torch.Generator:
+        """Random numbers that depend on the prompt, and not on what else is in its batch."""
+        digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
+        return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
