@@ -151,7 +151,7 @@ class Pipeline:
             schedule = _PipelineScheduleRuntime(**options)
             ranks = self.group.size()
             schedule._prepare_schedule_with_comms(
-                {rank: _one_forward_one_backward(rank, ranks, self.microbatches) for rank in range(ranks)}
+                {rank: one_forward_one_backward(rank, ranks, self.microbatches) for rank in range(ranks)}
             )
         else:
             kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
@@ -205,7 +205,7 @@ class _Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-def _one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
+def one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
     """1F1B of one rank, which has one stage: forwards until the first gradient can arrive, then in turns."""
     warmup = min(microbatches, degree - rank)
     forwards = [_Action(rank, _ComputationType.FORWARD, m) for m in range(microbatches)]

@@ -48,7 +48,7 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
         spec = get_spec(config.model.name)
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
-        problems += _check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
+        problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
         problems += _check_patterns(config, spec.hf.names(args))
         stages = plan_stages(config, spec, args)
     except ConfigError as error:
@@ -69,7 +69,8 @@ def preflight(config: Config, *, output: bool = True) -> Plan:
     return Plan(spec, args, tokenizer, stages)
 
 
-def _check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """Sizes that the tensor-parallel degree does not divide."""
     degree = config.parallelism.tensor_parallel_degree
     if wrong := {name: size for name, size in sizes.items() if size % degree}:
         every = math.gcd(*sizes.values())

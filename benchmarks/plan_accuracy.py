@@ -1,0 +1,183 @@
+"""The planner against published measurements: `python benchmarks/plan_accuracy.py [--fit] [--markdown]`.
+
+`published.csv` holds the measurements with their settings and sources. Each row becomes a configuration of this project,
+and goes through the planner as any other. `--fit` finds the constants anew, from the rows marked `fit` alone.
+"""
+
+import argparse
+import csv
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan.config import resolve
+from torchtitan.plan.costs import step_time
+from torchtitan.plan.hardware import Hardware, find_hardware
+from torchtitan.plan.memory import peak_memory
+from torchtitan.plan.workload import Workload
+from torchtitan.trainer.preflight import preflight
+
+FILE = Path(__file__).with_name("published.csv")
+HARDWARE = {
+    "H100-96GB-HBM2e-500W": "h100-hbm2e",
+    "H100-80GB-HBM3-700W": "h100-sxm",
+    "H200-SXM": "h200",
+    "A100-80GB": "a100",
+}
+CHECKPOINTING = {
+    "none": ["none"],
+    "full": ["full"],
+    "sel-op": ["selective", "--activation_checkpoint.selective_ac_option=op"],
+    "sel-layer": ["selective", "--activation_checkpoint.selective_ac_option=2"],
+}
+FITTED = {
+    "gemm_bf16": (0.62, 0.15),
+    "gemm_fp8": (0.50, 0.2),
+    "attention": (0.36, 0.2),
+    "ring_attention": (0.8, 0.4),
+    "eager": (2.2, 0.4),
+    "async_tp": (0.6, 0.4),
+    "link_efficiency": (0.65, 0.3),
+}
+"""Constants that are fitted: what is expected of each, and the standard deviation of its logarithm."""
+LOSS_COMPILED_SINCE = "2025-05"
+"""TorchTitan's tables before that had a loss that was not compiled."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement."""
+
+    id: str
+    fit: bool
+    hardware: str
+    rowwise: bool
+    workload: Workload
+    tokens_per_second: float | None
+    memory_gib: float | None
+
+
+def arguments(row: dict[str, str]) -> list[str]:
+    """The row's settings as this project's."""
+    pp = int(row["pp"])
+    rows = int(row["local_bs"])
+    mode, *more = CHECKPOINTING[row["ac"]]
+    settings = {
+        "model.flavor": row["model"],
+        "parallelism.data_parallel_replicate_degree": row["dp_rep"],
+        "parallelism.data_parallel_shard_degree": row["fsdp"],
+        "parallelism.context_parallel_degree": row["cp"],
+        "parallelism.tensor_parallel_degree": row["tp"],
+        "parallelism.pipeline_parallel_degree": pp,
+        "parallelism.enable_async_tensor_parallel": row["async_tp"] == "1",
+        "parallelism.context_parallel_rotate_method": "alltoall",  # so its gradients travelled
+        "training.seq_len": row["seq"],
+        "training.local_batch_size": rows,
+        "activation_checkpoint.mode": mode,
+        "compile.enable": row["compile"] == "1",
+        "compile.components": "model,loss" if row["date"] >= LOSS_COMPILED_SINCE else "model",
+    }
+    if pp > 1:
+        settings |= {
+            "parallelism.pipeline_parallel_schedule": row["schedule"],
+            "parallelism.pipeline_parallel_microbatch_size": rows // int(row["microbatches"]),
+            "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+            "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+        }
+    if row["float8"] != "none":
+        gathers = row["float8"] == "tensorwise"
+        settings |= {
+            "model.converters": "float8",
+            "quantize.linear.float8.recipe_name": row["float8"],
+            "quantize.linear.float8.filter_fqns": "output",
+            "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers,
+            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": gathers,
+        }
+    return [*(f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()), *more]
+
+
+def load(file: Path = FILE) -> list[Row]:
+    """The rows whose settings are all known."""
+    out = []
+    for row in csv.DictReader(file.open()):
+        if not row["local_bs"]:
+            continue
+        config = resolve(arguments(row), int(row["gpus"])).config
+        plan = preflight(config, output=False)
+        workload = Workload(config, plan.args, plan.stages, kv_repeated=True)
+        tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
+        out.append(Row(row["id"], bool(row["fit"]), HARDWARE[row["hw"]], row["float8"] == "rowwise", workload, tps, memory))
+    return out
+
+
+def fit(rows: list[Row], hw: Hardware) -> dict[str, float]:
+    """Constants for which the throughput of `rows` is nearest, by damped least squares on their logarithms."""
+    names = list(FITTED)
+    expected = np.log([FITTED[name][0] for name in names])
+    widths = np.array([FITTED[name][1] for name in names])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        made = hw.model_copy(update=dict(zip(names, np.exp(x).tolist(), strict=True)))
+        off = [math.log(step_time(row.workload, made).tokens_per_second / row.tokens_per_second) / 0.02 for row in rows]
+        return np.array([*off, *((x - expected) / widths)])
+
+    x, damping = expected, 1e-2
+    now = residuals(x)
+    for _ in range(60):
+        jacobian = np.array([(residuals(x + step) - now) / 1e-4 for step in np.eye(len(x)) * 1e-4]).T
+        step = -np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(x)), jacobian.T @ now)
+        then = residuals(x + step)
+        if then @ then < now @ now:
+            x, now, damping = x + step, then, damping / 2
+        else:
+            damping *= 4
+    return dict(zip(names, np.exp(x).tolist(), strict=True))
+
+
+def summary(errors: list[float]) -> str:
+    sizes = [abs(e) for e in errors]
+    mean, middle = statistics.fmean(sizes), statistics.median(sizes)
+    return f"{len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
+    parser.add_argument("--file", type=Path, default=FILE)
+    options = parser.parse_args()
+    rows = load(options.file)
+    changed: dict[str, float] = {}
+    if options.fit:
+        changed = fit([row for row in rows if row.fit], find_hardware("h100-hbm2e"))
+        print("".join(f"{name} = {value:.3f}\n" for name, value in changed.items()))
+    print("| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|")
+    speed: dict[str, list[float]] = {}
+    space: list[float] = []
+    for row in rows:
+        hw = find_hardware(row.hardware)
+        if row.hardware == "h100-hbm2e":
+            hw = hw.model_copy(update=changed)
+        cells = [f"{row.id}{' (fit)' if row.fit else ''}", "", "", "", "", "", ""]
+        if row.tokens_per_second:
+            predicted = step_time(row.workload, hw).tokens_per_second
+            error = predicted / row.tokens_per_second - 1
+            kind = "rowwise" if row.rowwise else "fit" if row.fit else f"held out, {row.hardware}"
+            speed.setdefault(kind, []).append(error)
+            cells[1:4] = f"{row.tokens_per_second:g}", f"{predicted:.0f}", f"{error:+.1%}"
+        if row.memory_gib:
+            gib = peak_memory(row.workload).reserved / 2**30
+            space.append(gib / row.memory_gib - 1)
+            cells[4:7] = f"{row.memory_gib:g}", f"{gib:.1f}", f"{space[-1]:+.1%}"
+        print("| " + " | ".join(cells) + " |")
+    speed["all but rowwise"] = [e for kind, errors in speed.items() if kind != "rowwise" for e in errors]
+    print("\n| throughput, rows | number | median error | mean | worst |\n|---|---|---|---|---|")
+    for kind, errors in speed.items():
+        print(f"| {kind} | {summary(errors)} |")
+    print(f"| memory | {summary(space)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The performance model: seconds of one training step, by what they are spent on.
+
+Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and bytes over a sustained
+bandwidth. Communication is bytes over the bandwidth of its ring, less what hides behind compute. A pipeline's bubble
+comes from running its schedule (`schedule.py`). Formulas and their sources are in `docs/plan.md`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.schedule import Timeline, orders_of, simulate
+from torchtitan.plan.workload import Linear, Stage, Workload
+
+Seconds = Counter[str]
+"""By part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and `communication: AXIS`."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One training step."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds of the slowest rank by what they are spent on; they add up to `seconds`."""
+    timeline: Timeline | None
+    """Of a pipeline, without the steps before and after it."""
+    bubble: float
+    """Share of the step in which the mean rank waits for the pipeline."""
+    tokens_per_second: float
+    """Of one GPU."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Seconds of one block, or of the head, for one microbatch."""
+
+    forward: Seconds
+    backward: Seconds
+    weights: float = 0.0
+    """Part of the backward that a schedule can postpone: the weights' gradients."""
+
+
+@dataclass
+class Collectives:
+    """Bytes that one rank sends and receives in a step, and the number of calls."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, axis: str, operation: str, calls: float, size: float) -> None:
+        if calls and size:
+            self.calls[axis, operation] += round(calls)
+            self.bytes[axis, operation] += round(calls * size)
+
+
+def step_time(w: Workload, hw: Hardware) -> StepTime:
+    """Time of one step of `w` on `hw`."""
+    block, head = _block(w, hw), _head(w, hw)
+    parts: Counter[str] = Counter()
+    timeline, idle = None, 0.0
+    slowest = max(w.stages, key=lambda stage: stage.layers)
+    gather, reduce = _fsdp(w, hw)
+    if w.plan is None:
+        for part, seconds in (*block.forward.items(), *block.backward.items()):
+            parts[part] += seconds * w.args.n_layers * w.accumulation
+        for part, seconds in (*head.forward.items(), *head.backward.items()):
+            parts[part] += seconds * w.accumulation
+    else:
+        timeline = simulate(orders_of(w.plan, w.microbatches), _durations(w, block, head), _transfer(w, hw))
+        busy = [sum(end - begin for _, begin, end in rank) for rank in timeline.events]
+        worst = max(range(w.pp), key=busy.__getitem__)
+        slowest = max(w.of_rank(worst), key=lambda stage: stage.layers)
+        for stage in w.of_rank(worst):
+            for part, seconds in (*block.forward.items(), *block.backward.items()):
+                parts[part] += seconds * stage.layers * w.microbatches * w.accumulation
+            for part, seconds in (*head.forward.items(), *head.backward.items()):
+                parts[part] += stage.projects * seconds * w.microbatches * w.accumulation
+        parts["pipeline bubble"] = timeline.length * w.accumulation - parts.total()
+        idle = timeline.idle * timeline.length * w.accumulation
+    parts += _exposed(w, hw, block, gather, reduce, slowest)
+    parts["optimizer"] = _optimizer(w, hw)
+    parts["host"] = hw.step_overhead
+    nodes = math.ceil(w.world / hw.gpus_per_node)
+    parts["waiting for the slowest node"] = parts.total() * hw.node_variation * math.log2(nodes)
+    seconds = parts.total()
+    ordered = {part: value for part, value in parts.most_common() if value > 0}
+    return StepTime(seconds, ordered, timeline, idle / seconds, w.tokens_per_step / seconds / w.world)
+
+
+def _product(w: Workload, hw: Hardware, linear: Linear, tokens: float) -> float:
+    """Seconds of one matrix product of `tokens` rows."""
+    if linear.narrow:
+        rate = hw.fp8 * (hw.gemm_fp8 if w.tensorwise or w.mx else hw.gemm_fp8_rowwise)
+        rate = rate or hw.bf16 * hw.gemm_bf16
+    else:
+        rate = hw.fp32 * hw.gemm_bf16 if w.width == 4 else hw.bf16 * hw.gemm_bf16
+    narrow = 1 if linear.narrow else w.width
+    moved = narrow * (tokens * linear.inputs + linear.inputs * linear.outputs) + w.width * tokens * linear.outputs
+    return max(tokens * linear.flops / rate, moved / hw.bytes_per_s)
+
+
+def _block(w: Workload, hw: Hardware) -> _Block:
+    """A block, for one microbatch."""
+    f, b = Seconds(), Seconds()
+    products = {x: _product(w, hw, x, w.tokens) for x in w.linears}
+    forward = sum(products.values())
+    again = sum(seconds * x.again for x, seconds in products.items())
+    f["matrix products"], b["matrix products"] = forward, 2 * forward + again
+
+    # Causal, so half of the square: 2 S q per token. The ring's other ranks have all but 1 / cp of it.
+    rate = (hw.fp32 if w.width == 4 else hw.bf16) * hw.attention
+    attention = 2.0 * w.seq_len * w.q / w.tp * w.tokens / rate
+    attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
+    f["attention"] = attention
+    b["attention"] = attention * (2.5 / hw.attention_backward + w.attention_again)
+
+    # Norms 4 d, residuals 5 d, rotation, activation: reads and writes of compiled blocks.
+    moved = w.width * w.tokens / w.tp * (9 * w.dim + 4 * w.q + 4 * w.kv + 3 * w.ffn)
+    pointwise = moved * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
+    f["pointwise"], b["pointwise"] = pointwise, pointwise * (2 + w.pointwise_again)
+
+    casts, casts_back = _casts(w, hw)
+    f["8-bit casts"], b["8-bit casts"] = casts, casts_back
+    f["communication: tp"], b["communication: tp"] = _tensor_parallel(w, hw)
+    f["communication: cp"], b["communication: cp"] = _context_parallel(w, hw, attention)
+    return _Block(f, b, weights=forward)
+
+
+def _head(w: Workload, hw: Hardware) -> _Block:
+    """Output projection, loss and embedding, for one microbatch."""
+    tokens = w.tokens
+    output = Linear("output", w.dim, w.vocab // w.tp, w.head_narrow, 0.0)
+    product = _product(w, hw, output, tokens)
+    # The softmax in fp32, forward and backward: some 9 passes over the logits, or 3 in one compiled kernel.
+    loss = (12 if w.loss_compiled else 36) * w.vocab * tokens / w.tp / hw.bytes_per_s
+    chunks = w.config.training.loss_chunks
+    loss += (chunks > 1) * chunks * 10 * w.vocab_params / hw.bytes_per_s  # adds up the weight's gradient
+    embedding = 3 * w.width * tokens * w.dim / w.tp / hw.bytes_per_s
+    part = "head and loss"
+    return _Block(Seconds({part: product + loss / 3}), Seconds({part: 2 * product + loss * 2 / 3 + embedding}), product)
+
+
+def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Rounding the operands of 8-bit products: forward the inputs, backward the gradients and the inputs again.
+
+    A value is read for its scale, read and written narrow: 2 + 2 + 1 bytes, of which fusion saves some.
+    """
+    narrow = [x for x in w.linears if x.narrow]
+    inputs = {(x.name.rpartition(".")[0] if x.name[-2:] not in ("wo", "w2") else x.name): x.inputs for x in narrow}
+    outputs = sum(x.outputs for x in narrow)
+    scales = 1.0 if w.tensorwise else 2.0  # by rows and by columns
+    per_token = scales * w.tokens / hw.bytes_per_s
+    forward = 4 * sum(inputs.values()) * per_token
+    backward = (5 * outputs + 3 * sum(inputs.values())) * per_token
+    return forward, backward + forward * sum(x.again for x in narrow) / max(1, len(narrow))
+
+
+def _tensor_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Exposed seconds of one block's collectives: gathers before, reduce-scatters after attention and feed-forward."""
+    if w.tp == 1:
+        return 0.0, 0.0
+    share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
+    gather, scatter = share * (1 if w.tensorwise else w.width) + hw.launch, share * w.width + hw.launch
+    ac = w.config.activation_checkpoint.mode
+    forward = 2 * gather + 2 * scatter
+    # The gradient is gathered where the output was scattered. What feeds a weight's gradient is gathered again, unless
+    # the forward kept it; the first of the two scatters is done again where nothing is kept.
+    backward = 4 * gather + 2 * scatter + (ac == "full") * scatter
+    visible = 1 - hw.async_tp if w.async_tp else 1.0
+    return forward * visible, backward * visible
+
+
+def _context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
+    """Exposed seconds of one block: keys and values travel around, and their gradients back."""
+    if w.cp == 1:
+        return 0.0, 0.0
+    bandwidth = hw.bandwidth(w.cp, w.tp)
+    size = 2 * w.width * w.tokens * w.kv_sent / w.tp * (w.cp - 1)
+    exposed = max(0.0, size / bandwidth - attention / w.cp)  # the own keys are attended to meanwhile
+    gradients = size * 4 / w.width / bandwidth
+    if w.config.parallelism.context_parallel_rotate_method == "alltoall":  # each behind the next rank's attention
+        exposed = max(0.0, size / bandwidth - attention)
+        gradients = max(gradients / (w.cp - 1), gradients - 2.5 * attention)
+    return exposed, exposed * (1 + w.attention_again) + gradients
+
+
+def _transfer(w: Workload, hw: Hardware) -> float:
+    """Seconds to send a microbatch's hidden states to the next stage, whose rank is a whole inner mesh away."""
+    stride = w.world // w.pp
+    size = w.width * w.tokens * w.dim / w.tp
+    return size / hw.bandwidth(2, stride) + hw.launch
+
+
+def _durations(w: Workload, block: _Block, head: _Block):  # type: ignore[no-untyped-def]
+    forward, backward = block.forward.total(), block.backward.total()
+
+    def duration(index: int, kind: str) -> float:
+        stage = w.stages[index]
+        if kind == "F":
+            return stage.layers * forward + stage.projects * head.forward.total()
+        late = stage.layers * block.weights + stage.projects * head.weights
+        if kind == "W":
+            return late
+        whole = stage.layers * backward + stage.projects * head.backward.total()
+        return whole if kind == "B" else whole - late
+
+    return duration
+
+
+def _fsdp(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Seconds to gather one block's weights, and to reduce its gradients, over the data-parallel ranks."""
+    gather = reduce = 0.0
+    if w.fsdp > 1:
+        bandwidth, share = hw.bandwidth(w.fsdp, w.tp), (w.fsdp - 1) / w.fsdp
+        hops = hw.latency * (w.fsdp - 1) if w.fsdp * w.tp > hw.gpus_per_node else hw.launch
+        gather = w.block_params * (1 if w.narrow_gather else w.width) * share / bandwidth + hops
+        reduce = w.block_params * 4 * share / bandwidth + hops
+    if w.replicate > 1:
+        bandwidth = hw.bandwidth(w.replicate, w.tp * w.fsdp)
+        reduce += 2 * 4 * w.block_params / w.fsdp * (w.replicate - 1) / w.replicate / bandwidth
+    return gather, reduce
+
+
+def _exposed(
+    w: Workload, hw: Hardware, block: _Block, gather: float, reduce: float, stage: Stage
+) -> Counter[str]:
+    """FSDP's communication that compute doesn't hide, and the compute that it slows down."""
+    forward, backward = block.forward.total(), block.backward.total()
+    layers, times = stage.layers, w.accumulation
+    ends = w.vocab_params / w.block_params * (2 - (w.plan is not None))
+    if w.plan is None:
+        reshards = w.config.parallelism.fsdp_reshard_after_forward != "never" and w.fsdp > 1
+        regather = gather if reshards else 0.0
+        first = gather * (1 + ends) * times
+        hidden = max(0.0, gather - forward) * (layers - 1) * times + max(0.0, regather - backward) * layers * (times - 1)
+        last = max(0.0, regather + reduce - backward) * layers + reduce * (1 + ends / 2)
+        beside = layers * (times * min(gather, forward) + times * min(regather, backward) + min(reduce, backward))
+    else:
+        # Gathered once for all microbatches of a stage, beside the first; reduced beside the last.
+        first = gather * (1 + ends / 2) + layers * max(0.0, gather - forward)
+        hidden, last = 0.0, layers * max(0.0, reduce - backward) + reduce
+        beside = 0.0
+    out = Counter({"communication: dp": first + hidden + last})
+    if w.fsdp * w.replicate > 1:
+        out["slowed by communication"] = hw.overlap_slowdown * beside
+    if w.config.training.enable_cpu_offload:  # every gather reads from the host, every gradient goes there
+        shard = sum(map(w.params, w.of_rank(stage.rank))) / w.fsdp
+        out["host memory"] = shard * (w.stored * 2 * times + 4) / hw.host_link
+    return out
+
+
+def _optimizer(w: Workload, hw: Hardware) -> float:
+    """Reads and writes of the update and the clipping; Muon's matrix products on top."""
+    optimizer = w.config.optimizer
+    shard = max(sum(map(w.params, w.of_rank(rank))) for rank in range(w.pp)) / w.fsdp
+    moved = 40 if optimizer.implementation == "fused" else 70
+    bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
+    seconds = shard * moved / bandwidth
+    if optimizer.name == "Muon":
+        layers = sum(stage.layers for stage in w.of_rank(0))
+        flops = sum(_newton_schulz(x.inputs, x.outputs) for x in w.linears) * optimizer.muon_ns_steps * layers
+        seconds += flops / w.fsdp / (hw.bf16 * hw.gemm_bf16)
+    return seconds
+
+
+def _newton_schulz(rows: int, columns: int) -> float:
+    """FLOPs of one iteration on a matrix: X X', (X X')^2, and that times X."""
+    short, long = sorted((rows, columns))
+    return 4.0 * short * short * long + 2.0 * short**3
+
+
+def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
+    """What one rank of a pipeline rank communicates in a step, by mesh axis.
+
+    Bytes are the size of the larger side: of what is gathered, reduced or reduce-scattered.
+    """
+    out = Collectives()
+    stages = w.of_rank(pp_rank)
+    layers, times = sum(stage.layers for stage in stages), w.microbatches * w.accumulation
+    weights = sum(map(w.params, stages))
+    hidden = w.tokens * w.dim
+    groups = layers + any(stage.embeds or stage.projects for stage in stages)
+    if w.fsdp > 1:
+        narrow = 1 if w.narrow_gather else w.width
+        gathers = 1 if w.plan else w.accumulation * (2 if w.config.parallelism.fsdp_reshard_after_forward != "never" else 1)
+        out.add("dp_shard x cp", "all_gather", groups * gathers, weights / groups * narrow)
+        out.add("dp_shard x cp", "reduce_scatter", groups, weights / groups * 4)
+    if w.replicate > 1:
+        out.add("dp_replicate", "all_reduce", groups, weights / groups / w.fsdp * 4)
+    if w.tp > 1:
+        full = w.config.activation_checkpoint.mode == "full"
+        out.add("tp", "all_gather", 6 * layers * times, hidden * (1 if w.tensorwise else w.width))
+        out.add("tp", "reduce_scatter", (4 + full) * layers * times, hidden * w.width)
+    if w.cp > 1:
+        size = 2 * w.width * w.tokens * w.kv_sent / w.tp * w.cp
+        out.add("cp", "all_gather", (2 + w.attention_again) * layers * times, size)
+        out.add("cp", "reduce_scatter", layers * times, size * 4 / w.width)
+    if w.pp > 1:
+        last = len(w.stages) - 1
+        sends = sum((index < last) + (index > 0) for index, stage in enumerate(w.stages) if stage.rank == pp_rank)
+        out.add("pp", "send", sends * times, hidden / w.tp * w.width)
+    return out
