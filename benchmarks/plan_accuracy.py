@@ -1,7 +1,7 @@
-"""The planner against published measurements: `python benchmarks/plan_accuracy.py [--fit] [--markdown]`.
+"""The planner against published measurements: `python benchmarks/plan_accuracy.py [--fit]`.
 
-`published.csv` holds the measurements with their settings and sources. Each row becomes a configuration of this project,
-and goes through the planner as any other. `--fit` finds the constants anew, from the rows marked `fit` alone.
+`published.csv` holds the measurements with their settings and sources. Each row becomes a configuration of this
+project, and goes through the planner as any other. `--fit` finds the constants anew, from the rows marked `fit` alone.
 """
 
 import argparse
@@ -96,7 +96,10 @@ def arguments(row: dict[str, str]) -> list[str]:
             "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers,
             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": gathers,
         }
-    return [*(f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()), *more]
+    return [
+        *(f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()),
+        *more,
+    ]
 
 
 def load(file: Path = FILE) -> list[Row]:
@@ -109,7 +112,9 @@ def load(file: Path = FILE) -> list[Row]:
         plan = preflight(config, output=False)
         workload = Workload(config, plan.args, plan.stages, kv_repeated=True)
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
-        out.append(Row(row["id"], bool(row["fit"]), HARDWARE[row["hw"]], row["float8"] == "rowwise", workload, tps, memory))
+        out.append(
+            Row(row["id"], bool(row["fit"]), HARDWARE[row["hw"]], row["float8"] == "rowwise", workload, tps, memory)
+        )
     return out
 
 

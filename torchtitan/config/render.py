@@ -104,18 +104,25 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def to_toml(config: Config) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one. Unset keys are left out."""
+def to_toml(config: Config, *, only_changed: bool = False) -> str:
+    """The configuration as TOML that `load_config` reads back to an equal one. Unset keys are left out.
+
+    Args:
+        only_changed: leave out defaults, and sections with nothing else, too.
+    """
     lines: list[str] = []
     for name, (_, fields) in _sections().items():
+        begin = len(lines)
         section: Any = config
         for part in name.split("."):
             section = getattr(section, part)
         tables = []
         lines += [f"[{name}]"]
-        for key, _ in fields:
+        for key, info in fields:
             short = key.rpartition(".")[2]
             value = getattr(section, short)
+            if only_changed and value == info.get_default(call_default_factory=True):
+                continue
             if isinstance(value, dict):
                 tables += [(key, value)] if value else []
             elif value is not None and key != "job.config_file":
@@ -123,6 +130,8 @@ def to_toml(config: Config) -> str:
         for key, table in tables:
             lines += ["", f"[{key}]", *(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in table.items())]
         lines += [""]
+        if only_changed and len(lines) == begin + 2:
+            del lines[begin:]
     return "\n".join(lines)
 
 

@@ -57,8 +57,10 @@ class Answer:
         return self.peak_gib <= self.hardware.usable_gib
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization, as the trainer logs it: against the bf16 peak, recomputation not counted."""
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization, as the trainer logs it: of the bf16 peak, if that is what computes."""
+        if self.workload.width != 2:
+            return None
         flops = self.spec.flops_per_token(self.workload.args, self.workload.seq_len)
         return flops * self.time.tokens_per_second / self.hardware.bf16
 
@@ -226,7 +228,7 @@ def checkpointing(config: Config) -> str:
 
 
 def _schedule(w: Workload) -> str | None:
-    return w.plan and (w.plan.csv_file or w.config.parallelism.pipeline_parallel_schedule)
+    return (w.plan.csv_file or w.config.parallelism.pipeline_parallel_schedule) if w.plan else None
 
 
 def _change(now: Answer, change: Change) -> dict[str, Any]:
@@ -245,6 +247,7 @@ def text(r: dict[str, Any]) -> str:
     """The report for a terminal."""
     memory, time, run = r["memory"], r["time"], r["run"]
     layout = " x ".join(f"{axis} {degree}" for axis, degree in r["layout"].items() if degree > 1) or "one rank"
+    mfu = "" if time["mfu"] is None else f", MFU {time['mfu']:.1%}"
     lines = [
         f"{r['model']} on {r['world']} x {r['hardware']} ({r['nodes']} nodes): {layout}",
         f"  {r['global_batch_size']} x {r['seq_len']} tokens a step; {r['local_batch_size']} rows a rank"
@@ -254,7 +257,7 @@ def text(r: dict[str, Any]) -> str:
         "",
         _memory_table(memory),
         "",
-        f"Step {time['step_s']:.3g} s, {time['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, MFU {time['mfu']:.1%}"
+        f"Step {time['step_s']:.3g} s, {time['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU{mfu}"
         f" (within {time['band']:.0%}, see docs/plan.md)"
         + (f"; bubble {time['bubble']:.0%} of the step" if r["schedule"] else ""),
         f"{run['tokens']:.4g} tokens take {run['steps']:,.0f} steps, {_hours(run['hours'])}, "
@@ -267,7 +270,8 @@ def text(r: dict[str, Any]) -> str:
         for change in cost["changes"]:
             keys = ", ".join(f"{key} = {value}" for key, value in change["settings"].items())
             fit = "" if change["fits"] else ", DOES NOT FIT"
-            lines += [f"        {change['text']}: {change['gain']:+.0%} speed, {change['peak_gib']:.1f} GiB{fit}  ({keys})"]
+            gain = f"{change['gain']:+.0%} speed, {change['peak_gib']:.1f} GiB{fit}"
+            lines += [f"        {change['text']}: {gain}  ({keys})"]
         if not cost["changes"]:
             lines += ["        no single change of the configuration makes this cheaper"]
     return "\n".join([*lines, *(f"note: {note}" for note in r["notes"])])
@@ -297,4 +301,10 @@ def _memory_table(memory: dict[str, Any]) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+    return (
+        f"{hours / 24:,.1f} days"
+        if hours >= 48
+        else f"{hours:.1f} hours"
+        if hours >= 1
+        else f"{hours * 60:.0f} minutes"
+    )

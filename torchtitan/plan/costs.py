@@ -5,16 +5,17 @@ bandwidth. Communication is bytes over the bandwidth of its ring, less what hide
 comes from running its schedule (`schedule.py`). Formulas and their sources are in `docs/plan.md`.
 """
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.schedule import Timeline, orders_of, simulate
+from torchtitan.plan.schedule import Timeline, program, simulate
 from torchtitan.plan.workload import Linear, Stage, Workload
 
-Seconds = Counter[str]
+Seconds = dict[str, float]
 """By part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and `communication: AXIS`."""
 
 
@@ -39,8 +40,12 @@ class _Block:
 
     forward: Seconds
     backward: Seconds
-    weights: float = 0.0
+    weights: float
     """Part of the backward that a schedule can postpone: the weights' gradients."""
+
+    @property
+    def both(self) -> Iterator[tuple[str, float]]:
+        return itertools.chain(self.forward.items(), self.backward.items())
 
 
 @dataclass
@@ -59,34 +64,25 @@ class Collectives:
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
     block, head = _block(w, hw), _head(w, hw)
-    parts: Counter[str] = Counter()
-    timeline, idle = None, 0.0
-    slowest = max(w.stages, key=lambda stage: stage.layers)
-    gather, reduce = _fsdp(w, hw)
-    if w.plan is None:
-        for part, seconds in (*block.forward.items(), *block.backward.items()):
-            parts[part] += seconds * w.args.n_layers * w.accumulation
-        for part, seconds in (*head.forward.items(), *head.backward.items()):
-            parts[part] += seconds * w.accumulation
-    else:
-        timeline = simulate(orders_of(w.plan, w.microbatches), _durations(w, block, head), _transfer(w, hw))
-        busy = [sum(end - begin for _, begin, end in rank) for rank in timeline.events]
-        worst = max(range(w.pp), key=busy.__getitem__)
-        slowest = max(w.of_rank(worst), key=lambda stage: stage.layers)
-        for stage in w.of_rank(worst):
-            for part, seconds in (*block.forward.items(), *block.backward.items()):
-                parts[part] += seconds * stage.layers * w.microbatches * w.accumulation
-            for part, seconds in (*head.forward.items(), *head.backward.items()):
-                parts[part] += stage.projects * seconds * w.microbatches * w.accumulation
-        parts["pipeline bubble"] = timeline.length * w.accumulation - parts.total()
+    parts: defaultdict[str, float] = defaultdict(float)
+    timeline, idle, worst = None, 0.0, 0
+    if w.plan is not None:
+        timeline = simulate(program(w.plan, w.microbatches), _durations(w, block, head), _transfer(w, hw))
+        worst = max(range(w.pp), key=timeline.busy.__getitem__)
         idle = timeline.idle * timeline.length * w.accumulation
-    parts += _exposed(w, hw, block, gather, reduce, slowest)
+    for stage in w.of_rank(worst):
+        for count, work in (stage.layers, block), (stage.projects, head):
+            for part, seconds in work.both:
+                parts[part] += count * seconds * w.microbatches * w.accumulation
+    if timeline is not None:
+        parts["pipeline bubble"] = timeline.length * w.accumulation - sum(parts.values())
+    parts |= _exposed(w, hw, block, max(w.of_rank(worst), key=lambda stage: stage.layers))
     parts["optimizer"] = _optimizer(w, hw)
     parts["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
-    parts["waiting for the slowest node"] = parts.total() * hw.node_variation * math.log2(nodes)
-    seconds = parts.total()
-    ordered = {part: value for part, value in parts.most_common() if value > 0}
+    parts["waiting for the slowest node"] = sum(parts.values()) * hw.node_variation * math.log2(nodes)
+    seconds = sum(parts.values())
+    ordered = {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part] > 0}
     return StepTime(seconds, ordered, timeline, idle / seconds, w.tokens_per_step / seconds / w.world)
 
 
@@ -104,7 +100,8 @@ def _product(w: Workload, hw: Hardware, linear: Linear, tokens: float) -> float:
 
 def _block(w: Workload, hw: Hardware) -> _Block:
     """A block, for one microbatch."""
-    f, b = Seconds(), Seconds()
+    f: Seconds = {}
+    b: Seconds = {}
     products = {x: _product(w, hw, x, w.tokens) for x in w.linears}
     forward = sum(products.values())
     again = sum(seconds * x.again for x, seconds in products.items())
@@ -140,7 +137,7 @@ def _head(w: Workload, hw: Hardware) -> _Block:
     loss += (chunks > 1) * chunks * 10 * w.vocab_params / hw.bytes_per_s  # adds up the weight's gradient
     embedding = 3 * w.width * tokens * w.dim / w.tp / hw.bytes_per_s
     part = "head and loss"
-    return _Block(Seconds({part: product + loss / 3}), Seconds({part: 2 * product + loss * 2 / 3 + embedding}), product)
+    return _Block({part: product + loss / 3}, {part: 2 * product + loss * 2 / 3 + embedding}, product)
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
@@ -194,18 +191,21 @@ def _transfer(w: Workload, hw: Hardware) -> float:
     return size / hw.bandwidth(2, stride) + hw.launch
 
 
-def _durations(w: Workload, block: _Block, head: _Block):  # type: ignore[no-untyped-def]
-    forward, backward = block.forward.total(), block.backward.total()
+def _durations(w: Workload, block: _Block, head: _Block) -> Callable[[int, str], float]:
+    """Seconds of a stage's computation, by stage and kind.
+
+    A backward in two parts saves work only where autograd sees the operations of a block: a compiled block is one of
+    them, which runs as a whole in both parts, and a checkpointed one is computed again for each.
+    """
+    forward, backward = sum(block.forward.values()), sum(block.backward.values())
+    inputs = backward if w.compiled else backward - block.weights
+    weights = block.weights if not w.compiled and w.config.activation_checkpoint.mode == "none" else backward
+    blocks = {"F": forward, "B": backward, "I": inputs, "W": weights}
+    end = {"F": sum(head.forward.values()), "B": sum(head.backward.values()), "W": head.weights}
+    end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
-        stage = w.stages[index]
-        if kind == "F":
-            return stage.layers * forward + stage.projects * head.forward.total()
-        late = stage.layers * block.weights + stage.projects * head.weights
-        if kind == "W":
-            return late
-        whole = stage.layers * backward + stage.projects * head.backward.total()
-        return whole if kind == "B" else whole - late
+        return w.stages[index].layers * blocks[kind] + w.stages[index].projects * end[kind]
 
     return duration
 
@@ -224,18 +224,19 @@ def _fsdp(w: Workload, hw: Hardware) -> tuple[float, float]:
     return gather, reduce
 
 
-def _exposed(
-    w: Workload, hw: Hardware, block: _Block, gather: float, reduce: float, stage: Stage
-) -> Counter[str]:
+def _exposed(w: Workload, hw: Hardware, block: _Block, stage: Stage) -> Seconds:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down."""
-    forward, backward = block.forward.total(), block.backward.total()
+    gather, reduce = _fsdp(w, hw)
+    forward, backward = sum(block.forward.values()), sum(block.backward.values())
     layers, times = stage.layers, w.accumulation
     ends = w.vocab_params / w.block_params * (2 - (w.plan is not None))
     if w.plan is None:
         reshards = w.config.parallelism.fsdp_reshard_after_forward != "never" and w.fsdp > 1
         regather = gather if reshards else 0.0
         first = gather * (1 + ends) * times
-        hidden = max(0.0, gather - forward) * (layers - 1) * times + max(0.0, regather - backward) * layers * (times - 1)
+        hidden = max(0.0, gather - forward) * (layers - 1) * times + max(0.0, regather - backward) * layers * (
+            times - 1
+        )
         last = max(0.0, regather + reduce - backward) * layers + reduce * (1 + ends / 2)
         beside = layers * (times * min(gather, forward) + times * min(regather, backward) + min(reduce, backward))
     else:
@@ -243,7 +244,7 @@ def _exposed(
         first = gather * (1 + ends / 2) + layers * max(0.0, gather - forward)
         hidden, last = 0.0, layers * max(0.0, reduce - backward) + reduce
         beside = 0.0
-    out = Counter({"communication: dp": first + hidden + last})
+    out = {"communication: dp": first + hidden + last}
     if w.fsdp * w.replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * beside
     if w.config.training.enable_cpu_offload:  # every gather reads from the host, every gradient goes there
@@ -285,7 +286,9 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     groups = layers + any(stage.embeds or stage.projects for stage in stages)
     if w.fsdp > 1:
         narrow = 1 if w.narrow_gather else w.width
-        gathers = 1 if w.plan else w.accumulation * (2 if w.config.parallelism.fsdp_reshard_after_forward != "never" else 1)
+        gathers = (
+            1 if w.plan else w.accumulation * (2 if w.config.parallelism.fsdp_reshard_after_forward != "never" else 1)
+        )
         out.add("dp_shard x cp", "all_gather", groups * gathers, weights / groups * narrow)
         out.add("dp_shard x cp", "reduce_scatter", groups, weights / groups * 4)
     if w.replicate > 1:

@@ -8,7 +8,7 @@ the thousands of layouts that a search looks at.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan.plan.schedule import most_in_flight, orders_of
+from torchtitan.plan.schedule import program
 from torchtitan.plan.workload import Workload
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "unsharded", "logits", "communication", "other")
@@ -63,9 +63,10 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         if w.accumulation > 1:  # gradients are added up before they are reduced
             parts["gradients"] += 4 * total
     else:
-        order = orders_of(w.plan, w.microbatches)[pp_rank]
         boundary = w.width * w.tokens * w.dim / w.tp  # a stage keeps its output too
-        alive = most_in_flight(order, lambda stage: kept * w.stages[stage].layers + boundary)
+        size = {stage: kept * w.stages[stage].layers + boundary for stage in w.plan.stages_of(pp_rank)}
+        numbers = program(w.plan, w.microbatches).kept[pp_rank]
+        alive = max(sum(count * size[stage] for stage, count in number.items()) for number in numbers)
         parts["activations"] = alive + max(0.0, working - logits)
         hole += working / 2  # forwards and backwards in turns: what one frees is not what the next one takes
         parts["unsharded"] = gathered * layers * w.block_params + w.width * ends

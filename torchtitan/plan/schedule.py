@@ -4,48 +4,82 @@ The orders are the real ones: this project's 1F1B, torch's own for every other n
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
 from torchtitan.distributed.schedule_file import Action, read_orders
 from torchtitan.distributed.stages import StagePlan
 
-Orders = tuple[tuple[Action, ...], ...]
-"""The computations of each rank."""
+
+class Program:
+    """The computations of each rank for one batch, in order, and what follows from the order alone."""
+
+    def __init__(self, orders: Sequence[Sequence[Action]]):
+        self.orders = tuple(map(tuple, orders))
+
+    @cached_property
+    def steps(self) -> list[tuple[int, Action, int, bool]]:
+        """Every computation after all it waits for: (rank, computation, place in this list of what it takes its input
+        from or -1, that is on another rank)."""
+        last = max(action.stage for order in self.orders for action in order)
+        done: dict[tuple[int, str, int], int] = {}
+        out: list[tuple[int, Action, int, bool]] = []
+        position = [0] * len(self.orders)
+        while True:
+            before = len(out)
+            for rank, order in enumerate(self.orders):
+                for action in order[position[rank] :]:
+                    source = _source(action, last)
+                    place = done.get((*source, action.microbatch)) if source else -1
+                    if place is None:
+                        break
+                    if action.kind != "W":
+                        done[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = len(out)
+                    out.append((rank, action, place, place >= 0 and out[place][0] != rank))
+                    position[rank] += 1
+            if len(out) == before:
+                assert before == sum(map(len, self.orders)), "the schedule can't run"
+                return out
+
+    @cached_property
+    def kept(self) -> tuple[tuple[dict[int, int], ...], ...]:
+        """Of each rank the numbers of microbatches that its stages keep at a time, without those that are less than
+        others in every stage."""
+        return tuple(_most_kept(order) for order in self.orders)
 
 
 @dataclass(frozen=True)
 class Timeline:
     """When each rank computes what, in seconds since the first."""
 
-    events: tuple[tuple[tuple[Action, float, float], ...], ...]
-    """Of each rank: (computation, begin, end)."""
+    events: tuple[tuple[int, Action, float, float], ...]
+    """(rank, computation, begin, end)."""
+    busy: tuple[float, ...]
+    """Seconds in which each rank computes."""
     length: float
 
     @property
     def idle(self) -> float:
         """Share of all ranks' time in which they wait for others: the bubble."""
-        busy = sum(end - begin for rank in self.events for _, begin, end in rank)
-        return 1 - busy / (self.length * len(self.events)) if self.length else 0.0
+        return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
 
 
-def orders_of(stages: StagePlan, microbatches: int) -> Orders:
-    """The computations of each rank of `stages` for one batch."""
-    degree = max(stages.ranks) + 1
+def program(stages: StagePlan, microbatches: int) -> Program:
+    """What the ranks of `stages` compute for one batch."""
     if stages.csv_file:
-        return tuple(tuple(order) for order in read_orders(stages.csv_file, degree)[0])
+        return Program(read_orders(stages.csv_file, max(stages.ranks) + 1)[0])
     assert stages.schedule is not None
     return _named(stages.schedule, stages.ranks, microbatches)
 
 
 @cache
-def _named(schedule: str, owners: tuple[int, ...], microbatches: int) -> Orders:
+def _named(schedule: str, owners: tuple[int, ...], microbatches: int) -> Program:
     degree, count = max(owners) + 1, range(microbatches)
     if schedule == "GPipe":
-        return tuple(tuple(Action(r, kind, m) for kind in "FB" for m in count) for r in range(degree))
+        return Program([[Action(r, kind, m) for kind in "FB" for m in count] for r in range(degree)])
     if schedule == "1F1B":
         from torchtitan.distributed.pipeline import one_forward_one_backward
 
@@ -57,7 +91,7 @@ def _named(schedule: str, owners: tuple[int, ...], microbatches: int) -> Orders:
         own = [stage for stage, rank in enumerate(owners) if rank == 0]
         places = [_place(stage, owners) for stage in own]
         made = list(get_schedule_class(schedule)(places, microbatches, scale_grads=False).pipeline_order.values())
-    return tuple(tuple(itertools.chain.from_iterable(map(_actions, order))) for order in made)
+    return Program([list(itertools.chain.from_iterable(map(_actions, order))) for order in made])
 
 
 def _place(stage: int, owners: tuple[int, ...]) -> Any:
@@ -79,40 +113,25 @@ def _actions(entry: Any) -> list[Action]:
     return [Action(entry.stage_index, kind[entry.computation_type.name], entry.microbatch_index)]
 
 
-def simulate(orders: Orders, duration: Callable[[int, str], float], transfer: float) -> Timeline:
-    """Run `orders`, each rank as soon as it can.
+def simulate(plan: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
+    """Run `plan`, each rank as soon as it can.
 
     Args:
         duration: seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
         transfer: seconds from the end of a computation to its result being on another rank.
     """
-    last = max(action.stage for order in orders for action in order)
-    owner = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    seconds = {key: duration(*key) for key in {(a.stage, a.kind) for order in orders for a in order}}
-    done: dict[tuple[int, str, int], float] = {}
-    events: list[list[tuple[Action, float, float]]] = [[] for _ in orders]
-    clock, position = [0.0] * len(orders), [0] * len(orders)
-    waiting = list(range(len(orders)))
-    while waiting:
-        moved = False
-        for rank in waiting:
-            while position[rank] < len(orders[rank]):
-                a = orders[rank][position[rank]]
-                source = _source(a, last)
-                key = source and (source[0], source[1], a.microbatch)
-                if key and key not in done:
-                    break
-                ready = done[key] + (transfer if owner[key[0]] != rank else 0.0) if key else 0.0
-                begin = max(clock[rank], ready)
-                clock[rank] = begin + seconds[a.stage, a.kind]
-                if a.kind != "W":
-                    done[a.stage, "F" if a.kind == "F" else "B", a.microbatch] = clock[rank]
-                events[rank].append((a, begin, clock[rank]))
-                position[rank] += 1
-                moved = True
-        waiting = [rank for rank in waiting if position[rank] < len(orders[rank])]
-        assert moved or not waiting, "the schedule can't run"
-    return Timeline(tuple(map(tuple, events)), max(clock))
+    seconds = cache(duration)
+    clock, busy = [0.0] * len(plan.orders), [0.0] * len(plan.orders)
+    events: list[tuple[int, Action, float, float]] = []
+    for rank, action, source, arrives in plan.steps:
+        begin = clock[rank]
+        if source >= 0:
+            begin = max(begin, events[source][3] + (transfer if arrives else 0.0))
+        took = seconds(action.stage, action.kind)
+        busy[rank] += took
+        clock[rank] = begin + took
+        events.append((rank, action, begin, clock[rank]))
+    return Timeline(tuple(events), tuple(busy), max(clock))
 
 
 def _source(action: Action, last: int) -> tuple[int, str] | None:
@@ -124,17 +143,14 @@ def _source(action: Action, last: int) -> tuple[int, str] | None:
     return (action.stage + 1, "B") if action.stage < last else (action.stage, "F")
 
 
-def most_in_flight(order: tuple[Action, ...], size: Callable[[int], float]) -> float:
-    """The most that the forwards of one rank keep at a time for backwards to come.
-
-    Args:
-        size: of what one microbatch keeps on a stage.
-    """
-    now = most = 0.0
+def _most_kept(order: tuple[Action, ...]) -> tuple[dict[int, int], ...]:
+    now = dict.fromkeys(sorted({action.stage for action in order}), 0)
+    seen = set()
     for action in order:
         if action.kind == "F":
-            now += size(action.stage)
+            now[action.stage] += 1
+            seen.add(tuple(now.values()))
         elif action.kind in "BW":
-            now -= size(action.stage)
-        most = max(most, now)
-    return most
+            now[action.stage] -= 1
+    most = [a for a in seen if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in seen)]
+    return tuple(dict(zip(now, counts, strict=True)) for counts in most)

@@ -169,8 +169,8 @@ class Workload:
 def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
     """FLOPs of one step on one rank, the mean over the pipeline, by kind and type; recomputation is included.
 
-    Matrix products cost 2 FLOPs per weight and token forward, 4 backward; causal attention 2 S q per token forward (half
-    of the square is masked) and 2.5 times that backward (Dao, arXiv:2307.08691).
+    Matrix products cost 2 FLOPs per weight and token forward, 4 backward; causal attention 2 S q per token forward
+    (half of the square is masked) and 2.5 times that backward (Dao, arXiv:2307.08691).
     """
     tokens = w.tokens * w.microbatches * w.accumulation / w.pp
     dtype = "float32" if w.width == 4 else "bfloat16"

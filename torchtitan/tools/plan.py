@@ -1,13 +1,12 @@
-"""Plan a run without a GPU: `python -m torchtitan.tools.plan X.toml --world 512 --hardware h100-sxm [--section.key value ...]`.
+"""Plan a run without a GPU: `python -m torchtitan.tools.plan X.toml --world 512 [--section.key value ...] [options]`.
 
 Prints memory by part against the limit, speed, and the largest costs with what would change each. Refuses what the
-trainer refuses, with the same words. More options:
-  --search             find the fastest layout for this model, batch and world, and plan that
+trainer refuses, in the same words. Exits with 1 if the plan doesn't fit. More options:
+  --search             find the fastest layout of this model and batch, and plan that
   --write FILE         write the planned configuration as a TOML file that runs as it is
-  --compare A B        plan two files side by side
+  --compare A B        plan two TOML files, and show them side by side
   --tokens N           tokens to train on, as 15e12. Default: those of training.steps
-  --fast               closed forms only: don't trace the memory of the answer
-  --json FILE          the answer as JSON
+  --json FILE          the plan as JSON
   --html FILE          a page with pictures, and its figures as JSON beside it
   --schedule-svg FILE  the pipeline's schedule as a picture
   --hardware NAME      a name of torchtitan/plan/hardware.toml, or a TOML file. Default: h100-sxm
@@ -15,49 +14,104 @@ trainer refuses, with the same words. More options:
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import resolve
+from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import replace
+from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.plan.answers import Answer, answer, report, text
-from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.hardware import Hardware, find_hardware
+from torchtitan.plan.page import page, pictures, schedule_svg
+from torchtitan.plan.search import Found, search
 from torchtitan.plan.workload import Workload
 from torchtitan.trainer.preflight import preflight
-from torchtitan.utils.errors import ConfigError, run_main
+from torchtitan.utils.errors import ConfigError, UserError, run_main
 
-_FILES = ("--write", "--json", "--html", "--schedule-svg", "--calibrate")
+_FILES = ("--write", "--compare", "--json", "--html", "--schedule-svg", "--calibrate")
 
 
 @dataclass
 class Options:
     """This tool's own options."""
 
-    overrides: list[str] = field(default_factory=list)
     world: int = 1
     hardware: str = "h100-sxm"
     tokens: float | None = None
     search: bool = False
-    fast: bool = False
-    compare: tuple[str, str] | None = None
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    """Flags of the configuration."""
 
 
-def plan(options: Options, argv: list[str]) -> Answer:
-    """The answer for one configuration."""
-    resolved = resolve(argv, options.world)
+def main(argv: list[str]) -> int:
+    if argv in ([], ["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    options = parse(argv)
+    if file := options.files.get("--calibrate"):
+        from torchtitan.plan.calibrate import calibrate
+
+        _write(file, calibrate())
+        print(f"Measured this machine: {file}; plan for it with --hardware {file}")
+        return 0
+    hardware = find_hardware(options.hardware)
+    made, found = plan(options.rest, options.world, hardware, searching=options.search)
+    data = report(made, options.tokens)
+    if found:
+        data["search"] = found.summary()
+        print(_table(found), end="\n\n")
+    if file := options.files.get("--compare"):
+        other, _ = plan(_instead(options.rest, file), options.world, hardware)
+        data["compared"] = report(other, options.tokens)
+        print(_side_by_side(data, data["compared"]), end="\n\n")
+    print(text(data))
+    if file := options.files.get("--write"):
+        _write(file, _as_toml(made, data, options))
+    if file := options.files.get("--json"):
+        _write(file, json.dumps(data, indent=1) + "\n")
+    if file := options.files.get("--html"):
+        data |= pictures(made)
+        _write(file, page(data))
+        _write(file.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
+    if file := options.files.get("--schedule-svg"):
+        if made.time.timeline is None:
+            raise UserError(
+                "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, or leave it out"
+            )
+        _write(file, schedule_svg(made.time.timeline))
+    for option, file in options.files.items():
+        if option != "--compare":
+            print(f"{option}: {file}")
+    return 0 if made.fits else 1
+
+
+def plan(argv: list[str], world: int, hardware: Hardware, *, searching: bool = False) -> tuple[Answer, Found | None]:
+    """The plan for a configuration, or for the best that a search finds from it."""
+    resolved = resolve(argv, world)
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     here, notes = _without_missing_files(resolved.config)
-    found = preflight(here, output=False)
-    workload = Workload(resolved.config, found.args, found.stages)
-    made = answer(workload, found.spec, find_hardware(options.hardware))
+    checked = preflight(here, output=False)
+    if not searching:
+        made, found = answer(Workload(resolved.config, checked.args, checked.stages), checked.spec, hardware), None
+    else:
+        found = search(resolved.config, checked.spec, checked.args, world, hardware)
+        if not found.best:
+            raise UserError(
+                f"--search: none of {found.seen} legal configurations on {world} ranks fits into the "
+                f"{hardware.usable_gib:.0f} GiB of {hardware.name}; use more ranks, a smaller training.seq_len, more "
+                "training.loss_chunks, or optimizer.state_dtype bfloat16"
+            )
+        made = found.best[0]
+        preflight(_without_missing_files(made.config)[0], output=False)
     made.notes.extend(notes)
-    return made
+    return made, found
 
 
 def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
@@ -72,25 +126,88 @@ def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
     for key, path, instead in known:
         if path and path != instead and "*" not in path and not Path(path).expanduser().exists():
             config = replace(config, key, instead)
-            notes.append(f"{key} {path!r} is not here; a plan doesn't need it, the run will")
+            notes.append(f"{key} {path!r} is not here: a plan doesn't need it, the run will")
     return config, notes
 
 
-def main(argv: list[str]) -> int:
-    if argv in ([], ["--help"], ["-h"]):
-        print(__doc__)
-        return 0
-    options = parse(argv)
-    made = plan(options, options.overrides)
-    data = report(made, options.tokens)
-    print(text(data))
-    if file := options.files.get("--json"):
-        _write(file, json.dumps(data, indent=1) + "\n")
-    return 0 if made.fits else 1
+def _instead(argv: list[str], file: Path) -> list[str]:
+    """The same flags with another TOML file."""
+    kept = list(argv)
+    for flag in ("--job.config_file", "--config", "--job.config-file"):
+        while flag in kept:
+            at = kept.index(flag)
+            del kept[at : at + 2]
+    return ["--job.config_file", str(file), *kept]
 
 
-def _write(file: str, content: str) -> None:
-    Path(file).write_text(content)
+def _as_toml(made: Answer, data: dict[str, Any], options: Options) -> str:
+    """The configuration as written by the user, with the plan's layout."""
+    config, planned = load_config(options.rest).config, made.config
+    same = {key: getattr(planned.training, key) for key in ("local_batch_size", "global_batch_size")}
+    training = config.training.model_copy(update=same)
+    parts = {"parallelism": planned.parallelism, "activation_checkpoint": planned.activation_checkpoint}
+    config = config.model_copy(update=parts | {"training": training})
+    memory, time = data["memory"], data["time"]
+    head = [
+        f"# {data['model']} on {data['world']} x {made.hardware.description}.",
+        f"# Planned: {time['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, {memory['peak_gib']:.1f} GiB.",
+    ]
+    return "\n".join([*head, "", to_toml(config, only_changed=True)])
+
+
+def _write(file: Path, content: str) -> None:
+    """Whole or not at all."""
+    temporary = file.with_name(f".{file.name}-{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"can't write {file}: {error.strerror or error}") from None
+
+
+# ---- tables
+
+
+def _table(found: Found) -> str:
+    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB"]]
+    for entry in found.summary()["best"]:
+        layout = " x ".join(f"{axis} {n}" for axis, n in entry["layout"].items() if n > 1) or "one rank"
+        batch = f"{entry['local_batch_size']} x {entry['accumulation']}"
+        schedule = f"{entry['schedule']}, {entry['microbatches']} microbatches" if entry["schedule"] else "-"
+        speed = f"{entry['tokens_per_second_per_gpu']:,.0f}"
+        rows.append([layout, batch, schedule, entry["activation_checkpointing"], speed, f"{entry['peak_gib']:.1f}"])
+    return f"Best of {found.seen:,} legal configurations:\n" + _aligned(rows)
+
+
+def _side_by_side(a: dict[str, Any], b: dict[str, Any]) -> str:
+    rows = [["", "this", "compared"]]
+    rows += [[axis, str(a["layout"][axis]), str(b["layout"][axis])] for axis in a["layout"]]
+    figures: dict[str, Callable[[dict[str, Any]], str]] = {
+        "model": lambda r: r["model"],
+        "checkpointing": lambda r: r["activation_checkpointing"],
+        "peak GiB": lambda r: f"{r['memory']['peak_gib']:.1f}",
+        "fits": lambda r: str(r["memory"]["fits"]),
+        "tokens/s/GPU": lambda r: f"{r['time']['tokens_per_second_per_gpu']:,.0f}",
+        "MFU": lambda r: "-" if r["time"]["mfu"] is None else f"{r['time']['mfu']:.1%}",
+        "step s": lambda r: f"{r['time']['step_s']:.3g}",
+    }
+    rows += [[name, figure(a), figure(b)] for name, figure in figures.items()]
+    parts = dict.fromkeys([*a["time"]["parts_s"], *b["time"]["parts_s"]])
+    rows += [[f"{p}, s", *(f"{r['time']['parts_s'].get(p, 0.0):.3g}" for r in (a, b))] for p in parts]
+    return _aligned(rows)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+# ---- arguments
 
 
 def parse(argv: list[str]) -> Options:
@@ -100,48 +217,50 @@ def parse(argv: list[str]) -> Options:
         ConfigError: an option without its value, or with a wrong one.
     """
     options, problems = Options(), []
-    words = [part for word in argv for part in _split(word)]
-    takes: dict[str, Callable[[str], Any]] = {"--world": _count, "--hardware": str, "--tokens": float}
+    takes: dict[str, Callable[[str], Any]] = {"--world": _count, "--hardware": str, "--tokens": _amount}
+    words = list(argv)
     while words:
         word = words.pop(0)
-        if word in ("--search", "--fast"):
-            setattr(options, word[2:], True)
-        elif word == "--compare":
-            options.compare = (words.pop(0), words.pop(0)) if len(words) > 1 else None
-            if not options.compare:
-                problems.append("--compare: needs two TOML files")
-        elif word in takes or word in _FILES:
-            value = words.pop(0) if words and not words[0].startswith("--") else ""
+        name, equals, value = word.partition("=")
+        if word == "--search":
+            options.search = True
+        elif word == "--compare" and len(words) > 1 and not (words[0] + words[1]).startswith("--"):
+            options.rest += ["--job.config_file", words.pop(0)]
+            options.files[word] = Path(words.pop(0))
+        elif name in takes or name in _FILES:
+            if not equals and words and not words[0].startswith("--"):
+                value = words.pop(0)
             try:
-                if word in _FILES:
-                    options.files[word] = str(Path(value)) if value else _missing()
+                if not value:
+                    raise ValueError("needs a value")
+                if name in _FILES:
+                    options.files[name] = Path(value)
                 else:
-                    setattr(options, word[2:], takes[word](value) if value else _missing())
+                    setattr(options, name[2:], takes[name](value))
             except ValueError as error:
-                problems.append(f"{word}: {error}")
-        elif not options.overrides and not word.startswith("-"):
-            options.overrides += ["--job.config_file", word]
+                problems.append(f"{name}: {error}")
+        elif not options.rest and not word.startswith("-"):
+            options.rest += ["--job.config_file", word]
         else:
-            options.overrides.append(word)
+            options.rest.append(word)
     if problems:
         raise ConfigError(problems)
     return options
-
-
-def _split(word: str) -> list[str]:
-    """`--world=8` as two words; the configuration's flags stay as they are."""
-    name, equals, value = word.partition("=")
-    return [name, value] if equals and (name in _FILES or name in ("--world", "--hardware", "--tokens")) else [word]
-
-
-def _missing() -> Any:
-    raise ValueError("needs a value")
 
 
 def _count(value: str) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"{value!r} is not a number of ranks")
     return int(value)
+
+
+def _amount(value: str) -> float:
+    try:
+        if (amount := float(value)) > 0:
+            return amount
+    except ValueError:
+        pass
+    raise ValueError(f"{value!r} is not a number of tokens, as 15e12")
 
 
 if __name__ == "__main__":

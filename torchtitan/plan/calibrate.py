@@ -1,0 +1,117 @@
+"""Measures the rates of the machine at hand, and writes them as a hardware file.
+
+Matrix products by type, causal attention, and memory bandwidth, of one device, with sizes of a training step. Rates
+between devices are taken from the data sheet if the device is a known one, else guessed from the memory bandwidth, and
+said to be so.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from torchtitan.plan.hardware import load_hardware
+
+_SECONDS = 1.0
+"""Of each measurement, after the first call."""
+
+
+def calibrate() -> str:
+    """A hardware file of this machine."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    name = torch.cuda.get_device_name() if cuda else "CPU"
+    known = next((hw for hw in load_hardware().values() if name in hw.device_names), None)
+    size = 8192 if cuda else 1024
+    bf16, fp32 = (_matmul(size, device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    fp8 = _matmul_fp8(size, device) if cuda and torch.cuda.get_device_capability() >= (8, 9) else 0.0
+    dtype = torch.bfloat16 if cuda else torch.float32  # what training would use
+    attention = _attention(8192 if cuda else 512, device, dtype)
+    memory = _copy(2**30 if cuda else 2**27, device)
+    peaks = (
+        {"bf16": known.bf16, "fp8": known.fp8, "fp32": known.fp32}
+        if known
+        else {"bf16": bf16, "fp8": fp8, "fp32": fp32}
+    )
+    base = peaks["bf16"] if cuda else peaks["fp32"]
+    lines = [
+        "# Measured by python -m torchtitan.tools.plan --calibrate.",
+        "[this-machine]",
+        f'description = "{name}, measured"',
+        f"memory_gib = {_memory_gib(cuda):.1f}",
+        *(f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}" for key, value in peaks.items()),
+        f"gemm_bf16 = {bf16 / peaks['bf16']:.3f}  # measured",
+        f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # measured, if it has float8",
+        f"attention = {attention / base:.3f}  # measured, forward",
+        f"memory_bandwidth = {known.memory_bandwidth if known else memory:.4g}",
+        f"memory_efficiency = {memory / known.memory_bandwidth if known else 1.0:.3f}  # measured",
+    ]
+    if known:
+        lines += [
+            f"link = {known.link:.4g}",
+            f"network = {known.network:.4g}",
+            f"gpus_per_node = {known.gpus_per_node}",
+        ]
+    else:
+        ranks = max(1, torch.cuda.device_count())
+        lines += [
+            f"link = {memory / 4:.4g}  # a guess",
+            f"network = {memory / 4:.4g}  # a guess",
+            f"gpus_per_node = {ranks}",
+        ]
+    return "\n".join([*lines, *(() if cuda else ("reserve_gib = 1.0", "eager = 1.5")), ""])
+
+
+def _memory_gib(cuda: bool) -> float:
+    if cuda:
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
+    import psutil
+
+    return psutil.virtual_memory().total / 2**30
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of one call: the fastest of several rounds, since others may use the machine too."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    work()
+    wait()
+    best, until = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < until:
+        begin = time.perf_counter()
+        for _ in range(4):
+            work()
+        wait()
+        best = min(best, (time.perf_counter() - begin) / 4)
+    return best
+
+
+def _matmul(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def _matmul_fp8(size: int, device: torch.device) -> float:
+    a = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    scaled = torch._scaled_mm
+    return 2 * size**3 / _seconds(lambda: scaled(a, a.t(), one, one, out_dtype=torch.bfloat16), device)
+
+
+def _attention(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of causal attention, of which half of the square counts."""
+    q = torch.randn(1, 16, size, 64 if device.type == "cpu" else 128, device=device).to(dtype)
+    flops = 2 * size**2 * q.shape[1] * q.shape[3]
+    return flops / _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device)
+
+
+def _copy(size: int, device: torch.device) -> float:
+    """Bytes/s that a copy reads and writes."""
+    a = torch.empty(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * size / _seconds(lambda: b.copy_(a), device)
