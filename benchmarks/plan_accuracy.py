@@ -8,6 +8,7 @@ import argparse
 import csv
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ FITTED = {
     "link_efficiency": (0.65, 0.3),
 }
 """Constants that are fitted: what is expected of each, and the standard deviation of its logarithm."""
+FITTED_ON = "h100-hbm2e"
 LOSS_COMPILED_SINCE = "2025-05"
 """TorchTitan's tables before that had a loss that was not compiled."""
 
@@ -142,46 +144,66 @@ def fit(rows: list[Row], hw: Hardware) -> dict[str, float]:
     return dict(zip(names, np.exp(x).tolist(), strict=True))
 
 
-def summary(errors: list[float]) -> str:
-    sizes = [abs(e) for e in errors]
+Errors = list[tuple[Row, float]]
+
+
+def errors(rows: list[Row], changed: Mapping[str, float] | None = None) -> tuple[Errors, Errors]:
+    """Relative errors of throughput, and of peak memory, where they are published.
+
+    Args:
+        changed: constants to use instead of those of the tables' GPU.
+    """
+    speed, space = [], []
+    for row in rows:
+        if row.tokens_per_second:
+            hw = find_hardware(row.hardware)
+            hw = hw.model_copy(update=dict(changed or {})) if row.hardware == FITTED_ON else hw
+            speed.append((row, step_time(row.workload, hw).tokens_per_second / row.tokens_per_second - 1))
+        if row.memory_gib:
+            space.append((row, peak_memory(row.workload).reserved / 2**30 / row.memory_gib - 1))
+    return speed, space
+
+
+def summary(name: str, found: list[float]) -> str:
+    sizes = [abs(e) for e in found]
     mean, middle = statistics.fmean(sizes), statistics.median(sizes)
-    return f"{len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%}"
+    return f"| {name} | {len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
-    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--file", type=Path, default=FILE, help="measurements in the format of published.csv")
     options = parser.parse_args()
     rows = load(options.file)
     changed: dict[str, float] = {}
     if options.fit:
-        changed = fit([row for row in rows if row.fit], find_hardware("h100-hbm2e"))
+        changed = fit([row for row in rows if row.fit], find_hardware(FITTED_ON))
         print("".join(f"{name} = {value:.3f}\n" for name, value in changed.items()))
+    speed, space = errors(rows, changed)
+    fast, large = {row.id: e for row, e in speed}, {row.id: e for row, e in space}
     print("| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|")
-    speed: dict[str, list[float]] = {}
-    space: list[float] = []
     for row in rows:
-        hw = find_hardware(row.hardware)
-        if row.hardware == "h100-hbm2e":
-            hw = hw.model_copy(update=changed)
-        cells = [f"{row.id}{' (fit)' if row.fit else ''}", "", "", "", "", "", ""]
-        if row.tokens_per_second:
-            predicted = step_time(row.workload, hw).tokens_per_second
-            error = predicted / row.tokens_per_second - 1
-            kind = "rowwise" if row.rowwise else "fit" if row.fit else f"held out, {row.hardware}"
-            speed.setdefault(kind, []).append(error)
-            cells[1:4] = f"{row.tokens_per_second:g}", f"{predicted:.0f}", f"{error:+.1%}"
-        if row.memory_gib:
-            gib = peak_memory(row.workload).reserved / 2**30
-            space.append(gib / row.memory_gib - 1)
-            cells[4:7] = f"{row.memory_gib:g}", f"{gib:.1f}", f"{space[-1]:+.1%}"
-        print("| " + " | ".join(cells) + " |")
-    speed["all but rowwise"] = [e for kind, errors in speed.items() if kind != "rowwise" for e in errors]
-    print("\n| throughput, rows | number | median error | mean | worst |\n|---|---|---|---|---|")
-    for kind, errors in speed.items():
-        print(f"| {kind} | {summary(errors)} |")
-    print(f"| memory | {summary(space)} |")
+        cells = [f"{row.id}{' (fit)' if row.fit else ''}"]
+        for published, off, digits in (
+            (row.tokens_per_second, fast.get(row.id), 0),
+            (row.memory_gib, large.get(row.id), 1),
+        ):
+            told = published is not None and off is not None
+            cells += [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"] if told else ["", "", ""]
+        print(f"| {' | '.join(cells)} |")
+    print("\n| | rows | median error | mean | worst |\n|---|---|---|---|---|")
+    rowwise = [e for row, e in speed if row.rowwise]
+    others = [(row, e) for row, e in speed if not row.rowwise]
+    for hardware in sorted({row.hardware for row, _ in others}):
+        held_out = [e for row, e in others if not row.fit and row.hardware == hardware]
+        print(summary(f"throughput, held out, {hardware}", held_out))
+    if fitted := [e for row, e in others if row.fit]:
+        print(summary("throughput, fitted", fitted))
+    print(summary("throughput, all but rowwise float8", [e for _, e in others]))
+    if rowwise:
+        print(summary("throughput, rowwise float8", rowwise))
+    print(summary("memory", [e for _, e in space]))
 
 
 if __name__ == "__main__":
