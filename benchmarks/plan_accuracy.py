@@ -8,7 +8,7 @@ import argparse
 import csv
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,13 @@ HARDWARE = {
     "H200-SXM": "h200",
     "A100-80GB": "a100",
 }
+LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
+MODELS = {
+    "L2-7B": ("8B", {**LLAMA_2, "n_kv_heads": 32, "ffn_dim": 11008}),
+    "L2-13B": ("8B", {**LLAMA_2, "dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
+    "L2-70B": ("70B", LLAMA_2),
+}
+"""Names in the file that are no flavor: the flavor they are made of, and what is different."""
 CHECKPOINTING = {
     "none": ["none"],
     "full": ["full"],
@@ -67,8 +74,10 @@ def arguments(row: dict[str, str]) -> list[str]:
     pp = int(row["pp"])
     rows = int(row["local_bs"])
     mode, *more = CHECKPOINTING[row["ac"]]
+    flavor, overrides = MODELS.get(row["model"], (row["model"], {}))
     settings = {
-        "model.flavor": row["model"],
+        "model.flavor": flavor,
+        **{f"model.overrides.{key}": value for key, value in overrides.items()},
         "parallelism.data_parallel_replicate_degree": row["dp_rep"],
         "parallelism.data_parallel_shard_degree": row["fsdp"],
         "parallelism.context_parallel_degree": row["cp"],
@@ -110,6 +119,8 @@ def load(file: Path = FILE) -> list[Row]:
     for row in csv.DictReader(file.open()):
         if not row["local_bs"]:
             continue
+        if row["hw"] not in HARDWARE:
+            raise SystemExit(f"{file}: {row['id']}: no hardware {row['hw']!r} (there is {', '.join(HARDWARE)})")
         config = resolve(arguments(row), int(row["gpus"])).config
         plan = preflight(config, output=False)
         workload = Workload(config, plan.args, plan.stages, kv_repeated=True)
@@ -180,9 +191,14 @@ def main() -> None:
     if options.fit:
         changed = fit([row for row in rows if row.fit], find_hardware(FITTED_ON))
         print("".join(f"{name} = {value:.3f}\n" for name, value in changed.items()))
+    print("\n".join(table(rows, changed)))
+
+
+def table(rows: list[Row], changed: Mapping[str, float] | None = None) -> Iterator[str]:
+    """Every row with its errors, and their statistics, as Markdown."""
     speed, space = errors(rows, changed)
     fast, large = {row.id: e for row, e in speed}, {row.id: e for row, e in space}
-    print("| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|")
+    yield "| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|"
     for row in rows:
         cells = [f"{row.id}{' (fit)' if row.fit else ''}"]
         for published, off, digits in (
@@ -190,20 +206,17 @@ def main() -> None:
             (row.memory_gib, large.get(row.id), 1),
         ):
             told = published is not None and off is not None
-            cells += [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"] if told else ["", "", ""]
-        print(f"| {' | '.join(cells)} |")
-    print("\n| | rows | median error | mean | worst |\n|---|---|---|---|---|")
-    rowwise = [e for row, e in speed if row.rowwise]
+            cells += [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"] if told else [""] * 3
+        yield f"| {' | '.join(cells)} |"
+    yield "\n| | rows | median error | mean | worst |\n|---|---|---|---|---|"
     others = [(row, e) for row, e in speed if not row.rowwise]
-    for hardware in sorted({row.hardware for row, _ in others}):
-        held_out = [e for row, e in others if not row.fit and row.hardware == hardware]
-        print(summary(f"throughput, held out, {hardware}", held_out))
-    if fitted := [e for row, e in others if row.fit]:
-        print(summary("throughput, fitted", fitted))
-    print(summary("throughput, all but rowwise float8", [e for _, e in others]))
-    if rowwise:
-        print(summary("throughput, rowwise float8", rowwise))
-    print(summary("memory", [e for _, e in space]))
+    groups = {f"throughput, held out, {hw}": [] for hw in sorted({row.hardware for row, _ in others})}
+    for row, e in others:
+        groups.setdefault("throughput, fitted" if row.fit else f"throughput, held out, {row.hardware}", []).append(e)
+    groups["throughput, all but rowwise Float8"] = [e for _, e in others]
+    groups["throughput, rowwise Float8"] = [e for row, e in speed if row.rowwise]
+    groups["memory"] = [e for _, e in space]
+    yield from (summary(name, found) for name, found in groups.items() if found)
 
 
 if __name__ == "__main__":

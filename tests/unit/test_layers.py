@@ -13,9 +13,10 @@ LAYERS = {
     "distributed": 3,
     "components": 4,
     "trainer": 5,
-    "tools": 6,
-    "train": 6,
-    "launch": 6,
+    "plan": 6,
+    "tools": 7,
+    "train": 7,
+    "launch": 7,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

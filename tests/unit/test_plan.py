@@ -305,6 +305,8 @@ def test_accuracy():
 
     rows = plan_accuracy.load()
     assert len(rows) >= 33
+    shown = (ROOT / "docs/plan.md").read_text()
+    assert [line for line in plan_accuracy.table(rows) if line not in shown] == []
     speed, space = plan_accuracy.errors(rows)
     sizes = sorted(abs(e) for row, e in speed if not row.rowwise)
     assert sizes[len(sizes) // 2] <= 0.04

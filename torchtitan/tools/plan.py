@@ -62,15 +62,14 @@ def main(argv: list[str]) -> int:
         return 0
     hardware = find_hardware(options.hardware)
     made, found = plan(options.rest, options.world, hardware, searching=options.search)
-    data = report(made, options.tokens)
+    data, said = report(made, options.tokens), []
     if found:
         data["search"] = found.summary()
-        print(_table(found), end="\n\n")
+        said += [_table(found), ""]
     if file := options.files.get("--compare"):
         other, _ = plan(_instead(options.rest, file), options.world, hardware)
         data["compared"] = report(other, options.tokens)
-        print(_side_by_side(data, data["compared"]), end="\n\n")
-    print(text(data))
+        said += [_side_by_side(data, data["compared"]), ""]
     if file := options.files.get("--write"):
         _write(file, _as_toml(made, data, options))
     if file := options.files.get("--json"):
@@ -85,9 +84,8 @@ def main(argv: list[str]) -> int:
                 "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, or leave it out"
             )
         _write(file, schedule_svg(made.time.timeline))
-    for option, file in options.files.items():
-        if option != "--compare":
-            print(f"{option}: {file}")
+    said += [text(data), *(f"{option}: {file}" for option, file in options.files.items() if option != "--compare")]
+    print("\n".join(said))
     return 0 if made.fits else 1
 
 
