@@ -33,7 +33,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="python -m torchtitan.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
-    parser.add_argument("--nnodes", type=_nodes, default=(1, 1), help="number of nodes, or MIN:MAX")
+    parser.add_argument("--nnodes", type=node_range, default=(1, 1), help="number of nodes, or MIN:MAX")
     parser.add_argument("--rdzv-endpoint", default="", help="host:port of the first node (several nodes)")
     parser.add_argument("--rdzv-conf", default=RENDEZVOUS, help=f"how nodes find together ({RENDEZVOUS})")
     parser.add_argument(
@@ -48,7 +48,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     return options, others, argv[split + 1 :]
 
 
-def _nodes(text: str) -> tuple[int, int]:
+def node_range(text: str) -> tuple[int, int]:
+    """Fewest and most nodes of `N` or `MIN:MAX`."""
     fewest, _, most = text.partition(":")
     nodes = (int(fewest), int(most or fewest)) if f"{fewest}{most}".isdecimal() else (0, 0)
     if not 1 <= nodes[0] <= nodes[1]:
@@ -56,19 +57,27 @@ def _nodes(text: str) -> tuple[int, int]:
     return nodes
 
 
-def _check(options: argparse.Namespace, train_argv: list[str]) -> None:
-    """Refuse what would fail under any number of nodes that may come."""
-    fewest, most = options.nnodes
-    for nodes in range(most, fewest - 1, -1):
-        world = nodes * options.nproc_per_node
+def check(train_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> None:
+    """Refuse what would fail under any number of nodes that may come, with `ranks` on each.
+
+    Args:
+        output: also make the dump folder, and see that it can be written to.
+
+    Raises:
+        ConfigError: everything that is wrong.
+    """
+    fewest, most = nodes
+    config = resolve(train_argv, most * ranks).config
+    if fewest < most and not config.fault_tolerance.elastic:
+        raise ConfigError(
+            [f"--nnodes: {fewest}:{most} nodes need fault_tolerance.elastic = true, or the batch would follow them"]
+        )
+    for count in range(fewest, most):
         try:
-            config = resolve(train_argv, world).config
+            resolve(train_argv, count * ranks)
         except ConfigError as error:
-            if nodes == most:
-                raise
-            raise ConfigError([f"with {nodes} of {most} nodes: {problem}" for problem in error.problems]) from error
-        if nodes == most:
-            preflight(config)
+            raise ConfigError([f"with {count} of {most} nodes: {problem}" for problem in error.problems]) from error
+    preflight(config, output=output)
 
 
 class _Stop:
@@ -136,7 +145,7 @@ def _common_status(statuses: list[int]) -> int:
 def main(argv: list[str]) -> int:
     options, torchrun_argv, train_argv = _parse(argv)
     stop = _Stop(options.grace)
-    _check(options, train_argv)
+    check(train_argv, options.nnodes, options.nproc_per_node)
     fewest, most = options.nnodes
     restarts = options.max_restarts
     if restarts is None:

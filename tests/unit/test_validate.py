@@ -11,6 +11,7 @@ OP = ["--activation_checkpoint.selective_ac_option=op"]
 FLOAT8 = ["--model.converters=float8"]
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that mend it)
+ELASTIC = ["--fault_tolerance.elastic"]
 CASES = {
     "degrees_fill_the_world": [
         (8, ["--parallelism.data_parallel_shard_degree=3"], "there are 8 ranks; set data_parallel_shard_degree = 8",
@@ -29,6 +30,17 @@ CASES = {
         (2, ["--training.local_batch_size=4", "--training.global_batch_size=20"], "= 8; set it to 16 or 24",
          ["--training.global_batch_size=24"]),
         (4, ["--training.global_batch_size=0"], "set it to 32", ["--training.global_batch_size=32"]),
+    ],
+    "elastic_run_goes_on": [
+        (3, [*ELASTIC, "--checkpoint.enable"], "set it, to at least 3", ["--training.global_batch_size=8"]),
+        (3, [*ELASTIC, "--checkpoint.enable", "--training.global_batch_size=2"], "2 rows leave some of 3",
+         ["--training.global_batch_size=3"]),
+        (3, [*ELASTIC, "--training.global_batch_size=8"], "goes on from checkpoints", ["--checkpoint.enable"]),
+        (3, [*ELASTIC, "--training.global_batch_size=8", "--checkpoint.enable", "--checkpoint.load_step=4"],
+         "would go back to step 4", ["--checkpoint.load_step=-1"]),
+        (3, [*ELASTIC, "--training.global_batch_size=8", "--checkpoint.enable",
+             "--checkpoint.exclude_from_loading=dataloader"], "would lose these parts",
+         ["--checkpoint.exclude_from_loading="]),
     ],
     "sequence_divides": [
         (2, ["--parallelism.context_parallel_degree=2", "--training.seq_len=2046"], "set it to 2044 or 2048",
@@ -71,6 +83,9 @@ CASES = {
          "can't be accumulated", ["--training.local_batch_size=16"]),
         (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.on_nonfinite=skip"],
          "before it is known to be bad", ["--training.on_nonfinite=stop"]),
+        (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.global_batch_size=8",
+             "--checkpoint.enable", *ELASTIC], "with fewer ranks gradients must be accumulated",
+         ["--fault_tolerance.elastic=false"]),
         (2, ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.pipeline_parallel_degree=2"],
          'set "default"', ["--parallelism.fsdp_reshard_after_forward=default"]),
         (2, [*OP, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
@@ -180,3 +195,46 @@ def test_derived_values_and_their_formulas():
         "lr_scheduler.warmup_steps",
     }
     assert gradient_accumulation_steps(resolve([*argv, "--training.global_batch_size=96"], 8).config) == 4
+
+
+@pytest.mark.parametrize(
+    ("copies", "shards", "others", "world", "expected"),
+    [
+        (1, -1, 1, 3, (1, 3)),
+        (2, -1, 1, 8, (2, 4)),
+        (2, -1, 1, 3, (1, 3)),
+        (2, 8, 1, 16, (2, 8)),
+        (2, 8, 1, 8, (1, 8)),
+        (2, 8, 1, 12, (1, 12)),
+        (2, 8, 1, 4, (1, 4)),
+        (2, 8, 1, 32, (2, 16)),
+        (4, 1, 1, 3, (3, 1)),
+        (4, 1, 1, 6, (3, 2)),
+        (2, 2, 2, 4, (1, 2)),
+    ],
+)
+def test_elastic_degrees_follow_the_ranks(copies, shards, others, world, expected):
+    """Copies go first; a shard degree that is wanted is not undercut while there are ranks."""
+    config = resolve(
+        [
+            *ELASTIC,
+            "--checkpoint.enable",
+            "--training.global_batch_size=64",
+            f"--parallelism.data_parallel_replicate_degree={copies}",
+            f"--parallelism.data_parallel_shard_degree={shards}",
+            f"--parallelism.context_parallel_degree={others}",
+        ],
+        world,
+    ).config.parallelism
+    assert (config.data_parallel_replicate_degree, config.data_parallel_shard_degree) == expected
+
+
+def test_elastic_other_degrees_stay():
+    argv = [
+        *ELASTIC,
+        "--checkpoint.enable",
+        "--training.global_batch_size=64",
+        "--parallelism.tensor_parallel_degree=2",
+    ]
+    with pytest.raises(ConfigError, match="tensor_parallel_degree must divide 3"):
+        resolve(argv, 3)

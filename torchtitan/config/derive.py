@@ -33,18 +33,36 @@ def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
     }
 
 
+def _copies(config: Config, world: int) -> Derived | None:
+    """Elastic: copies of the model are given up first, since sharding over fewer ranks takes more memory on each."""
+    p = config.parallelism
+    ranks, rest = divmod(world, math.prod(d for a, d in axis_degrees(p).items() if not a.startswith("dp_")))
+    if not config.fault_tolerance.elastic or rest or not ranks:
+        return None
+    shards = min(max(1, p.data_parallel_shard_degree), ranks)
+    most = min(p.data_parallel_replicate_degree, ranks // shards)
+    value = next(n for n in range(most, 0, -1) if ranks % n == 0)
+    if value == p.data_parallel_replicate_degree:
+        return None
+    text = f"at most {p.data_parallel_replicate_degree} of {shards} or more, for {ranks} data-parallel ranks"
+    return "parallelism.data_parallel_replicate_degree", value, text
+
+
 def _shard_degree(config: Config, world: int) -> Derived | None:
-    if config.parallelism.data_parallel_shard_degree != -1:
+    given = config.parallelism.data_parallel_shard_degree
+    if given != -1 and not (given > 0 and config.fault_tolerance.elastic):
         return None
     others = {DEGREE_KEYS[a]: d for a, d in axis_degrees(config.parallelism).items() if a != "dp_shard" and d > 1}
     value = max(1, world // math.prod(others.values()))
+    if value == given:
+        return None
     text = " / ".join([f"{world} ranks", *(f"{key} {degree}" for key, degree in others.items())])
     return "parallelism.data_parallel_shard_degree", value, text
 
 
 def _global_batch(config: Config, world: int) -> Derived | None:
     t, dp = config.training, data_parallel_degree(config)
-    if t.global_batch_size != -1:
+    if t.global_batch_size != -1 or config.fault_tolerance.elastic:
         return None
     text = f"local_batch_size {t.local_batch_size} x data-parallel degree {dp}"
     return "training.global_batch_size", t.local_batch_size * dp, text
@@ -63,7 +81,13 @@ def _warmup(config: Config, world: int) -> Derived | None:
     return "lr_scheduler.warmup_steps", s.total_steps, f"{s.warmup_steps} cut to total_steps {s.total_steps}"
 
 
-RULES: tuple[Callable[[Config, int], Derived | None], ...] = (_shard_degree, _global_batch, _total_steps, _warmup)
+RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
+    _copies,
+    _shard_degree,
+    _global_batch,
+    _total_steps,
+    _warmup,
+)
 """In order: a later rule sees what an earlier one set."""
 
 
@@ -95,4 +119,4 @@ def data_parallel_degree(config: Config) -> int:
 
 def gradient_accumulation_steps(config: Config) -> int:
     """Microbatches of one optimizer step on each rank."""
-    return config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config))
+    return -(-config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config)))

@@ -394,6 +394,16 @@ class Comm(Section):
     """A dump is named by this and the rank."""
 
 
+class FaultTolerance(Section):
+    """Training on when ranks go and come."""
+
+    elastic: bool = False
+    """Train on whatever number of ranks there is: the other degrees stay, the data-parallel ones follow it, and are
+    wishes. `data_parallel_shard_degree` is not undercut while there are ranks, and `data_parallel_replicate_degree` not
+    exceeded. `training.global_batch_size` must be set, and is kept: by accumulation, and by rows without labels where
+    it doesn't divide."""
+
+
 class Validation(Section):
     """Loss on held-out data during training."""
 
@@ -451,6 +461,7 @@ class Config(Section):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     comm: Comm = Comm()
+    fault_tolerance: FaultTolerance = FaultTolerance()
     validation: Validation = Validation()
     debug: Debug = Debug()
     experimental: Experimental = Experimental()

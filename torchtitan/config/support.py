@@ -122,6 +122,12 @@ CONFLICTS = (
     ),
     Conflict(
         "optimizer in backward",
+        lambda c: c.optimizer.early_step_in_backward and c.fault_tolerance.elastic,
+        "optimizer.early_step_in_backward: with fewer ranks gradients must be accumulated, but here each uses them up; "
+        "set it to false, or fault_tolerance.elastic = false",
+    ),
+    Conflict(
+        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and c.training.on_nonfinite == "skip",
         "optimizer.early_step_in_backward: a bad step is applied before it is known to be bad; set "
         'training.on_nonfinite = "stop", or early_step_in_backward = false',

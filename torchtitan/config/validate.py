@@ -36,13 +36,33 @@ def batch_divides(config: Config, world: int) -> Iterator[str]:
     t, dp = config.training, data_parallel_degree(config)
     unit = t.local_batch_size * dp
     # With wrong degrees the unit is wrong too, and so would be the advice.
-    if degrees_fill(config, world) and (t.global_batch_size <= 0 or t.global_batch_size % unit):
+    if config.fault_tolerance.elastic or not degrees_fill(config, world):
+        return
+    if t.global_batch_size <= 0 or t.global_batch_size % unit:
         below = t.global_batch_size // unit * unit
         legal = " or ".join(str(n) for n in (below, below + unit) if n > 0)
         yield (
             f"training.global_batch_size: {t.global_batch_size} is not a multiple of local_batch_size "
             f"{t.local_batch_size} x data-parallel degree {dp} = {unit}; set it to {legal}"
         )
+
+
+def elastic_run_goes_on(config: Config, world: int) -> Iterator[str]:
+    """A start on other ranks must continue the very same run, with nobody there to change the command."""
+    if not config.fault_tolerance.elastic:
+        return
+    c, batch, dp = config.checkpoint, config.training.global_batch_size, data_parallel_degree(config)
+    why = "fault_tolerance.elastic"
+    if batch <= 0:
+        yield f"training.global_batch_size: {why} keeps it on any number of ranks; set it, to at least {dp}"
+    elif degrees_fill(config, world) and batch < dp:
+        yield f"training.global_batch_size: {batch} rows leave some of {dp} data-parallel ranks without any; set {dp}"
+    if not c.enable or c.load_only:
+        yield f"checkpoint.enable: {why} goes on from checkpoints; set it to true, and load_only = false"
+    if c.load_step >= 0:
+        yield f"checkpoint.load_step: with {why} each start would go back to step {c.load_step}; set it to -1"
+    if c.exclude_from_loading:
+        yield f"checkpoint.exclude_from_loading: with {why} each start would lose these parts; set it to []"
 
 
 def sequence_divides(config: Config, world: int) -> Iterator[str]:
@@ -220,6 +240,7 @@ def validation_sees_data(config: Config, world: int) -> Iterator[str]:
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     batch_divides,
+    elastic_run_goes_on,
     sequence_divides,
     loss_chunks_divide,
     checkpointing_option_is_known,

@@ -3,7 +3,11 @@
 import logging
 import os
 import pickle
+import threading
+import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,11 +39,52 @@ def init_distributed(comm: Comm, dump_folder: str, device: torch.device) -> None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     device_id = device if device.type == "cuda" else None
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with fresh_store(rank, world, timeout) as store:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id
+            )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+
+
+@contextmanager
+def fresh_store(rank: int, world: int, timeout: timedelta) -> Iterator[dist.Store]:
+    """The store of torchrun's agent, under a prefix of this attempt's own.
+
+    A plain torchrun gives every attempt the same store, where the addresses of the one before still are. Rank 0 invents
+    a prefix and, until the process group stands, tells it to every rank that asks with a new word of its own.
+    """
+
+    def connect() -> dist.TCPStore:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+
+    agent, own = connect(), uuid.uuid4().hex
+    if rank:
+        agent.set(f"attempt/ask/{rank}", own)
+        yield dist.PrefixStore(agent.get(f"attempt/answer/{own}").decode(), agent)
+        return
+    ready = threading.Event()
+
+    def answer(store: dist.TCPStore) -> None:
+        while not ready.wait(0.05):
+            for other in range(1, world):
+                if store.check([f"attempt/ask/{other}"]):
+                    word = store.get(f"attempt/ask/{other}").decode()  # maybe an earlier attempt's: answered in vain
+                    store.set(f"attempt/answer/{word}", own)
+
+    thread = threading.Thread(target=answer, args=(connect(),), name="rendezvous", daemon=True)
+    thread.start()
+    try:
+        yield dist.PrefixStore(own, agent)
+    finally:
+        ready.set()
+        thread.join()
 
 
 def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:

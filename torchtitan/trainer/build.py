@@ -126,6 +126,7 @@ def build_data(
         dataloader=section.dataloader,
         infinite=key == "training",
         key_prefix=key,
+        local_batch_size=section.local_batch_size,
     )
 
 

@@ -115,27 +115,34 @@ def build_loader(
     dataloader: schema.DataLoader,
     infinite: bool,
     key_prefix: str = "training",
+    local_batch_size: int = 1,
 ) -> "StepLoader":
     """This rank's loader of `[training]` or `[validation]`.
 
     Args:
-        rows_per_step: rows of one step over all ranks; `dp_degree` divides it.
+        rows_per_step: rows of one step over all ranks, at least one for each.
+        local_batch_size: every rank gets the same multiple of this many rows, if need be with rows without labels.
         infinite: epoch after epoch, shuffled; else one pass in order.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
-    per_rank = rows_per_step // dp_degree
-    rows = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)
+    rows = _split(range(rows_per_step), dp_degree)[dp_rank]
+    batches = -(-rows_per_step // (dp_degree * local_batch_size))
     source = _Source(dataset, dataset_path, tokenizer, seq_len, rows_per_step, seed, infinite, key_prefix)
-    return StepLoader(source, rows, dataloader)
+    return StepLoader(source, rows, dataloader, batches * local_batch_size)
 
 
 class StepLoader:
     """Iterates over steps. Training data has no end; a finite pass begins anew with every iteration."""
 
-    def __init__(self, source: _Source, rows: range, options: schema.DataLoader):
-        self.source, self.rows, self.options = source, rows, options
+    def __init__(self, source: _Source, rows: range, options: schema.DataLoader, size: int):
+        """
+        Args:
+            rows: those of each step that this rank reads.
+            size: number of rows to deliver; rows without labels make up for it.
+        """
+        self.source, self.rows, self.options, self.size = source, rows, options, size
         opened = source.open()
         self.reader = opened.reader
         self.fingerprint: dict[str, Any] = {
@@ -195,7 +202,8 @@ class StepLoader:
             raise UserError(f"{self.source.key}.dataset: reading failed: {type(error).__name__}: {error}") from error
 
     def _batch(self, rows: list[Row], state: dict[str, Any]) -> StepBatch:
-        ids = torch.from_numpy(np.stack(rows))
+        blank = np.full(self.source.seq_len + 1, IGNORE_INDEX)
+        ids = torch.from_numpy(np.stack(rows + [blank] * (self.size - len(rows))))
         # A missing id is never an input that matters: its label is ignored too.
         tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
         if self.pin:

@@ -1,0 +1,191 @@
+"""Ranks go and come; the data and the loss curve are those of the run that nothing happened to."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import arguments, losses, read_metrics, train
+from torchtitan.components.checkpoint.commit import committed_steps
+
+ROOT = Path(__file__).parents[2]
+ELASTIC = ["--fault_tolerance.elastic", "--checkpoint.enable", "--lr_scheduler.total_steps=1000"]
+
+
+@pytest.mark.parametrize("batch", [8, 5])
+def test_any_number_of_ranks_continues_the_same_run(ranks, tmp_path, batch):
+    """3 ranks divide neither batch, 2 ranks one of them: some get rows without labels. HSDP is given up on the way."""
+    argv = arguments(tmp_path, *ELASTIC, "--parallelism.data_parallel_replicate_degree=2", global_batch=batch)
+    whole = ranks(1, train, [*argv, "--training.steps=8", f"--job.dump_folder={tmp_path / 'whole'}"])[0]
+    for world, steps in ((4, 2), (3, 4), (1, 6), (2, 8)):
+        run = ranks(world, train, [*argv, f"--training.steps={steps}"])[0]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert [r["tokens"] for r in run["metrics"]] == [r["tokens"] for r in whole["metrics"]]
+
+
+def test_padding_under_a_pipeline_and_workers(ranks, tmp_path):
+    """A pipeline has microbatches of one size; and a rank's rows are shared among its worker processes."""
+    argv = arguments(tmp_path, *ELASTIC, "--training.dataloader.num_workers=2", global_batch=3)
+    whole = ranks(1, train, [*argv, f"--job.dump_folder={tmp_path / 'whole'}"])[0]
+    run = ranks(4, train, [*argv, "--parallelism.pipeline_parallel_degree=2", f"--job.dump_folder={tmp_path / 'pp'}"])
+    assert losses(run[0]) == pytest.approx(losses(whole), rel=1e-5)
+
+
+# ---- real processes
+
+SLOW = """
+import os, time
+if "RANK" in os.environ:
+    from torchtitan.trainer.trainer import Trainer
+    after = Trainer._after_step
+    Trainer._after_step = lambda self: (after(self), time.sleep({seconds}))
+"""
+
+
+def start(log, module, argv, folder):
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", *module, *argv], env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+class Run:
+    """A slow run in `folder`, watched through its files."""
+
+    def __init__(self, folder, *extra, seconds=0.1):
+        self.folder, self.dump = folder, folder / "out"
+        (folder / "slow_steps.py").write_text(SLOW.format(seconds=seconds))
+        self.argv = arguments(
+            folder, *ELASTIC, "--checkpoint.interval=4", "--optimizer.lr=1e-3",
+            "--experimental.custom_import=slow_steps", *extra, steps=100000, global_batch=3,
+        )  # fmt: skip
+        self.log = (folder / "log").open("w+")
+        self.processes = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def start(self, *module, argv=()):
+        self.processes.append(start(self.log, module, [*self.argv, *argv], self.folder))
+        return self.processes[-1]
+
+    def starts(self):
+        path = self.dump / "run.json"
+        return json.loads(path.read_text())["starts"] if path.exists() else []
+
+    def wait(self, what, condition, timeout=150):
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {self.starts()}\n{(self.folder / 'log').read_text()[-4000:]}"
+            time.sleep(0.1)
+
+    def wait_for_ranks(self, world, starts, steps=3):
+        """Until the `starts`-th start, with `world` ranks, has made `steps` steps."""
+
+        def trains():
+            last = (self.starts() or [{"ranks": 0, "step": 0, "resumed_step": 0}])[-1]
+            return (
+                len(self.starts()) >= starts and last["ranks"] == world and last["step"] >= last["resumed_step"] + steps
+            )
+
+        self.wait(f"{world} ranks", trains)
+
+    def check(self, ranks):
+        """The whole curve, against a run of one rank to the same step."""
+        metrics = [r for r in read_metrics(self.dump) if "loss" in r]
+        steps = metrics[-1]["step"]
+        assert [r["step"] for r in metrics] == list(range(1, steps + 1))
+        argv = [a for a in self.argv if "custom_import" not in a]
+        argv += [f"--training.steps={steps}", f"--job.dump_folder={self.folder / 'whole'}"]
+        whole = ranks(1, train, argv, timeout=200)[0]
+        assert [r["loss"] for r in metrics] == pytest.approx(losses(whole), rel=1e-4)
+        assert metrics[-1]["tokens"] == whole["metrics"][-1]["tokens"]
+
+
+def rank_processes(launcher):
+    return [p for p in psutil.Process(launcher.pid).children() if "torchtitan.train" in p.cmdline()]
+
+
+LAUNCHERS = {
+    "own": ["torchtitan.launch", "--nproc-per-node=2", "--max-restarts=1", "--"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m",
+                 "torchtitan.train"],
+}  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path, launcher):
+    with Run(tmp_path) as run:
+        process = run.start(*LAUNCHERS[launcher])
+        run.wait_for_ranks(2, starts=1, steps=6)
+        rank_processes(process)[1].kill()
+        run.wait_for_ranks(2, starts=2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=100) == (os.EX_TEMPFAIL if launcher == "own" else 1)
+        assert run.starts()[1]["resumed_step"] >= 4
+        run.check(ranks)
+
+
+@pytest.mark.e2e
+def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
+    """Two launchers stand for two nodes, the first of which holds the rendezvous. Two ranks don't divide the batch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    node = ["torchtitan.launch", "--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "--"]
+    with Run(tmp_path) as run:
+        first = run.start(*node)
+        run.wait_for_ranks(1, starts=1)
+        second = run.start(*node)
+        run.wait_for_ranks(2, starts=2)
+        (orphan,) = rank_processes(second)
+        second.kill()
+        run.wait_for_ranks(1, starts=3)
+        assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
+        second = run.start(*node)
+        run.wait_for_ranks(2, starts=4)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=100) == os.EX_TEMPFAIL
+        run.wait_for_ranks(1, starts=5)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=100) == os.EX_TEMPFAIL
+        starts = run.starts()
+        assert [s["ranks"] for s in starts] == [1, 2, 1, 2, 1]
+        assert [s["end"] for s in starts[::2]] == ["preempted"] * 3
+        for before, after in ((0, 1), (2, 3), (3, 4)):
+            assert starts[after]["resumed_step"] == starts[before]["step"], "nothing was done twice"
+        run.check(ranks)
+        assert committed_steps(run.dump / "checkpoint")[-1] == starts[-1]["step"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "extra", "text"),
+    [
+        ("1:2", ["--training.global_batch_size=4"], "1:2 nodes need fault_tolerance.elastic = true"),
+        ("1:4", [*ELASTIC, "--parallelism.pipeline_parallel_degree=2"], "with 1 of 4 nodes: parallelism.pipeline_par"),
+        ("3:1", [], "'3:1' is neither a number of nodes nor MIN:MAX"),
+        ("x", [], "'x' is neither a number of nodes nor MIN:MAX"),
+    ],
+)
+def test_node_counts_that_cannot_work_are_refused(tmp_path, nodes, extra, text):
+    argv = [f"--nnodes={nodes}", "--rdzv-endpoint=localhost:1", "--", *arguments(tmp_path, *extra, global_batch=6)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan.launch", *argv], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
