@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))
+    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it anew
     stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world)
@@ -45,6 +45,8 @@ def main(argv: list[str]) -> int:
     trainer.close()
     if trainer.stopped:
         stop.ignore()
+        if launcher := os.environ.get(LAUNCHER_ENV):
+            os.kill(int(launcher), signal.SIGTERM)
         return _stopped(rank, f"after step {progress.step}")
     if rank == 0:
         _summarize(resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss)
@@ -52,11 +54,9 @@ def main(argv: list[str]) -> int:
 
 
 def _stopped(rank: int, when: str) -> int:
-    """Say how to go on, and tell the launcher not to start this rank anew; the exit status."""
+    """Say how to go on; the exit status."""
     if rank == 0:
         print(f"Stopped {when}, as asked. To go on:\n  {_command()}", file=sys.stderr, flush=True)
-    if launcher := os.environ.get(LAUNCHER_ENV):
-        os.kill(int(launcher), signal.SIGTERM)
     return os.EX_TEMPFAIL
 
 

@@ -1,0 +1,232 @@
+"""The Slurm script and the tool that fills it in, with stand-ins for sbatch, srun, scontrol and the launcher."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan.launch import node_range
+from torchtitan.tools.submit import MARK, TEMPLATE, main
+
+ROOT = Path(__file__).parents[1]
+BASE = ROOT / "train_configs/debug_model.toml"
+
+SRUN = """#!/usr/bin/env bash
+# Slurm's own would start the task on every node, and pass signals on to it.
+while [[ ${1:-} == --* ]]; do echo "$1" >>"$CALLS/srun"; shift; done
+"$@" &
+trap 'kill -USR1 $!' USR1
+while kill -0 $! 2>/dev/null; do wait $!; status=$?; done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS/scontrol"
+case $1 in
+    show) [[ $2 == job ]] && echo "JobId=$3 JobState=$STATE" || printf 'node%s\\n' 7 8 9 ;;
+esac
+"""
+TASK = """#!/usr/bin/env python3
+# Stands for run_train.sh: says how it was started, and ends as the launcher does.
+import json, os, signal, sys, time
+names = ("CONFIG_FILE", "NNODES", "RDZV_ENDPOINT", "NGPU")
+with open(os.environ["CALLS"] + "/task", "w") as file:
+    json.dump({"argv": sys.argv[1:], **{n: os.environ.get(n) for n in names}}, file)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+time.sleep(float(os.environ["SECONDS_TO_RUN"]))
+sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Runs a script as a job on three nodes; returns its process."""
+    root, bin_folder = tmp_path / "project with space", tmp_path / "bin"
+    for path, text in {
+        root / "run_train.sh": TASK,
+        root / "scripts/setup.sh": "#!/bin/sh\necho set up >>$CALLS/setup\n",
+        bin_folder / "srun": SRUN,
+        bin_folder / "scontrol": SCONTROL,
+        bin_folder / "sbatch": '#!/bin/sh\necho "$@" >>$CALLS/sbatch\n',
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "calls").mkdir()
+    env = os.environ | {
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NODELIST": "node[7-9]",
+        "SLURM_SUBMIT_DIR": str(root),
+        "STATE": "RUNNING",
+    }
+    processes = []
+
+    def run(script, *arguments, seconds=0, **more):
+        command = ["bash", str(script), *arguments]
+        processes.append(
+            subprocess.Popen(command, env=env | {"SECONDS_TO_RUN": str(seconds)} | more, cwd=tmp_path, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )  # fmt: skip
+        return processes[-1]
+
+    run.env, run.root = env, root
+    yield run
+    for process in processes:
+        process.kill()
+
+
+def calls(folder, name):
+    path = folder / "calls" / name
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_every_node_runs_the_launcher_with_the_first_as_meeting_point(slurm, tmp_path):
+    job = slurm(TEMPLATE, "my.toml", "--training.dataset_path", "a b/*.jsonl")
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    assert json.loads(calls(tmp_path, "task")[0]) == {
+        "argv": ["--training.dataset_path", "a b/*.jsonl"],
+        "CONFIG_FILE": "my.toml",
+        "NNODES": "3",
+        "RDZV_ENDPOINT": "node7:23456",
+        "NGPU": None,
+    }
+    assert calls(tmp_path, "setup") == ["set up"]
+    assert calls(tmp_path, "srun") == ["--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    assert not any("requeue" in call for call in calls(tmp_path, "scontrol"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
+def test_a_signal_reaches_the_launcher_and_the_job_is_put_back(slurm, tmp_path, number, state):
+    job = slurm(TEMPLATE, "my.toml", seconds=60, STATE=state)
+    deadline = time.monotonic() + 30
+    while not calls(tmp_path, "task"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)
+    job.send_signal(number)
+    assert job.wait(timeout=30) == 75, job.stderr.read()
+    assert ("requeue 123456" in calls(tmp_path, "scontrol")) == (state == "RUNNING")
+
+
+@pytest.mark.parametrize(("status", "comes_back"), [(75, True), (1, False)])
+def test_only_status_75_comes_back(slurm, tmp_path, status, comes_back):
+    job = slurm(TEMPLATE, "my.toml", STATUS=str(status))
+    assert job.wait(timeout=30) == status
+    assert ("requeue 123456" in calls(tmp_path, "scontrol")) == comes_back
+
+
+def test_containers(slurm, tmp_path):
+    job = slurm(TEMPLATE, "my.toml", CONTAINER="docker://an/image", CONTAINER_MOUNTS="/data:/data", NNODES="2:3")
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    here, root = tmp_path, slurm.root
+    assert calls(tmp_path, "srun") == [
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        "--no-kill",
+        "--container-image=docker://an/image",
+        f"--container-mounts={root}:{root},{here}:{here},/data:/data",
+        f"--container-workdir={here}",
+    ]
+    assert not calls(tmp_path, "setup")
+
+
+def test_no_configuration_is_refused(slurm):
+    job = slurm(TEMPLATE)
+    assert job.wait(timeout=30) == 2
+    assert "give a TOML file" in job.stderr.read()
+
+
+LAYOUT = ["--", "--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=4"]
+
+
+def submit(*arguments):
+    return main([str(BASE), "--gpus-per-node=8", *arguments])
+
+
+def test_the_layout_decides_on_the_nodes_and_the_job_runs(slurm, tmp_path, monkeypatch, capsys):
+    """The written file, run as a job: its settings reach the launcher."""
+    monkeypatch.chdir(tmp_path)
+    extra = ["--time=1:00:00", "--partition=big", "--account=mine", "--sbatch=--qos=high", "--job-name=my run"]
+    assert submit(*extra, *LAYOUT, "--training.global_batch_size=64", "--job.description=it's mine") == 0
+    assert capsys.readouterr().out == "sbatch 'my run.sbatch'\n"
+    script = tmp_path / "my run.sbatch"
+    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert lines[-7:] == [
+        "#SBATCH --job-name=my run",
+        "#SBATCH --nodes=2",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --time=1:00:00",
+        "#SBATCH --partition=big",
+        "#SBATCH --account=mine",
+        "#SBATCH --qos=high",
+    ]
+    assert not list(tmp_path.glob(".*"))
+    text = script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'")
+    script.write_text(text)
+    job = slurm(script)
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    task = json.loads(calls(tmp_path, "task")[0])
+    assert task.pop("RDZV_ENDPOINT")
+    assert task == {
+        "argv": [*LAYOUT[1:], "--training.global_batch_size=64", "--job.description=it's mine"],
+        "CONFIG_FILE": str(BASE),
+        "NNODES": "2",
+        "NGPU": "8",
+    }
+
+
+def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "CALLS"):
+        monkeypatch.setenv(name, slurm.env[name])
+    assert submit("--submit", *LAYOUT, "--training.global_batch_size=64") == 0
+    assert calls(tmp_path, "sbatch") == ["debug_model.sbatch"]
+
+
+BAD = {
+    "all ranks": ([], "say how many nodes"),
+    "part of a node": (["--", "--parallelism.data_parallel_shard_degree=12"], "12 ranks, which don't fill nodes of 8"),
+    "batch": (["--nodes=2", "--", "--training.global_batch_size=7"], "not a multiple"),
+    "range": (["--nodes=1:2", "--", "--training.global_batch_size=128"], "need fault_tolerance.elastic = true"),
+    "key": (["--nodes=2", "--", "--training.stpes=7"], "did you mean"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_nothing_is_written_for_a_configuration_that_is_wrong(tmp_path, monkeypatch, case):
+    arguments, text = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match=text):
+        submit(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_range_of_nodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--nodes=1:2", "--output=job", "--", "--training.global_batch_size=64", "--fault_tolerance.elastic"]
+    assert submit(*argv) == 0
+    text = (tmp_path / "job").read_text()
+    assert "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --no-kill\n" in text
+    assert "export NNODES=1:2\n" in text
+    assert node_range("3") == (3, 3)
+
+
+def test_shell_scripts_are_clean(tmp_path, monkeypatch):
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    assert MARK in TEMPLATE.read_text()
+    monkeypatch.chdir(tmp_path)
+    submit(*LAYOUT, "--training.global_batch_size=64")
+    scripts = [ROOT / "run_train.sh", *(ROOT / "scripts").glob("*.sh"), TEMPLATE, tmp_path / "debug_model.sbatch"]
+    done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
