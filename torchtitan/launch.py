@@ -122,8 +122,12 @@ class _Stop:
 
     def status(self) -> int:
         """Of this process, once torchrun is unwound."""
-        finished = bool(self.statuses) and not any(self.statuses)
-        return 0 if finished else _common_status(self.statuses)
+        if self.statuses and not any(self.statuses):
+            return 0
+        status = _common_status(self.statuses)
+        if status != os.EX_TEMPFAIL:
+            print(f"error: asked to stop, the ranks ended with {self.statuses} instead of 75", file=sys.stderr)
+        return status
 
 
 def _ended(pid: int) -> int | None:
@@ -185,7 +189,7 @@ def main(argv: list[str]) -> int:
         print(f"error: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return max(failure.exitcode, 1)
     except SignalException as error:
-        return stop.status() if stop.requested else 128 + error.sigval
+        return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0
 
 
