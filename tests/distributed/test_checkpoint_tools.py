@@ -13,6 +13,7 @@ from tests.runs import arguments, train
 from torchtitan.components.checkpoint.commit import committed_steps
 from torchtitan.models import get_spec
 from torchtitan.tools import ckpt
+from torchtitan.tools.convert import nearest_flavor
 from torchtitan.utils.errors import ConfigError, UserError
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=6"]
@@ -175,6 +176,35 @@ def test_from_hf_says_why_a_folder_is_no_llama(tmp_path, run):
     with pytest.raises(ConfigError) as error:
         ckpt.main(["from-hf", str(folder), str(tmp_path / "out")])
     assert len(error.value.problems) == 2
+
+
+@pytest.mark.parametrize("flavor", get_spec("llama3").flavors)
+def test_config_json_tells_the_flavor(flavor):
+    """In the spelling of transformers 4, which is what exports have, and of 5."""
+    spec = get_spec("llama3")
+    args = spec.flavors[flavor]
+    config = spec.hf.config(args, "bfloat16")
+    assert spec.hf.args(config) == args
+    assert nearest_flavor(spec, args) == (flavor, {})
+    rope = config.pop("rope_scaling") or {"rope_type": "default"}
+    assert spec.hf.args(config | {"rope_parameters": rope | {"rope_theta": config.pop("rope_theta")}}) == args
+
+
+def test_llama_30_is_an_override_of_31(tmp_path):
+    spec = get_spec("llama3")
+    old = spec.flavors["8B"].model_copy(update={"rope_scaling": None})
+    flavor, overrides = nearest_flavor(spec, old)
+    assert (flavor, overrides) == ("8B", {"rope_scaling": "none"})
+    assert spec.args(flavor, overrides) == old
+
+
+def test_somebody_elses_checkpoints_are_not_replaced(ranks, tmp_path):
+    theirs = tmp_path / "out/checkpoint/step-3"
+    theirs.mkdir(parents=True)
+    (theirs / ".metadata").write_bytes(b"of another trainer")
+    with pytest.raises(AssertionError, match=r"step-3 in .* without manifest.json: no checkpoint that can be resumed"):
+        ranks(1, train, arguments(tmp_path, *SAVE))
+    assert (theirs / ".metadata").is_file()
 
 
 def test_bad_input_is_told(tmp_path, run):

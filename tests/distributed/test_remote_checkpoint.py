@@ -110,7 +110,9 @@ def test_retention_damage_and_the_toolbox(ranks, tmp_path, s3, capsys):
     shard.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
     assert ckpt.main(["verify", url]) == 1
     assert "step-4: damaged" in capsys.readouterr().out
+    (folder / "step-9/.incomplete").touch()
     (folder / "step-9/__0_0.distcp").write_bytes(b"half")
+    (folder / "step-8/.metadata").write_bytes(b"of another trainer")
     assert ckpt.main(["verify", f"{url}"]) == 1
     assert "step-9: left by" in capsys.readouterr().out
     run = ranks(2, train_remote, s3, arguments(tmp_path, *extra, steps=5))[0]
@@ -118,6 +120,7 @@ def test_retention_damage_and_the_toolbox(ranks, tmp_path, s3, capsys):
     assert committed_steps(folder) == [4, 5]
     assert not leftovers(folder)
     assert ckpt.main(["verify", url]) == 0, "went on from step 3, and step 4 is written anew"
+    assert (folder / "step-8/.metadata").is_file(), "not ours to delete"
     ckpt.main(["prune", url, "--keep-latest", "1"])
     assert committed_steps(folder) == [5]
     assert not (folder / "step-4").exists()
@@ -163,29 +166,36 @@ def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s
     assert ranks(2, train_remote, s3, argv)[0]["progress"]["step"] == 6
 
 
+KILLED = """
+import os, signal, sys
+from torchtitan import train
+from torchtitan.components.checkpoint import dcp_storage
+
+def die_before_the_second_commit(path, value, write=dcp_storage.write_json):
+    if path.parent.name == "step-2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, value)
+
+dcp_storage.write_json = die_before_the_second_commit
+train.main(sys.argv[1:])
+"""
+
+
 @pytest.mark.e2e
-def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, s3):
-    url = "s3://runs/killed"
-    folder = storage_path(url)
-    extra = ["--checkpoint.enable", "--checkpoint.interval=1", f"--checkpoint.folder={url}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchtitan.train", *arguments(tmp_path, *extra, steps=500)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while not (committed_steps(folder) and leftovers(folder)):  # one complete, and one begun
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    steps = committed_steps(folder)
-    assert steps
-    assert ckpt.main(["verify", url]) == 0
-    more = [sys.executable, "-m", "torchtitan.train", *arguments(tmp_path, *extra, steps=steps[-1] + 1)]
-    done = subprocess.run(more, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert f"Resumed from {url}/step-{steps[-1]}" in done.stdout
+def test_kill_during_a_save_leaves_a_good_checkpoint(ranks, tmp_path, s3):
+    folder = storage_path("s3://runs/killed")
+    extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.folder=s3://runs/killed"]
+    argv = arguments(tmp_path, *extra)
+    done = subprocess.run([sys.executable, "-c", KILLED, *argv], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (folder / "step-2/__0_0.distcp").is_file()
+    assert (folder / "step-2/.metadata").is_file(), "only the manifest is missing"
+    assert committed_steps(folder) == [1]
+    assert leftovers(folder) == [folder / "step-2"]
+    assert ckpt.main(["verify", str(folder)]) == 0
+    run = ranks(1, train_remote, s3, argv)[0]
+    assert [r["step"] for r in run["metrics"]] == [1, 2, 3, 4]
+    assert committed_steps(folder) == [1, 2, 3, 4]
     assert not leftovers(folder)
 
 
@@ -223,6 +233,10 @@ def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3,
         ranks(2, train_remote, s3, arguments(tmp_path, *SAVE, "--checkpoint.folder=s3://nobucket/run"))
 
 
+class NoCredentialsError(Exception):
+    """As the S3 client's: no OSError."""
+
+
 def test_transient_errors_pass_and_lasting_ones_do_not(monkeypatch):
     pauses, path = [], storage_path("memory://x")
     monkeypatch.setattr("torchtitan.utils.storage.time.sleep", pauses.append)
@@ -236,6 +250,9 @@ def test_transient_errors_pass_and_lasting_ones_do_not(monkeypatch):
     assert patiently(path, flaky) == "done"
     assert len(pauses) == 2
     assert pauses[0] < 2
+    errors = iter([NoCredentialsError("none")])
+    with pytest.raises(OSError, match="NoCredentialsError: none"):
+        patiently(path, flaky)
     with pytest.raises(FileNotFoundError):
         patiently(path, lambda: (path / "nothing").read_text())
     assert len(pauses) == 2, "another attempt would not help"

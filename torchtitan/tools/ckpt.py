@@ -167,7 +167,10 @@ def _count(text: str) -> int:
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except OSError as error:  # a folder that can't be read or written, a bucket that doesn't answer
+        raise UserError(str(error)) from error
 
 
 if __name__ == "__main__":

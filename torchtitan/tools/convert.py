@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torchtitan.trainer.preflight import import_custom
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.storage import is_remote
 
+logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it tells of missing GPU kernels
 PROMPT = 64
 """Tokens of the fixed prompt on which an export is compared to the original."""
 _LOGITS_AGREE = 1e-3
@@ -102,7 +104,9 @@ def _unchecked(step: Path, target: Path) -> str | None:
 def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.dtype) -> None:
     """Print the largest difference of the logits of our model and theirs, both with the exported weights in float32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     with torch.device("meta"):
         ours = spec.build(args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu"))
     ours.to_empty(device="cpu")
@@ -157,17 +161,17 @@ def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
     temporary.write_text(text)
     temporary.rename(file)
     load_config(["--config", str(file)])  # what is handed out is legal
-    print(f"{source} -> {step}: {spec.name} {_nearest_flavor(spec, args)[0]}, {count:,} parameters")
+    print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     print(f"Train from it: CONFIG_FILE={file} ./run_train.sh --training.dataset ...")
 
 
-def _nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
-    """The flavor with the fewest differences to `args`, and these."""
+def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
+    """The flavor that is nearest to `args`, and `[model.overrides]` that make them of it."""
     wanted = args.model_dump()
     del wanted["max_seq_len"]  # follows from training.seq_len
     changes = {
-        name: {key: value for key, value in wanted.items() if flavor.model_dump()[key] != value}
-        for name, flavor in spec.flavors.items()
+        name: {key: "none" if value is None else value for key, value in wanted.items() if sizes[key] != value}
+        for name, sizes in ((name, flavor.model_dump()) for name, flavor in spec.flavors.items())
     }
     nearest = min(changes, key=lambda name: len(changes[name]))
     return nearest, changes[nearest]
@@ -175,11 +179,11 @@ def _nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
 
 def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
     """The TOML of a run that starts from `step`."""
-    flavor, overrides = _nearest_flavor(spec, args)
+    flavor, overrides = nearest_flavor(spec, args)
     checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
     tables = {
         "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": os.path.abspath(source)},
-        "model.overrides": {key: "none" if value is None else value for key, value in overrides.items()},
+        "model.overrides": overrides,
         "checkpoint": {"enable": True, "initial_load_path": checkpoint},
     }
     lines = [f"# Trains from the weights of {source.name}. Add what differs from the defaults: data, batch, rate."]

@@ -77,18 +77,25 @@ def storage_problem(name: str) -> str | None:
 
 
 def patiently(path: Path, action: Callable[[], Result]) -> Result:
-    """Run an action on `path`; on remote storage, try again after errors that may pass."""
-    for delay in _DELAYS if is_remote(path) else ():
+    """Run an action on `path`; on remote storage, try again after errors that may pass.
+
+    Raises:
+        OSError: it failed. The storage clients' own kinds of errors become this one.
+    """
+    delays = iter(_DELAYS)
+    while True:
         try:
             return action()
-        except _LASTING:
-            raise
         except Exception as error:
-            if "Credentials" in type(error).__name__:
+            if not is_remote(path) or isinstance(error, _LASTING):
                 raise
+            delay = None if "Credentials" in type(error).__name__ else next(delays, None)
+            if delay is None and isinstance(error, OSError):
+                raise
+            if delay is None:
+                raise OSError(f"{type(error).__name__}: {error}") from error
             logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in about {delay:g} s")
             time.sleep(delay * random.uniform(0.5, 1.5))
-    return action()
 
 
 def delete_tree(path: Path) -> None:

@@ -7,7 +7,7 @@ In a folder: written under a hidden name, checksummed, fsynced, renamed.
     .step-90.old/    being deleted
 
 At a URL, where nothing can be renamed: written under its own name, `manifest.json` last; without that it is none. To
-delete it, the manifest goes first.
+delete it, the manifest goes first. `.incomplete` marks what is being written or deleted.
 
 `dcp_storage.py` does this inside DCP's storage writer, so that a save in a background thread commits in the same way.
 """
@@ -18,6 +18,7 @@ import platform
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.storage import delete_tree, is_remote, patiently
 
 MANIFEST = "manifest.json"
+_MARK = ".incomplete"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -81,9 +83,19 @@ def temporary_folder(final: Path) -> Path:
     return final if is_remote(final) else final.with_name(f".{final.name}.tmp")
 
 
+def begin(final: Path) -> None:
+    """Make room for what becomes `final`. At a URL, what is there under its name goes."""
+    if not is_remote(final):
+        delete_tree(temporary_folder(final))
+        return
+    remove(final)
+    patiently(final, lambda: (final / _MARK).touch())
+
+
 def commit(final: Path) -> None:
     """Give a completely written folder its name. Whatever had that name before goes away only afterwards."""
     if is_remote(final):
+        patiently(final, lambda: (final / _MARK).unlink(missing_ok=True))
         return
     temporary = temporary_folder(final)
     fsync(temporary)
@@ -103,21 +115,29 @@ def discard(final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that no reader sees half of it: out of sight first, then file by file."""
+    """Delete a checkpoint, if it is there, so that no reader sees half of it: out of sight first, then file by file."""
     old = path
     if is_remote(path):
-        patiently(path, lambda: (path / MANIFEST).unlink(missing_ok=True))
+        if patiently(path, lambda: (path / MANIFEST).is_file()):
+            patiently(path, lambda: (path / _MARK).touch())
+            patiently(path, lambda: (path / MANIFEST).unlink(missing_ok=True))
     else:
         old = path.with_name(f".{path.name}.old")
-        path.rename(old)
+        with suppress(FileNotFoundError):  # another process was faster
+            path.rename(old)
     patiently(path, lambda: delete_tree(old))
 
 
 def leftovers(folder: Path) -> list[Path]:
     """What saves and deletions that were interrupted, or are still at work, have left."""
     if is_remote(folder):
-        return sorted(path for _, path in _steps(folder) if not (path / MANIFEST).is_file())
+        return sorted(p for _, p in _steps(folder) if (p / _MARK).is_file() and not (p / MANIFEST).is_file())
     return sorted([*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")])
+
+
+def unknown(folder: Path) -> list[Path]:
+    """Folders with the name of a checkpoint that this project never completed, nor began: somebody else's."""
+    return sorted(p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / _MARK).is_file())
 
 
 def clean(folder: Path) -> list[str]:

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.components.checkpoint.commit import MANIFEST, commit, remove, temporary_folder, write_json
-from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patiently
+from torchtitan.components.checkpoint.commit import MANIFEST, begin, commit, temporary_folder, write_json
+from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 
 class _SummedStream:
@@ -102,14 +102,14 @@ class CommittingWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:  # the others write only after its plan has reached them
-            remove(self.final) if is_remote(self.final) else delete_tree(self.path)
+            begin(self.final)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             results = patiently(self.final, lambda: super(CommittingWriter, self).write_data(plan, planner).wait())
         except Exception as error:
             # DCP pickles the exception to tell the other ranks, which loses what it was caused by.
-            raise root_cause(error) from error
+            raise root_cause(error) from None
         future: Future[list[WriteResult]] = Future()
         sums = self.fs.sums
         future.set_result(

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchtitan.components.checkpoint.commit import commit, fsync, temporary_folder, write_json
+from torchtitan.components.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
 from torchtitan.components.checkpoint.dcp_storage import CommittingWriter, Reader, alone
 from torchtitan.components.checkpoint.state import model_state
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
 from torchtitan.utils.errors import CheckpointError
-from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patiently
+from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 MAX_FILE_BYTES = 5 * 10**9
 _GROUP_BYTES = 32 * 2**20
@@ -189,7 +190,7 @@ def export_hf(
 
     def prepare() -> None:
         if rank == 0:
-            delete_tree(target)
+            begin(folder)
             make_folder(target)
 
     def write_weights() -> None:
@@ -213,8 +214,13 @@ def export_hf(
         write_json(target / "config.json", spec.hf.config(args, str(dtype).removeprefix("torch.")) | special)
         commit(folder)
 
-    for phase in (prepare, write_weights, finish):
-        _together(phase, group, world)
+    try:
+        for phase in (prepare, write_weights, finish):
+            _together(phase, group, world)
+    except CheckpointError:
+        with suppress(Exception):
+            discard(folder)
+        raise
     return dtype
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.components.checkpoint.commit import (
+    MANIFEST,
     clean,
     committed_steps,
     damage,
@@ -25,6 +26,7 @@ from torchtitan.components.checkpoint.commit import (
     read_manifest,
     remove,
     step_folder,
+    unknown,
 )
 from torchtitan.components.checkpoint.dcp_storage import CommittingWriter, root_cause
 from torchtitan.components.checkpoint.hf import export_hf
@@ -41,7 +43,7 @@ from torchtitan.config import schema
 from torchtitan.models import ModelSpec
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.storage import is_remote, make_folder, storage_path
+from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,22 @@ class Checkpointer:
         if dist.get_rank() == 0:
             try:
                 make_folder(self.folder)
-                if leftovers := clean(self.folder):
-                    logger.info(f"Removed what an interrupted save left behind: {', '.join(leftovers)}")
                 if is_remote(self.folder):
                     probe = self.folder / ".writable"
-                    probe.touch()
-                    probe.unlink()
-            except Exception as error:  # every storage client has its own
-                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                problem = f"checkpoint.folder: can't write to {self.folder}: {reason}"
+                    patiently(probe, probe.touch)
+                    patiently(probe, probe.unlink)
+                if leftovers := clean(self.folder):
+                    logger.info(f"Removed what an interrupted save left behind: {', '.join(leftovers)}")
+                if others := [path.name for path in unknown(self.folder)]:
+                    text = f"{', '.join(others)} in {self.folder} without {MANIFEST}"
+                    logger.warning(f"Not a checkpoint of this project, or a damaged one: {text}")
+                    if not committed_steps(self.folder):
+                        problem = (
+                            f"checkpoint.folder: there is {text}: no checkpoint that can be resumed. The run would "
+                            "start anew and in time replace it; move it away, or choose another folder"
+                        )
+            except OSError as error:
+                problem = f"checkpoint.folder: can't write to {self.folder}: {error.strerror or error}"
         if problem := _from_rank_0(problem):
             raise CheckpointError(problem)
 
@@ -214,7 +223,7 @@ class Checkpointer:
         """
         if not self.config.enable:
             return None
-        steps = _from_rank_0(committed_steps(self.folder) if dist.get_rank() == 0 else None)
+        steps = self._listed()
         if self.config.load_step >= 0:
             if self.config.load_step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
@@ -241,6 +250,19 @@ class Checkpointer:
                 "another checkpoint.folder (checkpoint.initial_load_path takes weights only)."
             )
         return None
+
+    def _listed(self) -> list[int]:
+        """The committed steps, as rank 0 sees them."""
+        found: list[int] | str = []
+        if dist.get_rank() == 0:
+            try:
+                found = committed_steps(self.folder)
+            except OSError as error:
+                found = f"checkpoint.folder: can't read {self.folder}: {error.strerror or error}"
+        found = _from_rank_0(found)
+        if isinstance(found, str):
+            raise CheckpointError(found)
+        return found
 
     def load_initial(self, path: Path) -> Resumed | None:
         """Start from a checkpoint of another run: weights only, or everything as `initial_load_model_only` says."""

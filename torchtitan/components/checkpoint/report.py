@@ -76,6 +76,8 @@ def summary(step: Path) -> dict[str, Any]:
         "train_state": manifest["train_state"],
         "data": manifest["data"],
         "versions": manifest["versions"],
+        "git": manifest.get("git"),
+        "ranks": manifest.get("ranks"),
         "config": settings(manifest["config"]),
     }
 
@@ -114,7 +116,7 @@ def _page(s: dict[str, Any]) -> Iterator[str]:
     position.pop("fingerprint", None)  # is the data, below
     position |= {k: f"{len(v)} positions (--json lists them)" for k, v in position.items() if isinstance(v, dict)}
     for title, table in (
-        ("versions", s["versions"]),
+        ("written by", s["versions"] | {key: s[key] for key in ("git", "ranks") if s[key]}),
         ("model", s["model"]),
         ("state", s["train_state"] | {"data": position}),
         ("data", s["data"]),
