@@ -148,6 +148,18 @@ def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
         assert torch.equal(started["initial"][name], weight.bfloat16().float()), name
 
 
+def test_each_weight_keeps_its_own_type(tmp_path, run):
+    ckpt.main(["to-hf", str(run[0]), str(tmp_path / "hf"), "--dtype", "bfloat16", "--no-check"])
+    file = tmp_path / "hf/model.safetensors"
+    mixed = {k: v.float() * 1.001 if "norm" in k else v for k, v in load_file(file).items()}
+    save_file(mixed, file)
+    ckpt.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "started")])
+    ckpt.main(["to-hf", str(tmp_path / "started"), str(tmp_path / "back"), "--no-check"])
+    for name, weight in load_file(tmp_path / "back/model.safetensors").items():
+        assert weight.dtype == mixed[name].dtype
+        assert torch.equal(weight, mixed[name]), name
+
+
 def test_from_hf_says_why_a_folder_is_no_llama(tmp_path, run):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -209,10 +221,13 @@ def test_somebody_elses_checkpoints_are_not_replaced(ranks, tmp_path):
 
 def test_bad_input_is_told(tmp_path, run):
     folder = str(run[0])
+    damaged = copy_of(run, tmp_path) / "step-4"
+    (damaged / "__1_0.distcp").write_bytes(b"")
     for argv, match in (
         (["inspect", str(tmp_path / "nothing")], "nothing does not exist"),
         (["verify", str(tmp_path)], "holds no complete checkpoint"),
         (["to-hf", folder, folder], "exists; delete it"),
+        (["to-hf", str(damaged), str(tmp_path / "x")], "step-4 is damaged: __1_0.distcp has 0 bytes"),
         (["to-hf", folder, str(tmp_path / "x"), "--assets", str(tmp_path)], "holds neither tokenizer.json"),
         (["inspect", "nosuch://bucket/run"], "no storage is known by nosuch://"),
     ):

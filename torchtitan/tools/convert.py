@@ -12,7 +12,7 @@ import tomli
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.components.checkpoint.commit import committed_steps, read_manifest, step_folder, versions
+from torchtitan.components.checkpoint.commit import committed_steps, damage, read_manifest, step_folder, versions
 from torchtitan.components.checkpoint.dcp_storage import Reader, alone
 from torchtitan.components.checkpoint.hf import export_hf, import_hf
 from torchtitan.components.checkpoint.report import one_step
@@ -60,6 +60,8 @@ def to_hf(
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} exists; delete it, or choose another folder")
     manifest = read_manifest(step)
+    if problem := next(damage(step, manifest), None):
+        raise CheckpointError(f"{step} is damaged: {problem}")
     spec, args, recorded = model_of(manifest)
     tokenizer = _tokenizer(assets or recorded, given=assets is not None)
     written = export_hf(

@@ -126,7 +126,9 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
             about = content.get_slice(theirs[name])
             if (shape := about.get_shape()) != list(shapes[name]):
                 wrong += [f"{theirs[name]} is {shape}, should be {list(shapes[name])}"]
-            dtype = next(t for t, text in _DTYPES.items() if text == about.get_dtype())
+            dtype = {text: known for known, text in _DTYPES.items()}.get(about.get_dtype())
+            if dtype is None:
+                wrong += [f"{theirs[name]} is of the type {about.get_dtype()}"]
             state[name] = torch.empty(shape, dtype=dtype, device="meta")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
@@ -163,7 +165,7 @@ def export_hf(
         group: of all ranks, for their collectives.
 
     Returns:
-        The type of the written weights.
+        The type of the written weights, or of the first of them.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or a file can't be written.
@@ -174,8 +176,11 @@ def export_hf(
     keys = {theirs: f"model.{ours}" for ours, theirs in spec.hf.names(args).items()}
     if missing := [key for key in keys.values() if key not in stored]:
         raise CheckpointError(f"{source} is not the model that its manifest says: {missing[0]} is missing")
-    dtype = dtype or next(stored[key].properties.dtype for key in keys.values())
-    tensors = {theirs: torch.empty(stored[key].size, dtype=dtype, device="meta") for theirs, key in keys.items()}
+    tensors = {
+        theirs: torch.empty(stored[key].size, dtype=dtype or stored[key].properties.dtype, device="meta")
+        for theirs, key in keys.items()
+    }
+    dtype = next(iter(tensors.values())).dtype  # what config.json says; the tensors may have several
     groups = list(_groups({name: value.nbytes for name, value in tensors.items()}, max_file_bytes))
     count = len(groups)
     numbers = [f"-{i:05}-of-{count:05}" if count > 1 else "" for i in range(1, count + 1)]
@@ -183,7 +188,7 @@ def export_hf(
     target = temporary_folder(folder)
 
     def read(name: str) -> Tensor:
-        out = torch.empty(tensors[name].shape, dtype=dtype)
+        out = torch.empty_like(tensors[name], device="cpu")
         with alone():
             dcp.load({keys[name]: out}, storage_reader=reader, no_dist=True)
         return out
@@ -252,8 +257,8 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], read: Callable
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in tensors.items():
-        begin, end = end, end + value.nbytes
-        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
