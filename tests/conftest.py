@@ -30,3 +30,11 @@ def ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return pools.setdefault(world, RankPool(world)).run(function, *args, **kwargs)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of 8 steps on one rank, which those with interruptions must equal."""
+    from tests.runs import SCHEDULE, arguments, train
+
+    return ranks(1, train, arguments(tmp_path_factory.mktemp("whole"), SCHEDULE, steps=8))[0]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,10 @@ from torchtitan.config import resolve
 from torchtitan.tools.compare import write_corpus
 
 __all__ = ["arguments", "full", "losses", "read_metrics", "train", "weights", "write_corpus"]
+
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=3"]
+SCHEDULE = "--lr_scheduler.total_steps=8"
+"""Of a run of 8 steps, also if it is stopped before."""
 
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
 
@@ -78,3 +83,13 @@ def read_metrics(dump_folder: Path) -> list[dict[str, Any]]:
 
 def losses(run: dict[str, Any]) -> list[float]:
     return [record["loss"] for record in run["metrics"] if "loss" in record]
+
+
+def assert_continues(run: dict[str, Any], uninterrupted: dict[str, Any]) -> None:
+    """A run that was stopped and went on is the one that never stopped."""
+    assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
+    assert [r["step"] for r in run["metrics"]] == [r["step"] for r in uninterrupted["metrics"]]
+    assert [r["lr"] for r in run["metrics"]] == pytest.approx([r["lr"] for r in uninterrupted["metrics"]])
+    assert run["progress"] == uninterrupted["progress"]
+    for name, value in uninterrupted["weights"].items():
+        torch.testing.assert_close(run["weights"][name], value, rtol=1e-3, atol=2e-5)

@@ -1,13 +1,6 @@
 """Stop anywhere, go on under another layout: the curve continues as if nothing had happened."""
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,29 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.runs import arguments, full, losses, train
+from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train
 from torchtitan.components.checkpoint.commit import committed_steps
 from torchtitan.config import resolve
 from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
 
-SAVE = ["--checkpoint.enable", "--checkpoint.interval=3"]
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
-SCHEDULE = "--lr_scheduler.total_steps=8"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(ranks, tmp_path_factory):
-    return ranks(1, train, arguments(tmp_path_factory.mktemp("whole"), SCHEDULE, steps=8))[0]
-
-
-def assert_continues(run, uninterrupted):
-    assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
-    assert [r["step"] for r in run["metrics"]] == list(range(1, 9))
-    assert [r["lr"] for r in run["metrics"]] == pytest.approx([r["lr"] for r in uninterrupted["metrics"]])
-    assert run["progress"] == uninterrupted["progress"]
-    for name, value in uninterrupted["weights"].items():
-        torch.testing.assert_close(run["weights"][name], value, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -71,21 +47,6 @@ def test_finished_run_has_nothing_to_do(ranks, tmp_path):
     first, again = ranks(1, train, argv)[0], ranks(1, train, argv)[0]
     assert again["progress"] == first["progress"]
     assert len(again["metrics"]) == len(first["metrics"])
-
-
-def test_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path, uninterrupted):
-    ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=6))
-    shard = max((tmp_path / "out/checkpoint/step-6").glob("*.distcp"), key=lambda p: p.stat().st_size)
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert_continues(ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))[0], uninterrupted)
-
-    shutil.rmtree(tmp_path / "out/checkpoint/step-3")
-    shutil.rmtree(tmp_path / "out/checkpoint/step-8")
-    shard.write_bytes(content)
-    with pytest.raises(AssertionError, match="no checkpoint can be resumed"):
-        ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))
 
 
 def test_load_step_and_what_may_be_excluded(ranks, tmp_path):
@@ -168,126 +129,13 @@ def test_hf_export_loads_in_transformers_and_comes_back(ranks, tmp_path):
         assert torch.equal(again["initial"][name], weight), name
 
 
-def full_disk(argv):
-    """Train where no file may grow past 100 kB, as if the disk were full; the limit is real, the error the OS's own."""
-    import resource
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        trainer.train()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        trainer.close()
-    return None
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_full_disk_leaves_earlier_checkpoints_intact(ranks, tmp_path, mode):
-    extra = [*SAVE, f"--checkpoint.async_mode={mode}"]
-    ranks(2, train, arguments(tmp_path, *extra, steps=3))
-    for kind, message in ranks(2, full_disk, arguments(tmp_path, *extra, steps=6)):
-        assert kind == "CheckpointError"
-        assert "can't save" in message
-        assert "File too large" in message
-        assert "checkpoint.folder" in message
-        assert "step-3" in message
-    folder = tmp_path / "out/checkpoint"
-    assert sorted(p.name for p in folder.iterdir()) == ["step-3"]
-    assert ranks(2, train, arguments(tmp_path, *extra, steps=6))[0]["progress"]["step"] == 6
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2])
-def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, delay):
-    """A real process, killed at some moment while it saves step after step."""
-    argv = [*arguments(tmp_path, steps=500), "--checkpoint.enable", "--checkpoint.interval=1"]
-    folder = tmp_path / "out/checkpoint"
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "torchtitan.train", *argv], stdout=log, stderr=log)
-        wait_for(lambda: committed_steps(folder) and list(folder.glob(".step-*.tmp")), process, tmp_path)
-        time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    steps = committed_steps(folder)
-    assert steps
-    assert all((folder / f"step-{step}/.metadata").is_file() for step in steps)
-    more = [*arguments(tmp_path, steps=steps[-1] + 2), "--checkpoint.enable"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", *more], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"Resumed from {folder / f'step-{steps[-1]}'}" in done.stdout
-    assert not list(folder.glob(".step-*"))
-
-
-def wait_for(condition, process, folder: Path, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < deadline, (folder / "log").read_text()
-        time.sleep(0.001)
-
-
-def poisoned(argv, step_to_poison):
-    """Train with the activations of rank 1 made NaN in one step; tells whether that step changed the weights."""
-    config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
-    weight = trainer.parts.models[0].layers["0"].attention.wq.weight
-    after_step, before = trainer._after_step, None
-
-    def poison(module, args):
-        if trainer.progress.step + 1 == step_to_poison and dist.get_rank() == 1:
-            return torch.full_like(args[0], float("nan")), *args[1:]
-        return args
-
-    def watch():
-        nonlocal before
-        after_step()
-        if trainer.progress.step + 1 == step_to_poison:
-            before = full(weight)
-        elif trainer.progress.step == step_to_poison:
-            before = torch.equal(full(weight), before)
-
-    trainer._after_step = watch
-    trainer.parts.models[0].layers["1"].ffn_norm.register_forward_pre_hook(poison)
-    try:
-        return "ok", trainer.train().state_dict(), before
-    except Exception as error:
-        return type(error).__name__, str(error), torch.equal(full(weight), before)
-    finally:
-        trainer.close()
-
-
-def test_nonfinite_loss_on_one_rank_stops_all_before_the_update(ranks, tmp_path):
-    argv = arguments(tmp_path, *SAVE, steps=6)
-    for kind, message, unchanged in ranks(2, poisoned, argv, 5):
-        assert kind == "NonFiniteError"
-        assert "step 5" in message
-        assert "step-3" in message
-        assert "training.on_nonfinite" in message
-        assert unchanged
-
-
-def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
-    argv = arguments(tmp_path, "--training.on_nonfinite=skip", steps=6)
-    for kind, progress, unchanged in ranks(2, poisoned, argv, 4):
-        assert unchanged
-        assert kind == "ok"
-        assert progress == {"step": 6, "tokens": 6 * 8 * 32, "skipped": 1}
-
-
 def recorded(argv):
     """Train, and return the rows of every step in the global order too."""
     from torchtitan.trainer import trainer as module
 
     steps, real = [], module.forward_backward
 
-    def recording(parts, batch, *rest):
+    def recording(parts, batch, *rest, **options):
         mesh, boxes = parts.mesh, [None] * dist.get_world_size()
         dist.all_gather_object(boxes, (mesh.dp_rank, batch.tokens, batch.labels))
         by_rank = {rank: (tokens, labels) for rank, tokens, labels in boxes}
@@ -295,7 +143,7 @@ def recorded(argv):
             assert torch.equal(tokens, by_rank[rank][0])
             assert torch.equal(labels, by_rank[rank][1])
         steps.append(torch.cat([torch.stack(by_rank[r]) for r in range(mesh.dp_degree)], 1))
-        return real(parts, batch, *rest)
+        return real(parts, batch, *rest, **options)
 
     with mock.patch.object(module, "forward_backward", recording):
         return train(argv) | {"rows": steps}

@@ -317,8 +317,10 @@ def test_an_error_while_reading_reaches_the_trainer(monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(DemoDocuments, "__getitem__", fail)
-    with pytest.raises(UserError, match=r"training.dataset: reading failed: OSError.*Input/output error"):
-        take(loader(None, dataset="demo"), 1)
+    with pytest.raises(
+        UserError, match=r"training.dataset: reading failed: document .* of demo: OSError.*Input/output error"
+    ):
+        take(loader(None, dataset="demo", retry_pause_seconds=0.01), 1)
 
 
 def test_a_killed_worker_reaches_the_trainer(corpora):

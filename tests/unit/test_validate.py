@@ -86,6 +86,8 @@ CASES = {
         (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.global_batch_size=8",
              "--checkpoint.enable", *ELASTIC], "with fewer ranks gradients must be accumulated",
          ["--fault_tolerance.elastic=false"]),
+        (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--guard.policy=skip"],
+         "before it is known to be one", ["--guard.policy=warn"]),
         (2, ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.pipeline_parallel_degree=2"],
          'set "default"', ["--parallelism.fsdp_reshard_after_forward=default"]),
         (2, [*OP, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
@@ -137,6 +139,18 @@ CASES = {
     "worker_options_need_workers": [
         (1, ["--validation.dataloader.persistent_workers"], "needs num_workers",
          ["--validation.dataloader.num_workers=1"]),
+    ],
+    "data_fails_before_collectives": [
+        (1, ["--training.dataloader.timeout_seconds=60", "--comm.train_timeout_seconds=60"], "set it to 30, or",
+         ["--training.dataloader.timeout_seconds=30"]),
+        (1, ["--validation.dataloader.timeout_seconds=200"], "validation.dataloader.timeout_seconds: after 200 s",
+         ["--comm.train_timeout_seconds=300"]),
+    ],
+    "guard_can_act": [
+        (1, ["--guard.policy=rewind"], "set checkpoint.enable = true", ["--checkpoint.enable"]),
+        (1, ["--guard.policy=rewind", "--checkpoint.enable", "--checkpoint.load_only"],
+         "set checkpoint.load_only = false", ["--guard.policy=skip"]),
+        (1, ["--guard.straggler_factor=0.9"], "set it above 1", ["--guard.straggler_factor=1.2"]),
     ],
     "warn_only_needs_determinism": [
         (1, ["--debug.deterministic_warn_only"], "without debug.deterministic", ["--debug.deterministic"]),

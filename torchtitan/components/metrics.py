@@ -31,12 +31,19 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         if path.exists():
-            self._rewind(path, start_step)
+            self._drop_after(path, start_step)
         self.file = path.open("a", buffering=1)
 
+    def rewind(self, step: int) -> None:
+        """Drop what was recorded after `step`."""
+        self.file.close()
+        self._drop_after(self.path, step)
+        self.file = self.path.open("a", buffering=1)
+
     @staticmethod
-    def _rewind(path: Path, start_step: int) -> None:
+    def _drop_after(path: Path, start_step: int) -> None:
         """Drop the steps that will be trained again; another run's file is set aside, not overwritten."""
         if start_step == 0:
             path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
@@ -229,6 +236,13 @@ class Metrics:
         self._send(record)
         self._reset()
         return record
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`, which are trained again. TensorBoard and W&B keep both versions."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonlSink):
+                sink.rewind(step)
+        self._reset()
 
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
         """Record a validation, and leave the time it took out of the training rates."""

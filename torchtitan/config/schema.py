@@ -201,6 +201,13 @@ class DataLoader(Section):
     """Copy batches to pinned memory (CUDA only), so that the copy to the GPU overlaps with compute."""
     prefetch_factor: PositiveInt | None = None
     """Batches each worker prepares ahead. Default: 2."""
+    retries: NonNegativeInt = 3
+    """Times that a read is tried again after it failed or gave something that is no text."""
+    retry_pause_seconds: NonNegativeFloat = 1.0
+    """Pause before a read is tried again; it doubles each time."""
+    timeout_seconds: PositiveFloat | None = None
+    """A rank that has waited so long for its data fails and names the source, before the other ranks' collectives time
+    out. Default: half of `comm.train_timeout_seconds`. The first batch may take half of `comm.init_timeout_seconds`."""
 
 
 class Training(Section):
@@ -241,7 +248,8 @@ class Training(Section):
     gc_debug: bool = False
     """Report objects found in reference cycles at each collection."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When the loss or gradient norm is NaN or infinite: `stop` with an error, or `skip` the optimizer step."""
+    """When the loss or gradient norm is NaN or infinite: `stop` with an error, or `skip` the optimizer step. With
+    `guard.policy` at `skip` or `rewind` that decides instead."""
     dataloader: DataLoader = DataLoader()
 
 
@@ -424,6 +432,32 @@ class Validation(Section):
     dataloader: DataLoader = DataLoader()
 
 
+class Guard(Section):
+    """What is watched while training: spikes, copies of the weights that differ, slow ranks."""
+
+    policy: Literal["off", "warn", "skip", "rewind"] = "off"
+    """When the loss or gradient norm spikes: say so (`warn`), leave the update out (`skip`), or go back to the newest
+    checkpoint and on with the data that comes after the spike (`rewind`)."""
+    window: int = Field(default=128, ge=8)
+    """Healthy steps that tell what is normal. Nothing but NaN and infinity is a spike before there are so many."""
+    warmup_steps: NonNegativeInt = 100
+    """First steps of the run, which don't count as normal."""
+    loss_threshold: NonNegativeFloat = 6.0
+    """A loss this many standard deviations above the window's median is a spike. 0: only NaN and infinity are."""
+    grad_norm_threshold: NonNegativeFloat = 10.0
+    """The same for the gradient norm, before clipping."""
+    limit: PositiveInt = 5
+    """Skips in a row, or rewinds with less than `window` healthy steps between them, before the run ends with an
+    error."""
+    weight_hash_freq: NonNegativeInt = 0
+    """Steps between two comparisons of what several ranks hold copies of (weights, optimizer state), by a hash of the
+    bytes; a difference is an error. 0: off."""
+    straggler_factor: NonNegativeFloat = 0.0
+    """Name ranks that are slower than the median rank by this factor, for example 1.3. 0: off."""
+    straggler_records: PositiveInt = 3
+    """Logged steps in a row (`metrics.log_freq`) for which a rank must be slow to be named."""
+
+
 class Debug(Section):
     """Reproducibility."""
 
@@ -463,5 +497,6 @@ class Config(Section):
     comm: Comm = Comm()
     fault_tolerance: FaultTolerance = FaultTolerance()
     validation: Validation = Validation()
+    guard: Guard = Guard()
     debug: Debug = Debug()
     experimental: Experimental = Experimental()

@@ -133,6 +133,12 @@ CONFLICTS = (
         'training.on_nonfinite = "stop", or early_step_in_backward = false',
     ),
     Conflict(
+        "optimizer in backward",
+        lambda c: c.optimizer.early_step_in_backward and c.guard.policy == "skip",
+        "optimizer.early_step_in_backward: a spike is applied before it is known to be one; set guard.policy = "
+        '"rewind", or early_step_in_backward = false',
+    ),
+    Conflict(
         "AC selective op",
         lambda c: (
             c.activation_checkpoint.mode == "selective"

@@ -227,6 +227,29 @@ def worker_options_need_workers(config: Config, world: int) -> Iterator[str]:
             yield f"{key}.dataloader.persistent_workers needs num_workers of 1 or more"
 
 
+def data_fails_before_collectives(config: Config, world: int) -> Iterator[str]:
+    limit = config.comm.train_timeout_seconds
+    for key in ("training", "validation"):
+        seconds = getattr(config, key).dataloader.timeout_seconds
+        if seconds is not None and seconds >= limit:
+            yield (
+                f"{key}.dataloader.timeout_seconds: after {seconds:g} s the collectives of the other ranks have timed "
+                f"out (comm.train_timeout_seconds {limit}); set it to {limit / 2:g}, or raise that one"
+            )
+
+
+def guard_can_act(config: Config, world: int) -> Iterator[str]:
+    g, c = config.guard, config.checkpoint
+    if g.policy == "rewind" and (not c.enable or c.load_only):
+        key = "checkpoint.load_only = false" if c.enable else "checkpoint.enable = true"
+        yield f'guard.policy: "rewind" goes back to a checkpoint of this run; set {key}, or guard.policy = "skip"'
+    if 0 < g.straggler_factor <= 1:
+        yield (
+            f"guard.straggler_factor: with {g.straggler_factor:g} ranks of median speed would be slow; set it above 1, "
+            "for example 1.3, or to 0 (off)"
+        )
+
+
 def warn_only_needs_determinism(config: Config, world: int) -> Iterator[str]:
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         yield "debug.deterministic_warn_only has no effect without debug.deterministic = true"
@@ -256,6 +279,8 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     hf_weights_have_no_optimizer,
     profile_fits_its_period,
     worker_options_need_workers,
+    data_fails_before_collectives,
+    guard_can_act,
     warn_only_needs_determinism,
     validation_sees_data,
 )

@@ -32,6 +32,14 @@ class AnyRank:
         return self._value
 
 
+def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Every rank's values, in order of rank."""
+    own = torch.tensor(values, dtype=torch.float64, device=device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.stack(parts).tolist()
+
+
 def local(value: Tensor) -> Tensor:
     """A plain tensor: the whole value of a DTensor, or the tensor itself."""
     return value.full_tensor() if isinstance(value, DTensor) else value

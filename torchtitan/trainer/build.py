@@ -12,7 +12,7 @@ from torchtitan.components.loss import cross_entropy_sum
 from torchtitan.components.optimizer import LRSchedule, build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.derive import axis_degrees
-from torchtitan.config.schema import Config, Debug, Training, Validation
+from torchtitan.config.schema import Comm, Config, Debug, Training, Validation
 from torchtitan.distributed.activation_checkpoint import use_memory_budget
 from torchtitan.distributed.compile import compiled_loss, configure_compiler
 from torchtitan.distributed.context import local_positions, ring_attention_backend
@@ -111,9 +111,16 @@ def build_compute(
 
 
 def build_data(
-    key: str, section: Training | Validation, rows: int, tokenizer: Tokenizer, mesh: Mesh, seed: int
+    key: str,
+    section: Training | Validation,
+    rows: int,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    seed: int,
+    comm: Comm = Comm(),  # noqa: B008 - immutable
 ) -> StepLoader:
     """The loader of `[training]` or `[validation]`; `rows` per step over all ranks."""
+    first = comm.init_timeout_seconds if key == "training" else comm.train_timeout_seconds
     return build_loader(
         dataset=section.dataset,
         dataset_path=section.dataset_path,
@@ -127,6 +134,7 @@ def build_data(
         infinite=key == "training",
         key_prefix=key,
         local_batch_size=section.local_batch_size,
+        limits=(first / 2, comm.train_timeout_seconds / 2),
     )
 
 
@@ -134,11 +142,12 @@ def build(config: Config, plan: Plan, device: torch.device) -> Parts:
     """Everything the trainer works with. The default process group must exist."""
     mesh = build_mesh(config.parallelism, device.type)
     seed, validation = config.debug.seed, config.validation
-    loader = build_data("training", config.training, config.training.global_batch_size, plan.tokenizer, mesh, seed)
+    rows, comm = config.training.global_batch_size, config.comm
+    loader = build_data("training", config.training, rows, plan.tokenizer, mesh, seed, comm)
     validation_loader = None
     if validation.enable:
         rows = validation.local_batch_size * mesh.dp_degree
-        validation_loader = build_data("validation", validation, rows, plan.tokenizer, mesh, seed)
+        validation_loader = build_data("validation", validation, rows, plan.tokenizer, mesh, seed, comm)
     models = build_models(config, plan, mesh, device)
     compute = build_compute(config, plan, mesh, device, models, config.training)
     optimizer = build_optimizer(models, config.optimizer)

@@ -33,7 +33,7 @@ class StepResult:
 
 
 def forward_backward(
-    parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float, stop: bool = False
+    parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float, stop: bool = False, *, agree: bool = False
 ) -> StepResult:
     """Gradients of one global batch, clipped.
 
@@ -42,6 +42,7 @@ def forward_backward(
 
     Args:
         stop: this rank was asked to stop. All ranks learn of it here, and so act after the same step.
+        agree: make sure that loss and norm are the same to the last bit on every rank, whatever went wrong on one.
     """
     mesh, device, compute = parts.mesh, parts.device, parts.compute
     asked = AnyRank(stop, device)
@@ -57,7 +58,11 @@ def forward_backward(
     all_reduce(loss, mesh.loss_group)
     # One read-back for all: on CUDA this is the step's only wait for the device.
     with device_syncs(report=False):
-        values = torch.stack([x.double() for x in (loss, norm, total, own, asked.answer())]).tolist()
+        outcome = torch.stack([x.double() for x in (loss, norm)])
+        if agree:
+            outcome = all_reduce(outcome, dist.group.WORLD) / dist.get_world_size()
+        rest = torch.stack([x.double() for x in (total, own, asked.answer())])
+        values = torch.cat([outcome, rest]).tolist()
     local_loss = values[3] * values[2] / max(int(local_tokens), 1)
     return StepResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
 

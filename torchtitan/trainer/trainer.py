@@ -18,6 +18,7 @@ from torchtitan.components.checkpoint import Checkpointer, Resumed
 from torchtitan.components.checkpoint.commit import versions
 from torchtitan.components.checkpoint.hf import load_hf
 from torchtitan.components.data import StepBatch, StepLoader
+from torchtitan.components.guard import Spike
 from torchtitan.components.ledger import Ledger, changes, git_revision
 from torchtitan.components.metrics import Metrics
 from torchtitan.components.profiler import Profiler
@@ -31,10 +32,11 @@ from torchtitan.distributed.comm import dump_flight_recorder, init_distributed, 
 from torchtitan.distributed.quantize import check_hardware, refresh_scales
 from torchtitan.trainer.build import build, set_determinism
 from torchtitan.trainer.evaluate import evaluate
+from torchtitan.trainer.guarding import RunGuard
 from torchtitan.trainer.preflight import Plan
 from torchtitan.trainer.state import Progress
 from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
-from torchtitan.utils.device import current_device, device_name, device_syncs, tune_cpu
+from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
 from torchtitan.utils.errors import NonFiniteError, UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
@@ -66,6 +68,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint, config.job.dump_folder, self.parts.models, self.parts.optimizer, self._about()
         )
+        self.guard = RunGuard(config, self.parts, self.progress, self.checkpointer)
         self._restore()
         self._write_config()
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
@@ -147,6 +150,7 @@ class Trainer:
         state = resumed.train_state
         if "train_state" not in exclude:
             self.progress.load_state_dict(state["progress"])
+            self.guard.load(state)
         if "lr_scheduler" not in exclude:
             self.parts.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:
@@ -161,6 +165,7 @@ class Trainer:
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.parts.schedule.state_dict(),
             "data": StepLoader.merge_states(states),
+            "guard": self.guard.spikes.state_dict(),
         }
         self.checkpointer.save(step, train_state, model_only=last and config.last_save_model_only)
         if last and config.last_save_in_hf:
@@ -175,7 +180,8 @@ class Trainer:
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
             CheckpointError: a save failed.
-            UserError: the GPU's memory is used up.
+            GuardError: spike after spike, or copies of the weights that differ.
+            UserError: memory is used up, or the data can't be read.
         """
         steps = self.config.training.steps
         self._seed_step()
@@ -188,9 +194,11 @@ class Trainer:
                         self._train_one(batches)
                 with self.ledger.spend("saves"):
                     self.checkpointer.close()
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise UserError(
-                f"step {self.progress.step + 1}: out of GPU memory; {self.checkpointer.last_good()}.\n"
+                f"step {self.progress.step + 1}: out of memory; {self.checkpointer.last_good()}.\n"
                 "Lower training.local_batch_size (training.global_batch_size keeps the batch, by accumulation) or "
                 f"training.seq_len, shard over more ranks, or set training.enable_cpu_offload = true.\n{error}"
             ) from error
@@ -214,16 +222,19 @@ class Trainer:
                 config.training.local_batch_size,
                 config.training.max_norm,
                 stop=self.stop.requested,
+                agree=self.guard.spikes.acts,
             )
             with self.ledger.spend("saves"):
                 self.checkpointer.wait_staged()
-            if result.finite:
+            spike = self.guard.spikes.judge(progress.step + 1, result.loss, result.grad_norm)
+            if self._healthy(result, spike):
                 parts.optimizer.step()
-                if uses(config, FLOAT8) and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
-                    refresh_scales(parts.models)
-            else:
-                self._nonfinite(result)
+                self._refresh_scales()
             parts.optimizer.zero_grad(set_to_none=True)
+        if spike is not None and (earlier := self.guard.act(spike)):
+            self._go_back(earlier)
+            progress.data = batch.state
+            return
         parts.schedule.advance()
         progress.step += 1
         self.stopped = result.stop and progress.step < config.training.steps
@@ -238,7 +249,7 @@ class Trainer:
             set_timeout(config.comm.train_timeout_seconds)
         metrics.count(progress.step, result.tokens, data_time)
         if metrics.due(progress.step):
-            metrics.log(
+            record = metrics.log(
                 progress.step,
                 loss=result.loss,
                 max_loss=max_over_ranks(result.local_loss, parts.mesh, parts.device),
@@ -248,6 +259,7 @@ class Trainer:
                 skipped=progress.skipped,
             )
             self.ledger.heartbeat(progress.step)
+            self.guard.name_stragglers(record)
         self.profiler.step(progress.step)
         self._after_step()
 
@@ -255,6 +267,7 @@ class Trainer:
         """What interrupts training: validation, saving, garbage collection. None of it counts in the rates."""
         config, step = self.config, self.progress.step
         paused = self.metrics.pause()
+        self.guard.compare_copies()  # before a save, which would make a fault permanent
         validation, last = config.validation, step == config.training.steps
         if self.stopped:
             with self.ledger.spend("saves"):
@@ -285,6 +298,28 @@ class Trainer:
         else:
             logger.warning(f"Asked to stop: step {step} is lost, as checkpoint.enable = false or load_only = true")
 
+    def _healthy(self, result: StepResult, spike: Spike | None) -> bool:
+        """Whether to update the weights."""
+        if spike is not None and spike.action != "warn":
+            return False
+        if not result.finite:
+            self._nonfinite(result)
+        return result.finite
+
+    def _go_back(self, resumed: Resumed) -> None:
+        """Be at an earlier step again, but for the data: its reader goes on where it is."""
+        self.ledger.furthest = max(self.ledger.furthest, self.progress.step)
+        self.progress.load_state_dict(resumed.train_state["progress"])
+        self.parts.schedule.load_state_dict(resumed.train_state["lr_scheduler"])
+        self._refresh_scales()
+        self._seed_step()
+        self.metrics.rewind(resumed.step)
+
+    def _refresh_scales(self) -> None:
+        float8 = self.config.quantize.linear.float8
+        if uses(self.config, FLOAT8) and float8.precompute_float8_dynamic_scale_for_fsdp:
+            refresh_scales(self.parts.models)
+
     def _nonfinite(self, result: StepResult) -> None:
         """Leave this step's update out, or stop the run."""
         step = self.progress.step + 1
@@ -296,7 +331,7 @@ class Trainer:
                 f"step {step}: {what}. The weights were {updated} updated; {self.checkpointer.last_good()}.\n"
                 'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to go on without.'
             )
-        self.progress.skipped += 1
+        self.guard.left_out()
         logger.warning(f"step {step}: {what}; update skipped ({self.progress.skipped} so far)")
 
     def _seed_step(self) -> None:

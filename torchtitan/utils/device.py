@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,6 +46,26 @@ def peak_memory() -> tuple[float, float]:
         reserved = psutil.Process().memory_info().rss
         total = psutil.virtual_memory().total
     return reserved / 2**30, 100 * reserved / total
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on either kind of device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def seconds_of_matmuls() -> float:
+    """Time of the same few matrix products on any rank: its own speed, whatever the others do."""
+    on_cuda = device_type() == "cuda"
+    size, dtype = (4096, torch.bfloat16) if on_cuda else (512, torch.float32)
+    a = torch.ones(size, size, dtype=dtype, device=device_type())
+    if on_cuda:
+        torch.cuda.synchronize()  # what is queued is not to be measured
+    start = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    if on_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 @contextmanager

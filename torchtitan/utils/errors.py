@@ -28,6 +28,10 @@ class NonFiniteError(UserError):
     """The loss or the gradient became NaN or infinite and `training.on_nonfinite = "stop"`."""
 
 
+class GuardError(UserError):
+    """The training guard sees no sense in going on."""
+
+
 class CheckpointError(UserError):
     """A checkpoint can't be written, read or trusted."""
 

@@ -231,6 +231,19 @@ class Checkpointer:
                     f"checkpoint.load_step: {self.folder} has no step {self.config.load_step} (it has: {have})"
                 )
             steps = [self.config.load_step]
+        return self._load_newest(steps, set(self.config.exclude_from_loading))
+
+    def rewind(self, step: int) -> Resumed | None:
+        """Load the newest complete checkpoint before `step` of the run that is under way; None if there is none.
+
+        Raises:
+            CheckpointError: every one is damaged, or the save in flight failed.
+        """
+        self.wait()
+        steps = _from_rank_0(committed_steps(self.folder) if dist.get_rank() == 0 else None)
+        return self._load_newest([s for s in steps if s < step], set())
+
+    def _load_newest(self, steps: Sequence[int], exclude: set[str]) -> Resumed | None:
         problems = []
         for step in reversed(steps):
             path = step_folder(self.folder, step)
@@ -241,7 +254,7 @@ class Checkpointer:
                 problems.append(f"{path}: {problem}")
                 logger.error(f"Can't resume from {problems[-1]}")
                 continue
-            self._load(path, set(self.config.exclude_from_loading))
+            self._load(path, exclude)
             logger.info(f"Resumed from {path}")
             return Resumed(step, manifest["train_state"], manifest)
         if problems:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.components.data.documents import find_files, open_documents
+from torchtitan.components.data.retry import Retry
 from torchtitan.components.data.rows import DocumentCursor, Lane, LaneRows, Row, Rows, TokenRows, lanes_of, merge_states
 from torchtitan.components.data.streams import StreamCursor, open_stream
 from torchtitan.components.data.token_files import TokenFiles
@@ -27,6 +28,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
 
 logger = logging.getLogger("torchtitan")
+_JOIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,29 +55,39 @@ class _Source:
     seed: int
     infinite: bool
     key: str
+    options: schema.DataLoader
+
+    @property
+    def name(self) -> str:
+        return self.dataset_path or self.dataset
 
     def open(self) -> "_Opened":
+        retry = Retry(f"{self.key}.dataset", self.name, self.options)
+        return retry("the list of files", partial(self._open, retry))
+
+    def _open(self, retry: Retry) -> "_Opened":
         path_key = f"{self.key}.dataset_path"
         if self.dataset_path is not None:
             pattern = self.dataset_path if not _is_folder_of_tokens(self.dataset_path) else f"{self.dataset_path}/*.bin"
             if pattern.endswith(".bin"):
                 files = TokenFiles(find_files(pattern, path_key), self.seq_len, self.tokenizer, path_key)
-                return _Opened(files.fingerprint, 0, partial(self._token_rows, files))
+                return _Opened(files.fingerprint, 0, partial(self._token_rows, files, retry), retry)
         documents = open_documents(self.dataset, self.dataset_path, self.key)
         if documents is not None:
             lane: Callable[[int], Any] = lambda i: DocumentCursor(  # noqa: E731
-                documents, i, self.rows_per_step, self.seed, self.infinite
+                documents, i, self.rows_per_step, self.seed, self.infinite, retry
             )
             reader = partial(self._lane_rows, lane, 1)
-            return _Opened(documents.fingerprint, self.rows_per_step, reader, len(documents))
+            return _Opened(documents.fingerprint, self.rows_per_step, reader, retry, len(documents))
         stream = open_stream(self.dataset, self.key)
         # Whole shards for every lane: were they not to divide, `datasets` would read everything in each.
         lanes = math.gcd(self.rows_per_step, stream.num_shards)
-        lane = lambda i: StreamCursor(stream, i, lanes, self.infinite, self.key)  # noqa: E731
-        return _Opened(f"stream of {self.dataset}", lanes, partial(self._lane_rows, lane, self.rows_per_step // lanes))
+        lane = lambda i: StreamCursor(stream, i, lanes, self.infinite, retry)  # noqa: E731
+        reader = partial(self._lane_rows, lane, self.rows_per_step // lanes)
+        return _Opened(f"stream of {self.dataset}", lanes, reader, retry)
 
-    def _token_rows(self, files: TokenFiles, rows: range) -> Rows:
-        return TokenRows(files, rows, self.rows_per_step, self.seed, self.infinite)
+    def _token_rows(self, files: TokenFiles, retry: Retry, rows: range) -> Rows:
+        return TokenRows(files, rows, self.rows_per_step, self.seed, self.infinite, retry)
 
     def _lane_rows(self, cursor: Callable[[int], Any], rows_per_lane: int, rows: range) -> Rows:
         lanes = {i: Lane(cursor(i), self.tokenizer, self.seq_len) for i in lanes_of(rows, rows_per_lane)}
@@ -88,6 +100,7 @@ class _Opened:
     lanes: int
     """0 for random access to rows."""
     reader: Callable[[range], Rows]
+    retry: Retry
     documents: int | None = None
     """How many there are, where that is known."""
 
@@ -116,6 +129,7 @@ def build_loader(
     infinite: bool,
     key_prefix: str = "training",
     local_batch_size: int = 1,
+    limits: tuple[float, float] = (150.0, 50.0),
 ) -> "StepLoader":
     """This rank's loader of `[training]` or `[validation]`.
 
@@ -123,30 +137,35 @@ def build_loader(
         rows_per_step: rows of one step over all ranks, at least one for each.
         local_batch_size: every rank gets the same multiple of this many rows, if need be with rows without labels.
         infinite: epoch after epoch, shuffled; else one pass in order.
+        limits: seconds after which waiting for the first batch, and for a later one, is an error, unless
+            `dataloader.timeout_seconds` says otherwise.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
     rows = _split(range(rows_per_step), dp_degree)[dp_rank]
     batches = -(-rows_per_step // (dp_degree * local_batch_size))
-    source = _Source(dataset, dataset_path, tokenizer, seq_len, rows_per_step, seed, infinite, key_prefix)
-    return StepLoader(source, rows, dataloader, batches * local_batch_size)
+    source = _Source(dataset, dataset_path, tokenizer, seq_len, rows_per_step, seed, infinite, key_prefix, dataloader)
+    later = dataloader.timeout_seconds or limits[1]
+    return StepLoader(source, rows, batches * local_batch_size, (max(limits[0], later), later))
 
 
 class StepLoader:
     """Iterates over steps. Training data has no end; a finite pass begins anew with every iteration."""
 
-    def __init__(self, source: _Source, rows: range, options: schema.DataLoader, size: int):
+    def __init__(self, source: _Source, rows: range, size: int, limits: tuple[float, float]):
         """
         Args:
             rows: those of each step that this rank reads.
             size: number of rows to deliver; rows without labels make up for it.
+            limits: seconds to wait for the first batch, and for each later one.
         """
-        self.source, self.rows, self.options, self.size = source, rows, options, size
+        self.source, self.rows, self.size, self.options = source, rows, size, source.options
+        self.limit, self.later_limit = limits
         opened = source.open()
-        self.reader = opened.reader
+        self.reader, self.retry = opened.reader, opened.retry
         self.fingerprint: dict[str, Any] = {
-            "dataset": source.dataset_path or source.dataset,
+            "dataset": source.name,
             "contents": opened.fingerprint,
             "tokenizer": source.tokenizer.fingerprint,
             "seq_len": source.seq_len,
@@ -161,7 +180,7 @@ class StepLoader:
                 "python -m torchtitan.tools.tokenize: their rows are windows at different places"
             )
         self.start: dict[str, Any] | None = None
-        self.pin = options.pin_memory and torch.cuda.is_available()
+        self.pin = self.options.pin_memory and torch.cuda.is_available()
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._workers: DataLoader | None = None
@@ -192,7 +211,7 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         self.close()
-        return self._explained(self._from_workers() if self.options.num_workers else self._from_thread())
+        return self._explained(self._ahead(self._from_workers() if self.options.num_workers else self._from_reader()))
 
     def _explained(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Name the key when reading fails: a disk or network error, a worker that was killed."""
@@ -210,7 +229,12 @@ class StepLoader:
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return StepBatch(tokens, labels, state | {"fingerprint": self.fingerprint})
 
-    def _from_thread(self) -> Iterator[StepBatch]:
+    def _ahead(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """`batches`, made in a thread ahead of their use.
+
+        Raises:
+            UserError: one doesn't come in time. On this rank, before the other ranks' collectives time out.
+        """
         ahead: queue.Queue[StepBatch | BaseException | None] = queue.Queue(self.options.prefetch_factor or 2)
         stop = self._stop = threading.Event()
 
@@ -225,11 +249,8 @@ class StepLoader:
 
         def produce() -> None:
             try:
-                reader = self.reader(self.rows)
-                if self.start is not None:
-                    reader.load_state_dict(self.start)
-                while (rows := reader.step()) is not None:
-                    if not put(self._batch(rows, reader.state_dict())):
+                for batch in batches:
+                    if not put(batch):
                         return
                 put(None)
             except BaseException as error:
@@ -237,10 +258,32 @@ class StepLoader:
 
         self._thread = threading.Thread(target=produce, name="data", daemon=True)
         self._thread.start()
-        while (item := ahead.get()) is not None:
+        while True:
+            try:
+                item = ahead.get(timeout=self.limit)
+            except queue.Empty:
+                raise UserError(self._stalled()) from None
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
+            self.limit = self.later_limit
             yield item
+
+    def _stalled(self) -> str:
+        key, workers = self.source.key, self.options.num_workers
+        doing = f"{workers} worker processes give no answer" if workers else f"still {self.retry.doing}"
+        return (
+            f"{key}.dataset: no data for {self.limit:g} s from {self.source.name}: {doing}. See whether its storage or "
+            f"network hangs, or allow more time: {key}.dataloader.timeout_seconds (below comm.train_timeout_seconds)."
+        )
+
+    def _from_reader(self) -> Iterator[StepBatch]:
+        reader = self.reader(self.rows)
+        if self.start is not None:
+            reader.load_state_dict(self.start)
+        while (rows := reader.step()) is not None:
+            yield self._batch(rows, reader.state_dict())
 
     def _from_workers(self) -> Iterator[StepBatch]:
         count = self.options.num_workers
@@ -275,8 +318,9 @@ class StepLoader:
         """Stop reading ahead. A later iteration starts again."""
         if self._stop is not None and self._thread is not None:
             self._stop.set()
-            # A thread that still runs C++ code while the interpreter shuts down aborts the process.
-            self._thread.join()
+            # A thread that still runs C++ code while the interpreter shuts down aborts the process; one that hangs in
+            # a read never ends.
+            self._thread.join(_JOIN_SECONDS)
             self._stop = self._thread = None
         if self._workers is not None and not self.options.persistent_workers:
             self._workers = None

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.components.data.documents import Documents
+from torchtitan.components.data.retry import Retry
 from torchtitan.components.data.shuffle import permute
 from torchtitan.components.data.token_files import TokenFiles
 from torchtitan.components.loss import IGNORE_INDEX
@@ -54,8 +55,9 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 class TokenRows(Rows):
     """Rows of token files."""
 
-    def __init__(self, files: TokenFiles, rows: range, rows_per_step: int, seed: int, infinite: bool):
+    def __init__(self, files: TokenFiles, rows: range, rows_per_step: int, seed: int, infinite: bool, retry: Retry):
         self.files, self.rows, self.per_step, self.seed, self.infinite = files, rows, rows_per_step, seed, infinite
+        self.retry = retry
         self.consumed = 0
 
     def step(self) -> list[Row] | None:
@@ -69,8 +71,11 @@ class TokenRows(Rows):
     def _row(self, index: int) -> Row:
         epoch, slot = divmod(index, len(self.files))
         if not self.infinite:
-            return _padded(self.files.window(slot) if epoch == 0 else np.empty(0, np.int64), self.files.seq_len)
-        return _padded(self.files.window(permute(slot, len(self.files), self.seed, epoch)), self.files.seq_len)
+            return _padded(self._window(slot) if epoch == 0 else np.empty(0, np.int64), self.files.seq_len)
+        return _padded(self._window(permute(slot, len(self.files), self.seed, epoch)), self.files.seq_len)
+
+    def _window(self, index: int) -> Row:
+        return self.retry(f"window {index}", lambda: self.files.window(index))
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self.consumed}
@@ -92,16 +97,17 @@ class Cursor(Protocol):
 class DocumentCursor:
     """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each epoch in an order of its own."""
 
-    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool):
+    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool, retry: Retry):
         self.documents, self.position, self.lanes, self.seed = documents, lane, lanes, seed
-        self.infinite = infinite
+        self.infinite, self.retry = infinite, retry
 
     def next(self) -> str | None:
         epoch, slot = divmod(self.position, len(self.documents))
         if epoch and not self.infinite:
             return None
         self.position += self.lanes
-        return self.documents[permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot]
+        index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
+        return self.retry(f"document {index}", lambda: self.documents[index])
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}

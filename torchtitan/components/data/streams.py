@@ -1,8 +1,10 @@
 """Hugging Face data sets by streaming: too large to index, read front to back."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from torchtitan.components.data.retry import Retry
 from torchtitan.utils.errors import UserError
 
 KNOWN = {
@@ -43,34 +45,46 @@ def open_stream(dataset: str, key: str) -> Any:
 class StreamCursor:
     """One lane's reader of a stream: every `lanes`-th shard (or document, if there are too few shards)."""
 
-    def __init__(self, stream: Any, lane: int, lanes: int, infinite: bool, key: str):
+    def __init__(self, stream: Any, lane: int, lanes: int, infinite: bool, retry: Retry):
         from datasets.distributed import split_dataset_by_node
 
         self.stream = split_dataset_by_node(stream, lane, lanes)
-        self.infinite, self.key = infinite, key
+        self.infinite, self.retry, self.lane = infinite, retry, lane
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
         self.loaded: dict[str, Any] | None = None
 
     def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
-        self.loaded = None
         for _ in range(2):
-            if self.iterator is None:
-                self.stream.set_epoch(self.epoch)
-                self.iterator = iter(self.stream)
-            try:
-                row = next(self.iterator, None)
-            except Exception as error:
-                raise UserError(f"{self.key}.dataset: reading failed: {type(error).__name__}: {error}") from error
-            if row is not None:
-                if "text" not in row:
-                    raise UserError(f"{self.key}.dataset: no column 'text'; it has {', '.join(row)}")
-                return _text(row["text"], self.key)
-            if not self.infinite:
-                return None
+            before = self.state_dict()
+            text = self.retry(self._place(before), self._read, partial(self.load_state_dict, before))
+            self.loaded = None
+            if text is not None or not self.infinite:
+                return text
             self.epoch, self.iterator = self.epoch + 1, None
-        raise UserError(f"{self.key}.dataset: a lane of the data set holds no documents; lower the number of lanes")
+        raise UserError(f"{self.retry.key}: a lane of the data set holds no documents; lower the number of lanes")
+
+    def _read(self) -> str | None:
+        if self.iterator is None:
+            self.stream.set_epoch(self.epoch)
+            self.iterator = iter(self.stream)
+        row = next(self.iterator, None)
+        if row is None:
+            return None
+        if "text" not in row:
+            raise UserError(f"{self.retry.key}: no column 'text'; it has {', '.join(row)}")
+        if row["text"] is not None and not isinstance(row["text"], str):
+            raise ValueError(f"column 'text' holds {type(row['text']).__name__}, not text")
+        return row["text"] or ""  # a missing one is an empty document
+
+    def _place(self, state: dict[str, Any]) -> str:
+        """A state in words, as far as `datasets` tells."""
+        words, inner = [f"lane {self.lane}, epoch {self.epoch}"], state["stream"]
+        while isinstance(inner, dict):
+            words += [f"{k.removesuffix('_idx').replace('_', ' ')} {x}" for k, x in inner.items() if k.endswith("_idx")]
+            inner = inner.get("examples_iterable")
+        return ", ".join(words)
 
     def state_dict(self) -> dict[str, Any]:
         if self.loaded is not None:  # the stream itself knows it only once it has read on
@@ -84,10 +98,3 @@ class StreamCursor:
         if state["stream"] is not None:
             self.stream.load_state_dict(state["stream"])
             self.iterator = iter(self.stream)
-
-
-def _text(value: Any, key: str) -> str:
-    """A row's text; a missing one is an empty document."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    raise UserError(f"{key}.dataset: column 'text' holds {type(value).__name__}, not text")

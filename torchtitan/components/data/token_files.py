@@ -61,7 +61,9 @@ class TokenFiles:
 
     def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
         self.seq_len = seq_len
-        self.arrays: list[NDArray[Any]] = []
+        self.files: list[tuple[Path, int, np.dtype[Any], int]] = []
+        """(path, open file, type, tokens). Read by call, not mapped: a failing disk then raises, and kills nobody."""
+        self.vocab_size = tokenizer.vocab_size
         for file in files:
             meta = self._meta(file, key)
             if meta["tokenizer"] != tokenizer.fingerprint:
@@ -75,12 +77,12 @@ class TokenFiles:
                     f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (cut off?); tokenize it anew"
                 )
             if meta["tokens"] > 1:
-                self.arrays.append(np.memmap(file, dtype=meta["dtype"], mode="r"))
+                self.files.append((file, os.open(file, os.O_RDONLY), np.dtype(meta["dtype"]), meta["tokens"]))
         # Ceiling: the last window of a file may be short, and is padded.
-        self.ends = np.cumsum([-(-(len(a) - 1) // seq_len) for a in self.arrays])
+        self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
             raise UserError(f"{key}: no tokens in {files[0]}{' and the others' if len(files) > 1 else ''}")
-        self.fingerprint = f"{len(files)} files, {sum(map(len, self.arrays))} tokens"
+        self.fingerprint = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
 
     @staticmethod
     def _meta(file: Path, key: str) -> dict[str, Any]:
@@ -97,7 +99,21 @@ class TokenFiles:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def window(self, index: int) -> NDArray[np.int64]:
-        """Window `index`; the last one of a file may be shorter than `seq_len + 1`."""
+        """Window `index`; the last one of a file may be shorter than `seq_len + 1`.
+
+        Raises:
+            OSError: the file can't be read, or no longer holds these tokens.
+        """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
-        return self.arrays[which][start : start + self.seq_len + 1].astype(np.int64)
+        path, file, dtype, tokens = self.files[which]
+        count = min(self.seq_len + 1, tokens - start)
+        content = os.pread(file, count * dtype.itemsize, start * dtype.itemsize)
+        if len(content) < count * dtype.itemsize:
+            raise OSError(f"{path} ends before token {start + count} (cut off?)")
+        ids = np.frombuffer(content, dtype).astype(np.int64)
+        if ids.max() >= self.vocab_size:
+            raise OSError(
+                f"{path} holds id {ids.max()} at token {start + int(ids.argmax())}: the tokenizer has no such"
+            )
+        return ids

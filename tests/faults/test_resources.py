@@ -1,0 +1,136 @@
+"""NaN on one rank, a rank without memory, a rank that is slow."""
+
+import os
+import resource
+import subprocess
+import sys
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import SAVE, arguments, full
+from torchtitan.config import resolve
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.trainer import Trainer
+from torchtitan.utils.logging import logger
+
+PP = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part=layers.1"]
+
+
+def poisoned(argv, step_to_poison):
+    """Train with the activations of rank 1 made NaN in one step; tells whether that step changed the weights."""
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    block = list(trainer.parts.models[0].layers.values())[-1]
+    weight = block.attention.wq.weight
+    after_step, before = trainer._after_step, None
+
+    def poison(module, args):
+        if trainer.progress.step + 1 == step_to_poison and dist.get_rank() == 1:
+            return torch.full_like(args[0], float("nan")), *args[1:]
+        return args
+
+    def watch():
+        nonlocal before
+        after_step()
+        if trainer.progress.step + 1 == step_to_poison:
+            before = full(weight)
+        elif trainer.progress.step == step_to_poison:
+            before = torch.equal(full(weight), before)
+
+    trainer._after_step = watch
+    block.ffn_norm.register_forward_pre_hook(poison)
+    try:
+        return "ok", trainer.train().state_dict(), before
+    except Exception as error:
+        return type(error).__name__, str(error), torch.equal(full(weight), before)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("layout", [[], PP], ids=["dp", "pp"])
+def test_nonfinite_loss_on_one_rank_or_stage_stops_all_before_the_update(ranks, tmp_path, layout):
+    argv = arguments(tmp_path, *SAVE, *layout, steps=6)
+    for kind, message, unchanged in ranks(2, poisoned, argv, 5):
+        assert kind == "NonFiniteError"
+        assert "step 5" in message
+        assert "step-3" in message
+        assert "training.on_nonfinite" in message
+        assert unchanged
+
+
+def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
+    argv = arguments(tmp_path, "--training.on_nonfinite=skip", steps=6)
+    for kind, progress, unchanged in ranks(2, poisoned, argv, 4):
+        assert unchanged
+        assert kind == "ok"
+        assert progress == {"step": 6, "tokens": 6 * 8 * 32, "skipped": 1}
+
+
+def starved(argv):
+    """Train where rank 1 gets no more memory from step 3 on: the limit is real, and so is the allocator's error."""
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    limits, after_step = resource.getrlimit(resource.RLIMIT_AS), trainer._after_step
+
+    def limit():
+        after_step()
+        if trainer.progress.step == 3 and dist.get_rank() == 1:
+            trainer.parts.models[0].norm.register_forward_hook(lambda *_: torch.empty(1 << 30))
+            resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1]))
+
+    trainer._after_step = limit
+    try:
+        trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_out_of_memory_on_one_rank_says_what_to_lower(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 failed") as error:
+        ranks(2, starved, arguments(tmp_path, *SAVE, steps=6))
+    assert "UserError: step 4: out of memory" in str(error.value)
+    assert "step-3" in str(error.value)
+    assert "Lower training.local_batch_size" in str(error.value)
+
+
+STOP_AND_GO = """
+import os, signal, sys, time
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    os.kill(int(sys.argv[1]), signal.SIGSTOP)
+    time.sleep(0.09)
+    os.kill(int(sys.argv[1]), signal.SIGCONT)
+    time.sleep(0.01)
+"""
+
+
+def slowed(argv, seconds):
+    """Train while rank 1 is stopped nine tenths of the time; what was logged."""
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    lines, after_step, brakes = [], trainer._after_step, []
+
+    def slow():
+        after_step()
+        if trainer.progress.step == 2 and dist.get_rank() == 1:
+            brakes.append(subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(seconds)]))
+
+    trainer._after_step = slow
+    with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
+        trainer.train()
+    for brake in brakes:
+        brake.wait()
+    trainer.close()
+    return lines
+
+
+def test_a_slow_rank_is_named(ranks, tmp_path):
+    extra = ["--guard.straggler_factor=3", "--guard.straggler_records=3"]
+    lines = ranks(2, slowed, arguments(tmp_path, *extra, steps=30), seconds=5)[0]
+    named = [line for line in lines if "is slow" in line]
+    assert named
+    assert all("rank 1 is slow: it computes" in line for line in named)

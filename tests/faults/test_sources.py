@@ -1,0 +1,149 @@
+"""Data sources that fail, hang or return something that is no text."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import arguments, train
+from tests.unit.test_data import corpora, loader, open_kind, take  # noqa: F401 - a fixture
+from torchtitan.components.data import token_files
+from torchtitan.components.data.documents import LocalDocuments
+from torchtitan.utils.errors import UserError
+
+QUICK = {"retry_pause_seconds": 0.01}
+
+
+def failing(real, times, after):
+    """`real`, which fails `times` times from its call number `after` on."""
+    calls = 0
+
+    def read(*args):
+        nonlocal calls
+        calls += 1
+        if after < calls <= after + times:
+            raise OSError(5, "Input/output error")
+        return real(*args)
+
+    return read
+
+
+def breaking(times, after):
+    """Streams that end in an error after `after` rows, `times` times one after another; then they are sound."""
+    real, left = datasets.IterableDataset.__iter__, [times]
+
+    def rows(self):
+        for i, row in enumerate(real(self)):
+            if left[0] and (i == after or left[0] < times):
+                left[0] -= 1
+                raise ConnectionError("reset by peer")
+            yield row
+
+    return rows
+
+
+def harm(kind, monkeypatch, times, after=5):
+    if kind == "tokens":
+        monkeypatch.setattr(token_files.os, "pread", failing(os.pread, times, after))
+    elif kind == "jsonl":
+        monkeypatch.setattr(LocalDocuments, "__getitem__", failing(LocalDocuments.__getitem__, times, after))
+    else:
+        monkeypatch.setattr(datasets.IterableDataset, "__iter__", breaking(times, after))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
+def test_reads_that_fail_a_few_times_change_nothing(corpora, monkeypatch, kind):  # noqa: F811
+    sound = take(open_kind(kind, corpora), 12)
+    harm(kind, monkeypatch, times=3)
+    for (tokens, labels, state), expected in zip(take(open_kind(kind, corpora, **QUICK), 12), sound, strict=True):
+        assert torch.equal(tokens, expected[0])
+        assert torch.equal(labels, expected[1])
+        assert state == expected[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("jsonl", r"document \d+ of .*corpus.jsonl"),
+        ("tokens", r"window \d+ of .*tokens"),
+        ("stream", r"lane \d, epoch 0, .*shard 0"),
+    ],
+)
+def test_reads_that_keep_failing_name_the_place(corpora, monkeypatch, kind, place):  # noqa: F811
+    harm(kind, monkeypatch, times=100)
+    with pytest.raises(UserError, match=place) as error:
+        take(open_kind(kind, corpora, retries=2, **QUICK), 12)
+    assert "training.dataset: reading failed: " in str(error.value)
+    assert "(3 attempts)" in str(error.value)
+    assert "training.dataloader.retries" in str(error.value)
+
+
+def test_token_files_that_shrink_or_hold_garbage_while_they_are_read(corpora, tmp_path):  # noqa: F811
+    folder = shutil.copytree(corpora["tokens"], tmp_path / "tokens")
+    reading = loader(folder, retries=0)
+    for file in folder.glob("*.bin"):
+        os.truncate(file, 100)
+    with pytest.raises(UserError, match=r"tokens-00000.bin ends before token \d+ \(cut off\?\)|ends before token"):
+        take(reading, 12)
+    folder = shutil.copytree(corpora["tokens"], tmp_path / "others")
+    for file in folder.glob("*.bin"):
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    with pytest.raises(UserError, match=r"holds id 65535 at token \d+: the tokenizer has no such"):
+        take(loader(folder, retries=0), 1)
+
+
+def test_a_stream_of_garbage_is_named(tmp_path):
+    for i in range(2):
+        with gzip.open(tmp_path / f"{i}.json.gz", "wt") as file:
+            file.write("\n".join(json.dumps({"text": i}) for i in range(50)))
+    with pytest.raises(UserError, match=r"lane \d, epoch 0.*column 'text' holds int, not text \(2 attempts\)"):
+        take(loader(None, dataset=str(tmp_path), retries=1, **QUICK), 1)
+
+
+def stalled(argv):
+    """Train where the files of rank 1 give no answer from some document on."""
+    real, calls = LocalDocuments.__getitem__, 0
+
+    def hang(self, index):
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            threading.Event().wait()
+        return real(self, index)
+
+    if dist.get_rank() == 1:
+        LocalDocuments.__getitem__ = hang
+    train(argv)
+
+
+def test_a_stall_on_one_rank_is_that_ranks_error_before_any_collective_times_out(ranks, tmp_path):
+    argv = arguments(tmp_path, "--training.dataloader.timeout_seconds=2", "--comm.init_timeout_seconds=20", steps=500)
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 failed") as error:
+        ranks(2, stalled, argv)
+    assert "UserError: training.dataset: no data for 2 s from " in str(error.value)
+    assert "corpus.jsonl: still reading document " in str(error.value)
+    assert "training.dataloader.timeout_seconds" in str(error.value)
+
+
+def test_a_worker_that_gives_no_answer_is_an_error(corpora):  # noqa: F811
+    others = set(multiprocessing.active_children())
+    batches = iter(loader(corpora["jsonl"], num_workers=1, timeout_seconds=2.0))
+    next(batches)
+    workers = set(multiprocessing.active_children()) - others
+    assert workers
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(UserError, match=r"no data for 2 s .* 1 worker processes give no answer"):
+            list(batches)
+    finally:
+        for worker in workers:
+            worker.kill()

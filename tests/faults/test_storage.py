@@ -1,0 +1,152 @@
+"""Storage that fills up, can't be written to, or gives back something else."""
+
+import ctypes
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
+from torchtitan.config import resolve
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.trainer import Trainer
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.logging import logger
+
+
+def flip_a_bit(shard):
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def cut_off(shard):
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def told(argv):
+    """Train, and return what was logged too."""
+    lines, level = [], logger.level
+    with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
+        logger.setLevel("INFO")
+        run = train(argv)
+    logger.setLevel(level)
+    return run | {"log": "\n".join(lines)}
+
+
+@pytest.mark.parametrize(("harm", "what"), [(flip_a_bit, "has another checksum"), (cut_off, "bytes instead of")])
+def test_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path, uninterrupted, harm, what):
+    ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=6))
+    folder = tmp_path / "out/checkpoint"
+    shard = max((folder / "step-6").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    harm(shard)
+    damaged = shutil.copytree(folder / "step-6", tmp_path / "damaged")
+    run = ranks(2, told, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))[0]
+    assert_continues(run, uninterrupted)
+    assert f"Can't resume from {folder / 'step-6'}: {shard.name} " in run["log"]
+    assert what in run["log"]
+    assert f"Resumed from {folder / 'step-3'}" in run["log"]
+    for step in (3, 6, 8):
+        shutil.rmtree(folder / f"step-{step}")
+    damaged.rename(folder / "step-6")
+    with pytest.raises(AssertionError, match="no checkpoint can be resumed"):
+        ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))
+
+
+def full_disk(argv):
+    """Train where no file may grow past 100 kB, as if the disk were full; the limit is real, the error the OS's own."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        trainer.train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        trainer.close()
+    return None
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_full_disk_leaves_earlier_checkpoints_intact(ranks, tmp_path, mode):
+    extra = [*SAVE, f"--checkpoint.async_mode={mode}"]
+    ranks(2, train, arguments(tmp_path, *extra, steps=3))
+    for kind, message in ranks(2, full_disk, arguments(tmp_path, *extra, steps=6)):
+        assert kind == "CheckpointError"
+        assert "can't save" in message
+        assert "File too large" in message
+        assert "checkpoint.folder" in message
+        assert "step-3" in message
+    folder = tmp_path / "out/checkpoint"
+    assert sorted(p.name for p in folder.iterdir()) == ["step-3"]
+    assert ranks(2, train, arguments(tmp_path, *extra, steps=6))[0]["progress"]["step"] == 6
+
+
+def set_file_user(uid):
+    """Give up root's right to write everywhere, which tests in a container often have, or take it back."""
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).setfsuid(uid)
+
+
+def locked_while_training(argv):
+    """Train in a folder that can no longer be written to from step 4 on."""
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    after_step, folder = trainer._after_step, Path(config.job.dump_folder, "checkpoint")
+
+    def lock():
+        if trainer.progress.step == 4:
+            folder.chmod(0o555)
+            dist.barrier()
+            set_file_user(65534)
+        after_step()
+
+    trainer._after_step = lock
+    try:
+        trainer.train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        set_file_user(0)
+        folder.chmod(0o777)
+        trainer.close()
+    return None
+
+
+@pytest.fixture
+def public():
+    """A folder that every user can write to."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+def test_a_folder_that_becomes_read_only_is_named_with_the_last_good_checkpoint(ranks, public):
+    ranks(2, train, arguments(public, *SAVE, steps=3))
+    for path in [public, *public.rglob("*")]:
+        path.chmod(0o777)
+    for kind, message in ranks(2, locked_while_training, arguments(public, *SAVE, steps=6)):
+        assert kind == "CheckpointError"
+        assert "Permission denied" in message
+        assert "step-3" in message
+    assert ranks(2, train, arguments(public, *SAVE, steps=6))[0]["progress"]["step"] == 6
+
+
+def test_a_read_only_folder_is_refused_before_anything_starts(public):
+    config = resolve(arguments(public, f"--job.dump_folder={public / 'locked/out'}"), 1).config
+    (public / "locked").mkdir()
+    (public / "locked").chmod(0o555)
+    set_file_user(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"job.dump_folder: can't write to .*Permission denied"):
+            preflight(config)
+    finally:
+        set_file_user(0)
