@@ -157,6 +157,15 @@ def test_every_form_of_the_model_says_the_same(run, capsys):
     assert before["continuations"] != answers[0]["continuations"], "another step's weights"
 
 
+@pytest.mark.parametrize("form", ["step-4", "step-4-hf"])
+def test_weights_are_read_in_the_type_asked_for(run, form):
+    source = tool.find(str(run / "checkpoint" / form))
+    tokenizer = tool.open_tokenizer(source, None)
+    wide, narrow = (tool.load(source, tokenizer, 16, 1, d, 1).model.state_dict() for d in ("float32", "bfloat16"))
+    for name, weight in wide.items():
+        assert torch.equal(weight.bfloat16(), narrow[name]), name
+
+
 def on_this_rank(argv):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert tool.main(argv) == 0
@@ -193,6 +202,8 @@ BAD = {
     "tokenizer": (["--checkpoint=RUN", "--assets=nowhere"], "--assets: nowhere does not exist"),
     "vocabulary": (["--checkpoint=RUN", "--assets=other"], "only 2048"),
     "file": (["--checkpoint=RUN", "--prompts-file=nowhere"], "--prompts-file: can't read nowhere"),
+    "no weights": (["--checkpoint=other"], "no .safetensors files"),
+    "other model": (["--checkpoint=other"], "model_type is 'gpt2', must be 'llama'"),
     "damaged": (["--checkpoint=damaged"], "is not as long as it was written"),
 }
 
@@ -213,6 +224,11 @@ def test_bad_input_is_one_message(run, capsys, tmp_path, monkeypatch, case):
                 }
             )
         )
+    if case in ("no weights", "other model"):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other/config.json").write_text('{"model_type": "gpt2"}')
+    if case == "other model":
+        (tmp_path / "other/model.safetensors").touch()
     if case == "damaged":
         (tmp_path / "damaged").symlink_to(run / "checkpoint/step-2")
         shard = max((run / "checkpoint/step-2").glob("*.distcp"), key=lambda p: p.stat().st_size)

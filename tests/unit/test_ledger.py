@@ -80,6 +80,14 @@ def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path):
     assert sum(seconds(tmp_path).values()) == pytest.approx(clock() - 1000), "no second is lost or counted twice"
 
 
+def test_steps_after_going_back_within_a_start_are_repeated(tmp_path):
+    clock = Clock()
+    ledger = start(tmp_path, clock)
+    train(ledger, clock, [1, 2, 3, 4, 3, 4, 5], data=0)
+    ledger.end(5, 5)
+    assert seconds(tmp_path) == {"first_step": 1, "steps": 4, "repeated": 2}
+
+
 @pytest.mark.parametrize(
     ("error", "end"),
     [
@@ -120,6 +128,12 @@ def test_a_damaged_file_is_set_aside(tmp_path):
     assert len(list(tmp_path.glob("run-*.json"))) == 1
 
 
+def test_a_rank_that_says_nothing_is_still_known_to_be_another(tmp_path):
+    clock = Clock()
+    start(tmp_path, clock).end(1, 4, RuntimeError("... Connection closed by peer [127.0.0.1]"))
+    assert read(tmp_path)["starts"][0]["end"] == "failed: another rank stopped"
+
+
 @pytest.mark.parametrize("first", ["culprit", "rank 0"])
 def test_the_rank_that_fails_tells_the_cause(tmp_path, first):
     clock = Clock()
@@ -140,7 +154,7 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path):
     ledger = start(tmp_path, clock)
     ledger.path = tmp_path / "gone" / "run.json"
     train(ledger, clock, [1, 2])
-    ledger.end(2, 2)
+    ledger.end(2, 2, RuntimeError("Connection closed by peer"))
 
 
 def test_changes_since_a_checkpoint_are_named():

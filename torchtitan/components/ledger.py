@@ -9,7 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,7 @@ class Ledger:
             self._switch("other")
         with self.spend("first_step" if first else "repeated" if number <= self.furthest else "steps"):
             yield
+        self.furthest = max(self.furthest, number)
 
     def _switch(self, kind: str) -> str:
         now = self.clock()
@@ -163,15 +164,18 @@ class Ledger:
             reason = "completed" if step >= last_step else "preempted"
         elif isinstance(error, KeyboardInterrupt):
             reason = "interrupted"
+        elif from_another_rank(error):
+            reason = "failed: another rank stopped"
         else:
             reason = f"failed: {str(error).strip() or type(error).__name__}".splitlines()[0]
-        elsewhere = error is not None and from_another_rank(error)
+        starts = []
+        with suppress(OSError, ValueError, LookupError):
+            starts = self._read()
         if self.writes:
-            told = self._read()[-1]["end"] if elsewhere else None
+            told = starts[-1]["end"] if starts and error is not None and from_another_rank(error) else None
             self.starts[-1] |= {"step": step, "end": told or reason}
             self._write(self.starts)
-        elif reason.startswith("failed") and not elsewhere and self.path.exists():
-            starts = self._read()
+        elif starts and isinstance(error, Exception) and not from_another_rank(error):
             starts[-1]["end"] = reason
             self._write(starts)
 

@@ -6,6 +6,7 @@ ranks share the model by tensor parallelism: `torchrun --nproc-per-node 2 -m tor
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -75,6 +76,8 @@ def _hugging_face(folder: Path) -> Source:
         config = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ConfigError([f"--checkpoint: {folder / 'config.json'} is not valid JSON: {error}"]) from None
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError([f"--checkpoint: {folder} has a config.json but no .safetensors files"])
     spec = get_spec("llama3")
     stop = config.get("eos_token_id")
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
@@ -139,8 +142,8 @@ def load(
     if mesh is not None:
         apply_tensor_parallel(model, mesh, source.spec.tensor_parallel_plan, sharded_loss=False, float8=False)
     model.to_empty(device=device)
-    with device:
-        model.init_buffers()
+    model.init_buffers()  # on the CPU, as training does
+    model.to(device)
     with alone():
         if source.hugging_face:
             load_hf([model], source.folder, source.spec.hf.names(args))
@@ -202,9 +205,9 @@ def _check(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_model(source: Source, prompts: Sequence[list[int]], world: int) -> Iterator[str]:
-    wrong = {k: size for k, size in source.spec.tensor_parallel_sizes(source.args).items() if size % world}
-    if wrong:
-        yield f"--nproc-per-node: {world} ranks don't divide {', '.join(f'{k} {n}' for k, n in wrong.items())}"
+    sizes = source.spec.tensor_parallel_sizes(source.args)
+    if wrong := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
+        yield f"--nproc-per-node: {world} does not divide {wrong}; take a divisor of {math.gcd(*sizes.values())}"
     limit = source.args.max_seq_len
     for i, prompt in enumerate(prompts, 1):
         if len(prompt) >= limit:

@@ -95,7 +95,7 @@ class Trainer:
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, (socket.gethostname(), device_name()))
         hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
-        about = self._about()
+        about = self.checkpointer.about
         return {
             "ranks": len(places),
             "layout": {axis: degree for axis, degree in axis_degrees(self.config.parallelism).items() if degree > 1},
