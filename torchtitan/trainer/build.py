@@ -2,13 +2,14 @@
 
 import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.data import StepLoader, build_loader
-from torchtitan.components.loss import cross_entropy_sum
+from torchtitan.components.loss import LossSum, cross_entropy_sum
 from torchtitan.components.optimizer import LRSchedule, build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.derive import axis_degrees
@@ -39,8 +40,14 @@ def set_determinism(debug: Debug) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -> list[FSDPModule]:
-    """The sharded model with its initial weights; of a pipeline, this rank's stages."""
+def build_models(
+    config: Config, plan: Plan, mesh: Mesh, device: torch.device, *, fill: Callable[..., None] = materialize
+) -> list[FSDPModule]:
+    """The sharded model with its initial weights; of a pipeline, this rank's stages.
+
+    Args:
+        fill: gives the sharded model on the meta device its memory; called as `materialize` is.
+    """
     p = config.parallelism
     if mesh.size("cp") > 1:
         balanced = bool(p.context_parallel_load_balancer)
@@ -61,7 +68,7 @@ def build_models(config: Config, plan: Plan, mesh: Mesh, device: torch.device) -
         if part is not None:
             keep_modules(model, part)
         parallelize(model, mesh, config, plan.spec.tensor_parallel_plan)
-        materialize(model, home, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
+        fill(model, home, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
         models.append(model)
     layout = " x ".join(f"{axis} {degree}" for axis, degree in axis_degrees(p).items() if degree > 1) or "one rank"
     logger.info(f"Model {config.model.name} {config.model.flavor}: {count:,} parameters on {layout}")
@@ -75,6 +82,8 @@ def build_compute(
     device: torch.device,
     models: list[FSDPModule],
     section: Training | Validation,
+    *,
+    loss: LossSum = cross_entropy_sum,
 ) -> Compute:
     """What runs `models` on batches of `[training]` or `[validation]`."""
     p, training = config.parallelism, config.training
@@ -102,7 +111,7 @@ def build_compute(
         models,
         positions,
         pipeline,
-        compiled_loss(cross_entropy_sum, config.compile),
+        compiled_loss(loss, config.compile),
         loss_chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded_loss=sharded_loss,

@@ -11,6 +11,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizerInBackward
 from torchtitan.distributed.collectives import AnyRank, all_reduce, clip_grad_norm, combined_norm
 from torchtitan.distributed.mesh import Mesh
+from torchtitan.trainer.compute import Rows
 from torchtitan.trainer.state import Parts
 from torchtitan.utils.device import device_syncs
 
@@ -44,18 +45,10 @@ def forward_backward(
         stop: this rank was asked to stop. All ranks learn of it here, and so act after the same step.
         agree: make sure that loss and norm are the same to the last bit on every rank, whatever went wrong on one.
     """
-    mesh, device, compute = parts.mesh, parts.device, parts.compute
-    asked = AnyRank(stop, device)
-    rows = compute.own_rows(batch.tokens, batch.labels)
+    asked = AnyRank(stop, parts.device)
+    rows = parts.compute.own_rows(batch.tokens, batch.labels)
     local_tokens = (rows.labels != IGNORE_INDEX).sum()
-    total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
-    loss = torch.zeros((), device=device)
-    batches = rows.split(local_batch_size)
-    for i, part in enumerate(batches, 1):
-        loss += compute.forward_backward(part.to(device), total, last=i == len(batches))
-    norm = _grad_norm(parts, max_norm)
-    own = loss.clone()
-    all_reduce(loss, mesh.loss_group)
+    loss, norm, total, own = gradients(parts, rows, local_tokens, local_batch_size, max_norm)
     # One read-back for all: on CUDA this is the step's only wait for the device.
     with device_syncs(report=False):
         outcome = torch.stack([x.double() for x in (loss, norm)])
@@ -65,6 +58,30 @@ def forward_backward(
         values = torch.cat([outcome, rest]).tolist()
     local_loss = values[3] * values[2] / max(int(local_tokens), 1)
     return StepResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
+
+
+def gradients(
+    parts: Parts, rows: Rows, local_tokens: Tensor, local_batch_size: int, max_norm: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a step does on the device, without the host waiting for it; the planner traces it.
+
+    Args:
+        rows: this rank's part of the global batch.
+        local_tokens: how many of its tokens are predicted.
+
+    Returns:
+        Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss; scalars.
+    """
+    mesh, device, compute = parts.mesh, parts.device, parts.compute
+    total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
+    loss = torch.zeros((), device=device)
+    batches = rows.split(local_batch_size)
+    for i, part in enumerate(batches, 1):
+        loss += compute.forward_backward(part.to(device), total, last=i == len(batches))
+    norm = _grad_norm(parts, max_norm)
+    own = loss.clone()
+    all_reduce(loss, mesh.loss_group)
+    return loss, norm, total, own
 
 
 def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
