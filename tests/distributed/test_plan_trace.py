@@ -1,0 +1,213 @@
+"""The traced step: against memory measured on real ranks, and against FLOPs and collectives counted by hand."""
+
+import gc
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import arguments
+from torchtitan.config import resolve
+from torchtitan.config.derive import axis_degrees
+from torchtitan.plan.trace import PARTS, trace_ranks
+from torchtitan.trainer.build import build
+from torchtitan.trainer.preflight import preflight
+from torchtitan.trainer.step import forward_backward
+
+SIZES = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256, "vocab_size": 2048}
+SEQ, ROWS = 256, 4
+P = "--parallelism."
+OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+FULL = ["--activation_checkpoint.mode=full"]
+LAYOUTS = {
+    "one rank": (1, ["--training.loss_chunks=4"]),
+    "fsdp, by operation": (2, OP),
+    "hsdp, full": (4, [f"{P}data_parallel_replicate_degree=2", *FULL]),
+    "tensor": (2, [f"{P}tensor_parallel_degree=2"]),
+    "context, a ring": (2, [f"{P}context_parallel_degree=2", f"{P}context_parallel_rotate_method=alltoall", *FULL]),
+    "context, gathered": (2, [f"{P}context_parallel_degree=2"]),
+    "1F1B": (2, [f"{P}pipeline_parallel_degree=2"]),
+    "interleaved, tensor": (
+        4,
+        [f"{P}pipeline_parallel_degree=2", f"{P}tensor_parallel_degree=2", *FULL]
+        + [f"{P}pipeline_parallel_schedule=Interleaved1F1B"],
+    ),
+    "accumulated, every second block": (
+        2,
+        ["--training.global_batch_size=32", "--activation_checkpoint.mode=selective"],
+    ),
+    "optimizer in backward": (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0"]),
+}
+
+
+def command(folder, world, extra=()):
+    """Arguments of a run that is large enough for its tensors to be what counts."""
+    settings = {f"--{arg.lstrip('-').partition('=')[0]}": arg.partition("=")[2] for arg in arguments(folder)}
+    settings |= {f"--model.overrides.{name}": value for name, value in SIZES.items()}
+    settings |= {"--training.seq_len": SEQ, "--training.local_batch_size": ROWS}
+    settings["--training.global_batch_size"] = -1
+    for arg in extra:
+        name, _, value = arg.partition("=")
+        settings[name] = value or "true"
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def traced(folder, world, *extra, pp_ranks=(0,), device_type="cuda"):
+    config = resolve(command(folder, world, extra), world).config
+    return trace_ranks(config, world, pp_ranks, device_type=device_type)
+
+
+def measured_peak(argv):
+    """Bytes that PyTorch's CPU allocator has given out at most in a second step, and this rank's place along `pp`."""
+    config = resolve(argv, dist.get_world_size()).config
+    plan = preflight(config)
+    gc.collect()  # the profiler would count the end of what an earlier test has left
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        parts = build(config, plan, torch.device("cpu"))
+        batches = iter(parts.loader)
+        gc.collect()
+        gc.disable()  # as the trainer does
+        for _ in range(2):
+            started = time.time_ns()
+            forward_backward(parts, next(batches), config.training.local_batch_size, config.training.max_norm)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad(set_to_none=True)
+        gc.enable()
+        parts.loader.close()
+    now = peak = 0
+    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        if event.start_ns() >= started:
+            peak = max(peak, now)
+    return parts.mesh.rank("pp"), peak
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_peak_is_what_the_allocator_measures(ranks, tmp_path, name):
+    world, extra = LAYOUTS[name]
+    argv = command(tmp_path, world, extra)
+    measured = dict(ranks(world, measured_peak, argv, timeout=250))
+    traces = traced(tmp_path, world, *extra, pp_ranks=measured, device_type="cpu")
+    for trace in traces:
+        assert trace.peak_active == pytest.approx(measured[trace.pp_rank], rel=0.05), trace
+        assert trace.peak_active == sum(trace.memory.values())
+
+
+# ---- against numbers worked out by hand
+
+
+def parameters():
+    d, f, v = SIZES["dim"], SIZES["ffn_dim"], SIZES["vocab_size"]
+    kv = d * SIZES["n_kv_heads"] // SIZES["n_heads"]
+    matrices = 2 * d * d + 2 * d * kv + 3 * d * f
+    return SIZES["n_layers"], matrices, 2 * d, v * d
+
+
+def test_flops_are_the_formulas(tmp_path):
+    layers, matrices, _, ends = parameters()
+    tokens = ROWS * SEQ
+    forward = 2 * tokens * layers * matrices
+    (plain,) = traced(tmp_path, 2, "--training.mixed_precision_param=bfloat16")
+    assert plain.flops["matmul", "bfloat16"] == 3 * forward + 6 * tokens * ends
+    # Two products forward and five backward over half of the pairs, each of 2 FLOPs for every element of a head.
+    attention = layers * 2 * (2 + 5) * ROWS * SIZES["dim"] * SEQ * SEQ / 2
+    assert plain.flops["attention", "bfloat16"] == attention
+    (full,) = traced(tmp_path, 2, *FULL, "--training.global_batch_size=40")
+    assert full.flops["matmul", "float32"] == 5 * (4 * forward + 6 * tokens * ends)  # five batches, of which three run
+    assert full.flops["attention", "float32"] == 5 * attention * 9 / 7
+
+
+def test_context_parallelism_shares_the_attention(tmp_path):
+    (whole,) = traced(tmp_path, 1)
+    (part,) = traced(tmp_path, 4, f"{P}context_parallel_degree=4")
+    assert part.flops["attention", "float32"] == whole.flops["attention", "float32"] / 4
+    layers, kv = SIZES["n_layers"], SIZES["dim"] * SIZES["n_kv_heads"] // SIZES["n_heads"]
+    both = 2 * ROWS * SEQ * kv * 4  # keys and values of the whole sequence in fp32
+    assert part.collectives["cp"] == {
+        "all_gather": (2 * layers, 2 * layers * both),
+        "reduce_scatter": (layers, layers * both),
+    }
+
+
+def test_collectives_of_fsdp(tmp_path):
+    layers, matrices, norms, ends = parameters()
+    (trace,) = traced(tmp_path, 2, "--training.mixed_precision_param=bfloat16")
+    block, root = matrices + norms, 2 * ends + SIZES["dim"]
+    found = trace.collectives["fsdp"]
+    # In bf16: every block before its forward and again before its backward, but for the last; the root once.
+    assert found["all_gather"] == (2 * layers - 1 + 1, 2 * ((2 * layers - 1) * block + root))
+    assert found["reduce_scatter"] == (layers + 1, 4 * (layers * block + root))
+    (hybrid,) = traced(tmp_path, 4, f"{P}data_parallel_replicate_degree=2")
+    assert hybrid.collectives["dp_replicate"]["all_reduce"][1] >= 4 * (layers * block + root) // 2
+
+
+def test_collectives_of_tensor_parallelism(tmp_path):
+    layers = SIZES["n_layers"]
+    (trace,) = traced(tmp_path, 2, f"{P}tensor_parallel_degree=2", "--training.mixed_precision_param=bfloat16")
+    hidden = 2 * ROWS * SEQ * SIZES["dim"]
+    # A block gathers before attention and feed-forward and scatters after them, and the reverse in the backward; so do
+    # the ends: the embedding scatters, the output gathers.
+    calls = 4 * layers + 2
+    assert trace.collectives["tp"]["all_gather"] == (calls, calls * hidden)
+    assert trace.collectives["tp"]["reduce_scatter"] == (calls, calls * hidden)
+
+
+def test_collectives_of_a_pipeline(tmp_path):
+    first, last = traced(tmp_path, 2, f"{P}pipeline_parallel_degree=2", pp_ranks=(0, 1))
+    hidden = SEQ * SIZES["dim"] * 4
+    for trace in (first, last):
+        assert trace.collectives["pp"]["send"] == trace.collectives["pp"]["receive"] == (ROWS, ROWS * hidden)
+    assert last.memory["logits"] > 0 == first.memory["logits"]
+
+
+def test_memory_on_cuda(tmp_path):
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    (eager,) = traced(tmp_path, 2, *OP, bf16)
+    assert list(eager.memory) == list(PARTS)
+    assert eager.peak_reserved > eager.peak_active
+    layers, matrices, norms, ends = parameters()
+    shard = (layers * (matrices + norms) + 2 * ends + SIZES["dim"]) / 2
+    assert eager.memory["parameters"] == pytest.approx(4 * shard, rel=1e-3)
+    assert eager.memory["optimizer"] == pytest.approx(8 * shard, rel=1e-3)
+    (compiled,) = traced(tmp_path, 2, *OP, bf16, "--compile.enable", "--compile.components=model")
+    # Only w2's result is kept for nothing, but not at the peak by the last block, whose backward has begun.
+    unneeded = 2 * ROWS * SEQ * SIZES["dim"]
+    saved = eager.peak_active - compiled.peak_active
+    assert (layers - 1) * unneeded <= saved <= layers * unneeded
+    (fused,) = traced(tmp_path, 2, *OP, bf16, "--compile.enable")
+    assert fused.memory["logits"] == 4 * ROWS * SEQ * SIZES["vocab_size"]  # themselves and their gradient, in bf16
+    (offloaded,) = traced(tmp_path, 2, *OP, bf16, "--training.enable_cpu_offload")
+    assert offloaded.memory["parameters"] == offloaded.memory["optimizer"] == 0
+    assert offloaded.peak_active < eager.peak_active - 11 * shard
+
+
+def test_budgets_lie_between(tmp_path):
+    none, full, half = (
+        traced(tmp_path, 1, f"--activation_checkpoint.mode={mode}", "--compile.enable")[0]
+        for mode in ("none", "full", "memory_budget")
+    )
+    assert half.peak_active == pytest.approx((none.peak_active + full.peak_active) / 2, abs=2)
+    assert full.peak_active < half.peak_active < none.peak_active
+
+
+def test_eight_bit_products_are_told_apart(tmp_path):
+    layers, matrices, _, ends = parameters()
+    float8 = ["--model.converters=float8", "--quantize.linear.float8.filter_fqns=output"]
+    (trace,) = traced(tmp_path, 2, f"{P}tensor_parallel_degree=2", *float8)
+    assert trace.flops["matmul", "float8"] == 6 * ROWS * SEQ * layers * matrices / 2
+    assert trace.flops["matmul", "float32"] == 6 * ROWS * SEQ * ends / 2
+
+
+def test_a_large_cluster(tmp_path):
+    """A mesh of 512 ranks with five axes, and its last pipeline rank."""
+    degrees = dict.fromkeys(("pipeline_parallel", "tensor_parallel", "context_parallel"), 2)
+    extra = [f"{P}{axis}_degree={degree}" for axis, degree in degrees.items()]
+    extra += [f"{P}data_parallel_replicate_degree=4"]
+    config = resolve(command(tmp_path, 512, extra), 512).config
+    assert math.prod(axis_degrees(config.parallelism).values()) == 512
+    (trace,) = trace_ranks(config, 512, [1])
+    assert trace.rank == 256
+    assert set(trace.collectives) == {"batch", "cp", "dp_replicate", "fsdp", "loss", "pp", "tp"}

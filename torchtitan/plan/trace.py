@@ -1,0 +1,292 @@
+"""One training step of one pipeline rank, traced: its memory, FLOPs and collectives, without a GPU or a second process.
+
+The model is built, split, sharded and checkpointed by the very functions that a run uses, on a fake process group of
+the full size, and takes one step on tensors without memory (`docs/plan-memory.md`).
+"""
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.components.optimizer import build_optimizer
+from torchtitan.config.derive import gradient_accumulation_steps, replace
+from torchtitan.config.schema import Config
+from torchtitan.config.support import MX, compiles_blocks, uses
+from torchtitan.distributed.mesh import Mesh, build_mesh
+from torchtitan.distributed.quantize import quantize
+from torchtitan.models.layers import attention_backend
+from torchtitan.plan.allocator import Event, reserved
+from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
+from torchtitan.plan.tracer import Block, Tracer
+from torchtitan.trainer.build import build_compute, build_models
+from torchtitan.trainer.compute import Compute
+from torchtitan.trainer.preflight import Plan, preflight
+from torchtitan.trainer.state import Parts
+from torchtitan.trainer.step import gradients
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "unsharded", "logits", "communication", "other")
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One pipeline rank's training step, in the steady state: optimizer state and all buffers are there."""
+
+    rank: int
+    """Of the first of the stage's ranks."""
+    pp_rank: int
+    memory: dict[str, int]
+    """Bytes by part, `PARTS`, at the moment when most are in use."""
+    peak_active: int
+    """Their sum: bytes of all tensors that are alive."""
+    peak_reserved: int
+    """Bytes that the caching allocator takes from the device."""
+    flops: dict[tuple[str, str], float]
+    """By (`matmul` or `attention`, dtype), recomputation included. Causal attention counts half."""
+    collectives: dict[str, dict[str, tuple[int, int]]]
+    """Mesh axis to operation to (calls, bytes). Bytes are those of the whole result of a gather, the whole input of a
+    reduction, and else of what a rank sends."""
+
+
+def trace_ranks(config: Config, world: int, pp_ranks: Iterable[int], *, device_type: str = "cuda") -> list[RankTrace]:
+    """`trace_rank` of several ranks, each in a process of its own, as many at a time as there are cores.
+
+    PyTorch remembers process groups and meshes beyond their end, so a process that has traced can do nothing else.
+    `config` goes through `preflight` there once more.
+
+    Raises:
+        ConfigError: as `preflight`.
+    """
+    ranks, ac = list(pp_ranks), config.activation_checkpoint
+    # The compiler keeps so much of what lies between everything and nothing.
+    modes = {"full": 1 - ac.memory_budget, "none": ac.memory_budget} if ac.mode == "memory_budget" else {ac.mode: 1.0}
+    jobs = [(replace(config, "activation_checkpoint.mode", mode), rank) for mode in modes for rank in ranks]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ProcessPoolExecutor(min(cores, len(jobs)), mp_context=context, max_tasks_per_child=1) as pool:
+        traces = list(pool.map(partial(_trace_alone, world, device_type), *zip(*jobs, strict=True)))
+    if len(modes) == 1:
+        return traces
+    return [_between(a, b, ac.memory_budget) for a, b in zip(traces[: len(ranks)], traces[len(ranks) :], strict=True)]
+
+
+def _trace_alone(world: int, device_type: str, config: Config, pp_rank: int) -> RankTrace:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of what is built here, and is no run
+    warnings.simplefilter("ignore")
+    return trace_rank(config, preflight(config, output=False), world, pp_rank, device_type=device_type)
+
+
+def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
+    """`a`, so far on the way to `b`."""
+
+    def mix(x: float, y: float) -> int:
+        return round(x + share * (y - x))
+
+    return dataclasses.replace(
+        a,
+        memory={part: mix(a.memory[part], b.memory[part]) for part in PARTS},
+        peak_active=mix(a.peak_active, b.peak_active),
+        peak_reserved=mix(a.peak_reserved, b.peak_reserved),
+        flops={kind: a.flops[kind] + share * (b.flops[kind] - a.flops[kind]) for kind in a.flops},
+    )
+
+
+def trace_rank(config: Config, plan: Plan, world: int, pp_rank: int = 0, *, device_type: str = "cuda") -> RankTrace:
+    """Trace a step of `config`, which must be derived and validated for `world` ranks, in this process.
+
+    A process may do so once, and nothing distributed afterwards; `trace_ranks` sees to that.
+
+    Args:
+        plan: from `preflight`.
+        pp_rank: place along the `pp` axis; all ranks of one place do the same.
+        device_type: `cuda` as on a GPU; `cpu` as this framework runs on one.
+    """
+    degree = config.parallelism.pipeline_parallel_degree
+    with fake_cluster(world, pp_rank * (world // degree)) as mode:
+        tracer, events, lasting = _record(config, plan, mode, cuda=device_type == "cuda")
+    blocks = tracer.blocks
+    if config.training.enable_cpu_offload and device_type == "cuda":
+        host = {i for i, block in enumerate(blocks) if block.part in ("parameters", "gradients", "optimizer")}
+        events = [(number, new) for number, new in events if number not in host]
+        lasting -= host
+    steady = [(number, new) for number, new in events if number not in lasting]
+    memory = _at_peak(blocks, sorted(lasting), steady)
+    active = sum(memory.values())
+    collectives: dict[str, dict[str, tuple[int, int]]] = {}
+    for (axis, kind), calls in sorted(tracer.counts.calls.items()):
+        collectives.setdefault(axis, {})[kind] = calls, tracer.counts.bytes[axis, kind]
+    return RankTrace(
+        rank=pp_rank * (world // degree),
+        pp_rank=pp_rank,
+        memory=memory,
+        peak_active=active,
+        peak_reserved=_replay(blocks, events, steady) if device_type == "cuda" else active,
+        flops={kind: float(count) for kind, count in tracer.counts.flops.items()},
+        collectives=collectives,
+    )
+
+
+def _record(
+    config: Config, plan: Plan, mode: FakeTensorMode, *, cuda: bool
+) -> tuple[Tracer, list[tuple[int, bool]], set[int]]:
+    """A step of an eager run; its allocations, and those that outlive it: parameters, buffers, optimizer state."""
+    eager = _eager(config, cuda)
+    device = torch.device("cpu")
+    mesh = build_mesh(config.parallelism, device.type)
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def fill(model: nn.Module, *_: Any) -> None:
+        shapes.update({name: _gathered_shape(param) for name, param in model.named_parameters()})
+        take_fake_memory(mode, model)
+
+    models = build_models(eager, plan, mesh, device, fill=fill)
+    vocabulary = plan.args.vocab_size
+    tracer = Tracer(
+        _axes(mesh),
+        weights=shapes.values(),
+        vocabulary={vocabulary, vocabulary // mesh.size("tp")},
+        narrow=_narrow(config, plan, shapes),
+        cuda=cuda,
+    )
+    if compiles_blocks(config):
+        for block in (block for model in models for block in model.layers.values()):
+            block.register_forward_hook(tracer.drop_unneeded)
+    fused = config.compile.enable and "loss" in config.compile.components
+    with mode:
+        compute = build_compute(eager, plan, mesh, device, models, eager.training, loss=LOSSES[fused])
+        optimizer = build_optimizer(models, eager.optimizer)
+        parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
+        params = [param for model in models for param in model.parameters()]
+        for param in params:
+            tracer.track(param, "parameters")
+        for buffer in (buffer for model in models for buffer in model.buffers()):
+            tracer.track(buffer, "other")
+        before = len(tracer.events)
+        with recording(tracer, cuda=cuda), _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches:
+            tokens = torch.empty(batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64)
+            rows = compute.own_rows(tokens, tokens.clone())
+            total = torch.empty((), dtype=torch.int64)
+            gradients(parts, rows, total, eager.training.local_batch_size, eager.training.max_norm)
+            tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
+            tracer.phase = "update"
+            optimizer.step()
+            state = [x for slots in optimizer.state.values() for x in slots.values() if isinstance(x, Tensor)]
+            lasting = tracer.rename(state, "optimizer")
+            optimizer.zero_grad(set_to_none=True)
+            del tokens, rows
+            events = list(tracer.events)  # what follows is the end of the model
+    return tracer, events, lasting | {number for number, _ in events[:before]}
+
+
+def _eager(config: Config, cuda: bool) -> Config:
+    """What of `config` a trace can run. The rest is accounted for apart (`docs/plan-memory.md`)."""
+    model = config.model.model_copy(update={"converters": []})
+    compile_ = config.compile.model_copy(update={"enable": False})
+    # On CUDA a mask within documents is a few kilobytes of block numbers, and its kernel takes no more memory.
+    mask = config.training.document_mask and not cuda
+    training = config.training.model_copy(update={"document_mask": mask, "enable_cpu_offload": False})
+    return config.model_copy(update={"model": model, "compile": compile_, "training": training})
+
+
+@contextmanager
+def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
+    """Count for all batches of a step what is traced for three: the first, one in between, and the last."""
+    traced, marks = min(batches, 3), []
+    run = compute.forward_backward
+
+    def marked(*args: Any, **kwargs: Any) -> Tensor:
+        marks.append(tracer.counts.copy())
+        loss = run(*args, **kwargs)
+        tracer.sent.clear()
+        return loss
+
+    with patch.object(compute, "forward_backward", marked):
+        yield traced
+    if batches > traced:
+        tracer.counts.repeat(marks[1], marks[2], batches - traced)
+
+
+def _gathered_shape(param: Tensor) -> tuple[int, ...]:
+    """Of a weight as a rank computes with it: split by tensor parallelism, not by FSDP."""
+    shape = list(param.shape)
+    if isinstance(param, DTensor):
+        for axis, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=True):
+            if axis == "tp" and isinstance(placement, Shard):
+                shape[placement.dim] //= param.device_mesh["tp"].size()
+    return tuple(shape)
+
+
+def _narrow(config: Config, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+    """Type of the operands of the layers that `model.converters` changes, by shape of the weight."""
+    if not config.model.converters:
+        return {}
+    with torch.device("meta"):
+        model = plan.spec.build(plan.args, attention_backend("cpu"))
+    quantize(model, config, config.parallelism.tensor_parallel_degree)
+    kind = "mxfp8" if uses(config, MX) else "float8"
+    changed = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+    return {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    """Mesh axis by name of its process group. FSDP's is dp_shard x cp; where groups coincide, the later counts."""
+    groups = {"loss": mesh.loss_group, "batch": mesh.batch_group}
+    groups |= {axis: mesh.group(axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    fsdp = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
+    groups["cp, fsdp" if fsdp.group_name == groups["cp"].group_name else "fsdp"] = fsdp
+    return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
+
+
+# ---- from events to bytes
+
+
+def _at_peak(blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]) -> dict[str, int]:
+    """Bytes by part when most are in use, while `events` happen beside `lasting` blocks."""
+    now = dict.fromkeys(PARTS, 0)
+    for number in lasting:
+        now[blocks[number].part] += blocks[number].size
+    total = most = sum(now.values())
+    peak = dict(now)
+    alive: set[int] = set()
+    for number, new in events:
+        block = blocks[number]
+        if new:
+            alive.add(number)
+        elif number in alive:
+            alive.remove(number)
+        else:
+            continue
+        now[block.part] += block.size if new else -block.size
+        total += block.size if new else -block.size
+        if total > most:
+            most, peak = total, dict(now)
+    return peak
+
+
+def _replay(blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]) -> int:
+    """Reserved bytes after two steps: the second finds the optimizer's state where the first has put it."""
+    alive = {number for number, new in first if new} - {number for number, new in first if not new}
+    left = alive & {number for number, _ in steady}
+    again = [(number + len(blocks), new) for number, new in steady]
+
+    def events() -> Iterator[Event]:
+        for number, new in (*first, *((number, False) for number in left), *again):
+            block = blocks[number % len(blocks)]
+            yield number, block.size if new else 0, block.stream
+
+    return reserved(events())

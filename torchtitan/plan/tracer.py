@@ -1,0 +1,273 @@
+"""What one rank does: every allocation, every matrix product and every collective of a fake run, seen below DTensor."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from torchtitan.distributed.context import ring_attention, ring_attention_backward
+
+MAIN = "main"
+"""The stream that computes."""
+
+_COLLECTIVES = (
+    ("reduce_scatter", "reduce_scatter"),
+    ("gather", "all_gather"),
+    ("reduce", "all_reduce"),
+    ("to_all", "all_to_all"),
+    ("toall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("send", "send"),
+    ("recv", "receive"),
+)
+"""Part of an operator's name, and what it is. The first that is in it counts."""
+
+
+@dataclass
+class Block:
+    """A piece of memory, from its allocation to its end."""
+
+    size: int
+    stream: str
+    part: str
+
+
+@dataclass
+class Counts:
+    """What the operations so far add up to."""
+
+    flops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (`matmul` or `attention`, dtype)."""
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (mesh axis, collective)."""
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def copy(self) -> "Counts":
+        return Counts(self.flops.copy(), self.calls.copy(), self.bytes.copy())
+
+    def repeat(self, begin: "Counts", end: "Counts", times: int) -> None:
+        """Add what was counted from `begin` to `end` so many times more."""
+        for name in ("flops", "calls", "bytes"):
+            own, first, last = (getattr(counts, name) for counts in (self, begin, end))
+            own.update({key: times * (last[key] - first[key]) for key in last})
+
+
+class Tracer(TorchDispatchMode):
+    """Records the local operations of a rank under `FakeTensorMode`."""
+
+    def __init__(
+        self,
+        axes: Mapping[str, str],
+        *,
+        weights: Iterable[tuple[int, ...]],
+        vocabulary: Iterable[int],
+        narrow: Mapping[tuple[int, ...], str],
+        cuda: bool,
+    ):
+        """
+        Args:
+            axes: mesh axis of each process group's name.
+            weights: shapes of gathered weights, to tell their gradients from activations.
+            vocabulary: widths of logits.
+            narrow: of weights whose products take 8-bit operands, the type, by the gathered weight's shape.
+            cuda: count what CUDA's kernels take for themselves.
+        """
+        super().__init__()
+        self.axes, self.weights, self.vocabulary, self.narrow = axes, set(weights), set(vocabulary), narrow
+        self.cuda = cuda
+        self.blocks: list[Block] = []
+        self.events: list[tuple[int, bool]] = []
+        """(number of the block, whether it is allocated or freed), in order."""
+        self.counts = Counts()
+        self.phase = "model"
+        self.sent: list[Tensor] = []
+        """What gloo holds until a pipeline has waited for its sends."""
+        self.stream = MAIN
+        self._product: int | None = None
+        """Block of the last matrix product of a forward."""
+        self._dropped: set[int] = set()
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    # ---- memory
+
+    def track(self, tensor: Tensor, part: str) -> None:
+        """Count a tensor that is there already."""
+        self._see(local(tensor), part)
+
+    def rename(self, tensors: Iterable[Tensor], part: str) -> set[int]:
+        """Say what the blocks of these tensors are, and return their numbers."""
+        found = [self._alive.get(local(tensor).untyped_storage()._cdata) for tensor in tensors]
+        numbers = {entry[1] for entry in found if entry}
+        for number in numbers:
+            self.blocks[number].part = part
+        return numbers
+
+    def _see(self, tensor: Tensor, part: str | None = None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            number = self._allocate(storage.nbytes(), part or self._part(tensor))
+
+            def freed(_: Any, key: int = key) -> None:
+                self._free(self._alive.pop(key)[1])
+
+            self._alive[key] = weakref.ref(storage, freed), number
+
+    def _allocate(self, size: int, part: str) -> int:
+        self.blocks.append(Block(size, self.stream, part))
+        self.events.append((len(self.blocks) - 1, True))
+        return len(self.blocks) - 1
+
+    def _free(self, number: int) -> None:
+        if number not in self._dropped:
+            self.events.append((number, False))
+
+    def drop_unneeded(self, *hook: Any) -> None:
+        """At the end of a compiled block's forward: forget what is kept of its end, which no gradient needs.
+
+        Checkpointing by operation keeps the last product and what communication makes of it, though they are only
+        added to the residual stream. A compiler sees that.
+        """
+        output = self._alive[local(hook[-1]).untyped_storage()._cdata][1]
+        for _, number in list(self._alive.values()):
+            late = self._product is not None and number >= self._product
+            if late and number != output and self.blocks[number].part == "activations":
+                self._free(number)
+                self._dropped.add(number)
+        self._product = None
+
+    def _part(self, tensor: Tensor) -> str:
+        if self.phase == "update":
+            return "other"
+        if self.stream != MAIN:
+            return "communication"
+        if tensor.dim() > 1 and tensor.shape[-1] in self.vocabulary:
+            return "logits"
+        if tensor.dim() == 2 and tensor.shape in self.weights and _in_backward():
+            return "unsharded"
+        return "activations"
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """FSDP frees and restores gathered weights in place."""
+        key = storage._cdata
+        if key not in self._alive:
+            return
+        reference, number = self._alive[key]
+        self.blocks[number].part = "unsharded"
+        self._free(number)
+        self._alive[key] = reference, self._allocate(size, "unsharded")
+
+    def _workspace(self, size: int) -> None:
+        """What a kernel takes while it runs."""
+        self.events.append((self._allocate(size, "activations"), False))
+
+    # ---- operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        if func.namespace == "torchtitan":  # an operator of our own, made of others
+            with self:
+                return _INSIDE[func.name()](*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            self._collective(func.namespace, name, args, out)
+        elif func._overloadpacket in flop_registry or "_flash_attention" in name:
+            self._count_product(func, name, args, kwargs or {}, out)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        if name in ("mm", "addmm") and not _in_backward():
+            self._product = self._alive[out.untyped_storage()._cdata][1]
+        return out
+
+    def _count_product(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        dtype = str(args[0].dtype).removeprefix("torch.")
+        if "_flash_attention" not in name:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            shapes = [tuple(x.shape) for x in (*args, out) if isinstance(x, Tensor)]
+            kinds = [self.narrow[s] for shape in shapes for s in (shape, shape[::-1]) if s in self.narrow]
+            self.counts.flops["matmul", kinds[0] if kinds else dtype] += flops
+            return
+        backward = name.endswith("backward")
+        q, k = args[1:3] if backward else args[:2]
+        causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
+        products = 5 if backward else 2  # the backward computes the scores again
+        pairs = q.shape[2] * k.shape[2] / (2 if causal else 1)
+        self.counts.flops["attention", dtype] += 2 * products * q.shape[0] * q.shape[1] * pairs * q.shape[3]
+        if self.cuda and backward:
+            # Gradients of queries are summed in fp32; those of keys and values are first made for every query head.
+            repeated = 2 * q.element_size() * q.numel() if q.shape[1] != k.shape[1] else 0
+            self._workspace(4 * q.numel() + repeated)
+
+    def _collective(self, namespace: str, name: str, args: tuple[Any, ...], out: Any) -> None:
+        kind = next((kind for text, kind in _COLLECTIVES if text in name), None)
+        if kind is None:
+            return
+        axis = self.axes.get(_group_name(args), "other")
+        if axis == "cp, fsdp":  # one group for both: FSDP calls c10d itself, the ring uses functional collectives
+            axis = "fsdp" if namespace == "c10d" or kind == "all_reduce" else "cp"
+        inputs, outputs = list(_tensors(args)), list(_tensors(out))
+        if namespace == "c10d":  # the result is an argument
+            size = max(map(_nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else _nbytes(inputs[0])
+        else:
+            size = max(sum(map(_nbytes, inputs)), sum(map(_nbytes, outputs)))
+        if kind == "send" and not self.cuda:
+            self.sent += inputs
+        self.counts.calls[axis, kind] += 1
+        self.counts.bytes[axis, kind] += size
+        if namespace == "c10d" and axis in ("fsdp", "dp_replicate"):
+            for tensor in inputs:
+                found = self._alive.get(tensor.untyped_storage()._cdata)
+                if found and self.blocks[found[1]].part == "activations":
+                    self.blocks[found[1]].part = "communication"
+
+
+_INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
+"""What our own operators do, by name; their fake versions hide it."""
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A rank's own part."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _group_name(args: tuple[Any, ...]) -> str:
+    for arg in reversed(args):
+        if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
+            return arg
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return ProcessGroup.unbox(arg).group_name
+            except (RuntimeError, TypeError):  # the reduction, which is such an object too
+                continue
+    return ""
