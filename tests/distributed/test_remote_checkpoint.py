@@ -1,5 +1,6 @@
 """Checkpoints in object storage: a real S3 client against a real S3 server on this machine."""
 
+import functools
 import os
 import signal
 import socket
@@ -40,7 +41,7 @@ def s3(tmp_path_factory):
         "AWS_SECRET_ACCESS_KEY": "any",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         try:
             urlopen(env["AWS_ENDPOINT_URL"])
@@ -61,6 +62,12 @@ def remote(env, action, *args):
     """Run `action(*args)` on a rank, as a client of the server."""
     os.environ.update(env)
     return action(*args)
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks):
+    """With time for a server that shares the machine's few cores with its clients."""
+    return functools.partial(ranks, timeout=200)
 
 
 def train_remote(env, argv):
