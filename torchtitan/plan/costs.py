@@ -161,13 +161,19 @@ def _tensor_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
         return 0.0, 0.0
     share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
     gather, scatter = share * (1 if w.tensorwise else w.width) + hw.launch, share * w.width + hw.launch
-    ac = w.config.activation_checkpoint.mode
-    forward = 2 * gather + 2 * scatter
-    # The gradient is gathered where the output was scattered. What feeds a weight's gradient is gathered again, unless
-    # the forward kept it; the first of the two scatters is done again where nothing is kept.
-    backward = 4 * gather + 2 * scatter + (ac == "full") * scatter
+    gathers, scatters = _tp_calls(w)
+    forward, backward = 2 * (gather + scatter), (gathers - 2) * gather + (scatters - 2) * scatter
     visible = 1 - hw.async_tp if w.async_tp else 1.0
     return forward * visible, backward * visible
+
+
+def _tp_calls(w: Workload) -> tuple[float, float]:
+    """Gathers and reduce-scatters of one block and microbatch.
+
+    Two of each forward, and backward, where gradients go the other way. What is computed again gathers its inputs
+    again; with full checkpointing it scatters its results again, too, of which a compiler drops the last.
+    """
+    return 4 + 2 * w.pointwise_again, 4 + (1 if w.compiled else 2) * w.attention_again
 
 
 def _context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
@@ -229,22 +235,19 @@ def _exposed(w: Workload, hw: Hardware, block: _Block, stage: Stage) -> Seconds:
     gather, reduce = _fsdp(w, hw)
     forward, backward = sum(block.forward.values()), sum(block.backward.values())
     layers, times = stage.layers, w.accumulation
-    ends = w.vocab_params / w.block_params * (2 - (w.plan is not None))
+    ends = w.vocab_params / w.block_params * (stage.embeds + stage.projects)
+    behind_forward = layers * max(0.0, gather - forward)
     if w.plan is None:
-        reshards = w.config.parallelism.fsdp_reshard_after_forward != "never" and w.fsdp > 1
-        regather = gather if reshards else 0.0
-        first = gather * (1 + ends) * times
-        hidden = max(0.0, gather - forward) * (layers - 1) * times + max(0.0, regather - backward) * layers * (
-            times - 1
-        )
-        last = max(0.0, regather + reduce - backward) * layers + reduce * (1 + ends / 2)
-        beside = layers * (times * min(gather, forward) + times * min(regather, backward) + min(reduce, backward))
+        again = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
+        late = layers * max(0.0, again - backward)
+        last = layers * max(0.0, again + reduce - backward) + reduce * (1 + ends / 2)
+        exposed = (gather * (1 + ends) + behind_forward) * times + late * (times - 1) + last
+        beside = layers * (times * (min(gather, forward) + min(again, backward)) + min(reduce, backward))
     else:
-        # Gathered once for all microbatches of a stage, beside the first; reduced beside the last.
-        first = gather * (1 + ends / 2) + layers * max(0.0, gather - forward)
-        hidden, last = 0.0, layers * max(0.0, reduce - backward) + reduce
-        beside = 0.0
-    out = {"communication: dp": first + hidden + last}
+        # Gathered once for all microbatches of a batch, beside the first; reduced beside the last.
+        exposed = gather * (1 + ends) + behind_forward + reduce + layers * max(0.0, reduce - backward)
+        exposed, beside = exposed * times, 0.0
+    out = {"communication: dp": exposed}
     if w.fsdp * w.replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * beside
     if w.config.training.enable_cpu_offload:  # every gather reads from the host, every gradient goes there
@@ -283,24 +286,35 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     layers, times = sum(stage.layers for stage in stages), w.microbatches * w.accumulation
     weights = sum(map(w.params, stages))
     hidden = w.tokens * w.dim
-    groups = layers + any(stage.embeds or stage.projects for stage in stages)
+    ends = weights - layers * w.block_params
+    groups = layers + (ends > 0)
+    reductions = w.accumulation if w.plan else 1  # a pipeline reduces at the end of each batch
     if w.fsdp > 1:
         narrow = 1 if w.narrow_gather else w.width
-        gathers = (
-            1 if w.plan else w.accumulation * (2 if w.config.parallelism.fsdp_reshard_after_forward != "never" else 1)
-        )
-        out.add("dp_shard x cp", "all_gather", groups * gathers, weights / groups * narrow)
-        out.add("dp_shard x cp", "reduce_scatter", groups, weights / groups * 4)
+        reshard = "never" if w.plan else w.config.parallelism.fsdp_reshard_after_forward
+        # For the backward again, but for what is kept: nothing, or by default the last block and the ends.
+        again = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
+        batches = w.accumulation
+        out.add("fsdp", "all_gather", batches * (layers + again), w.block_params * narrow)
+        out.add("fsdp", "all_gather", batches * (groups - layers) * (1 + (reshard == "always")), ends * w.width)
+        out.add("fsdp", "reduce_scatter", groups * reductions, weights / groups * 4)
     if w.replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups, weights / groups / w.fsdp * 4)
+        out.add("dp_replicate", "all_reduce", groups * reductions, weights / groups / w.fsdp * 4)
     if w.tp > 1:
-        full = w.config.activation_checkpoint.mode == "full"
-        out.add("tp", "all_gather", 6 * layers * times, hidden * (1 if w.tensorwise else w.width))
-        out.add("tp", "reduce_scatter", (4 + full) * layers * times, hidden * w.width)
+        gathers, scatters = _tp_calls(w)
+        out.add("tp", "all_gather", gathers * layers * times, hidden * (1 if w.tensorwise else w.width))
+        out.add("tp", "reduce_scatter", scatters * layers * times, hidden * w.width)
+        ends_of_model = sum(stage.embeds + stage.projects for stage in stages)
+        for operation in ("all_gather", "reduce_scatter"):  # one forward, the other backward
+            out.add("tp", operation, ends_of_model * times, hidden * w.width)
     if w.cp > 1:
-        size = 2 * w.width * w.tokens * w.kv_sent / w.tp * w.cp
-        out.add("cp", "all_gather", (2 + w.attention_again) * layers * times, size)
-        out.add("cp", "reduce_scatter", layers * times, size * 4 / w.width)
+        passes, own = 2 + w.attention_again, 2 * w.width * w.tokens * w.kv_sent / w.tp
+        if w.config.parallelism.context_parallel_rotate_method == "alltoall":
+            out.add("cp", "all_to_all", passes * (w.cp - 1) * layers * times, own)
+            out.add("cp", "all_to_all", w.cp * layers * times, own * 4 / w.width)
+        else:
+            out.add("cp", "all_gather", passes * layers * times, own * w.cp)
+            out.add("cp", "reduce_scatter", layers * times, own * w.cp * 4 / w.width)
     if w.pp > 1:
         last = len(w.stages) - 1
         sends = sum((index < last) + (index > 0) for index, stage in enumerate(w.stages) if stage.rank == pp_rank)
