@@ -1,5 +1,7 @@
 """What a plan says: memory against the limit, speed, the largest costs in words, and what would change each."""
 
+import dataclasses
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from torchtitan.utils.errors import ConfigError
 GIB = 2**30
 MEMORY_BAND = 0.10
 """Within which the closed forms met every published measurement whose sources agree."""
+_TRACEABLE = 320
+"""Layers x microbatches of a rank that are traced: about a quarter of a second each."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,59 @@ def answer(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Answer:
     """Time and memory by the closed forms."""
     made = (memory_of(workload, rank) for rank in range(workload.pp))
     memory = tuple(RankMemory(m.reserved, m.parts) for m in made)
-    return Answer(workload, spec, hardware, step_time(workload, hardware), memory)
+    notes = []
+    if workload.float8 and not hardware.fp8:
+        notes.append(f"{hardware.name} has no 8-bit matrix products: the run would refuse model.converters there")
+    return Answer(workload, spec, hardware, step_time(workload, hardware), memory, notes=notes)
+
+
+def traceable(w: Workload, pp_rank: int) -> bool:
+    """Whether a trace takes a minute or so, not many."""
+    layers = sum(stage.layers for stage in w.of_rank(pp_rank))
+    return layers * w.microbatches * min(w.accumulation, 3) <= _TRACEABLE
+
+
+def traced(a: Answer, config: Config) -> Answer:
+    """The same answer with the memory of its largest pipeline rank traced, not computed.
+
+    A trace runs eagerly and in bf16: what compilation and 8 bits change is taken from the closed forms.
+
+    Args:
+        config: the answer's, with files that are on this machine.
+    """
+    if importlib.util.find_spec("torchtitan.plan.trace") is None:
+        return a
+    trace_ranks = importlib.import_module("torchtitan.plan.trace").trace_ranks
+    w = a.workload
+    largest = max(range(w.pp), key=lambda rank: a.memory[rank].reserved)
+    if not traceable(w, largest):
+        a.notes.append("memory is computed, not traced: a trace of so many layers and microbatches takes minutes")
+        return a
+    (made,) = trace_ranks(config, w.world, [largest])
+    now, eager = a.memory[largest], memory_of(_eager(w), largest)
+    parts = {part: size + now.parts[part] - eager.parts[part] for part, size in made.memory.items()}
+    parts["other"] += made.peak_reserved - made.peak_active  # what the allocator holds and nobody uses
+    traced_rank = RankMemory(sum(parts.values()), parts)
+    # The others are off by as much: not in the state, whose size is known, but in what comes and goes.
+    known = now.parts["parameters"] + now.parts["optimizer"]
+    factor = (traced_rank.reserved - known) / (now.reserved - known)
+    memory = [traced_rank if rank == largest else _scaled(found, factor) for rank, found in enumerate(a.memory)]
+    source = "traced" if w.pp == 1 else f"pp rank {largest} traced, the others scaled to it"
+    return dataclasses.replace(a, memory=tuple(memory), source=source)
+
+
+def _eager(w: Workload) -> Workload:
+    """The same without what a trace leaves out."""
+    loss = [name for name in w.config.compile.components if name == "loss"]
+    config = replace(w.config, "model.converters", [])
+    config = replace(config, "compile.components", loss)
+    return Workload(replace(config, "parallelism.enable_async_tensor_parallel", False), w.args, w.plan)
+
+
+def _scaled(memory: RankMemory, factor: float) -> RankMemory:
+    kept = ("parameters", "optimizer")
+    parts = {part: size * (1 if part in kept else factor) for part, size in memory.parts.items()}
+    return RankMemory(sum(parts.values()), parts)
 
 
 # ---- what would change the largest costs

@@ -61,28 +61,35 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
             # Copies into and out of the gathers of two groups, and the reduced gradients of one block.
             parts["communication"] = w.width * ends + 1.5 * gathered * w.block_params + 4 * w.block_params / w.fsdp
         if w.accumulation > 1:  # gradients are added up before they are reduced
-            parts["gradients"] += 4 * total
+            parts["unsharded"] += 4 * total
     else:
         boundary = w.width * w.tokens * w.dim / w.tp  # a stage keeps its output too
         size = {stage: kept * w.stages[stage].layers + boundary for stage in w.plan.stages_of(pp_rank)}
         numbers = program(w.plan, w.microbatches).kept[pp_rank]
         alive = max(sum(count * size[stage] for stage, count in number.items()) for number in numbers)
         parts["activations"] = alive + max(0.0, working - logits)
-        hole += working / 2  # forwards and backwards in turns: what one frees is not what the next one takes
-        parts["unsharded"] = gathered * layers * w.block_params + w.width * ends
-        parts["gradients"] += 4 * total  # added up over the microbatches in fp32
         received = 2 * w.microbatches * w.width * w.tokens * w.dim / w.tp * len(stages)
-        parts["communication"] = received + (2 * gathered + 12) * w.block_params * (w.fsdp > 1)
+        parts["communication"] = received + 4 * w.block_params * (w.fsdp > 1)
+        if w.compiled:  # the published runs held more than their tensors: forwards and backwards in turns leave holes
+            parts["communication"] += (2 * gathered + 8) * w.block_params * (w.fsdp > 1)
+            hole += working / 2
+        parts["unsharded"] = gathered * layers * w.block_params + w.width * ends
+        parts["unsharded"] += 4 * total  # gradients, added up over the microbatches in fp32
     parts["logits"], parts["other"] = logits, parts["other"] + hole
     return Memory(parts)
+
+
+def _block_bytes(w: Workload) -> float:
+    """All that the backward of a block needs of a token: inputs of products and norms, q, k, v, log-sum-exp."""
+    d, q, f, tp = w.dim, w.q / w.tp, w.ffn / w.tp, w.tp
+    return w.width * (2 * d / tp + 2 * d + 2 * q + 2 * w.kv_sent / tp + 4 * f) + 4 * w.args.n_heads / tp
 
 
 def _kept_bytes(w: Workload) -> float:
     """What a block keeps of a token from its forward to its backward."""
     d, q, kv, f, tp = w.dim, w.q / w.tp, w.kv / w.tp, w.ffn / w.tp, w.tp
     ac = w.config.activation_checkpoint
-    attention = 4 * w.args.n_heads / tp  # log-sum-exp
-    everything = w.width * (2 * d / tp + 2 * d + 2 * q + 2 * w.kv_sent / tp + 4 * f) + attention
+    attention, everything = 4 * w.args.n_heads / tp, _block_bytes(w)
     boundary = w.width * d / tp
     if ac.mode == "full":
         return boundary
@@ -102,8 +109,13 @@ def _kept_bytes(w: Workload) -> float:
 def _working_bytes(w: Workload) -> float:
     """Of a token, while a block's backward runs: what it computes again, gradients, and what collectives gather."""
     d, q, f = w.dim, w.q / w.tp, w.ffn / w.tp
-    gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
-    own = w.width * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
+    if w.compiled:
+        gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
+        own = w.width * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
+    else:
+        # Partial sums, gathered gradients, and the copies that put them in order along the sequence.
+        gathered = 8 * d if w.tp > 1 else 0
+        own = _block_bytes(w) + w.width * (d / w.tp + 2 * f + gathered)
     # Keys and values of all ranks, and their gradients in fp32.
     ring = 2 * w.kv_sent / w.tp * w.cp * (w.width + 4) if w.cp > 1 else 0
     return own + ring

@@ -6,6 +6,7 @@ trainer refuses, in the same words. Exits with 1 if the plan doesn't fit. More o
   --write FILE         write the planned configuration as a TOML file that runs as it is
   --compare A B        plan two TOML files, and show them side by side
   --tokens N           tokens to train on, as 15e12. Default: those of training.steps
+  --fast               compute the memory of the answer instead of tracing it
   --json FILE          the plan as JSON
   --html FILE          a page with pictures, and its figures as JSON beside it
   --schedule-svg FILE  the pipeline's schedule as a picture
@@ -25,7 +26,7 @@ from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import replace
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
-from torchtitan.plan.answers import Answer, answer, report, text
+from torchtitan.plan.answers import Answer, answer, report, text, traced
 from torchtitan.plan.hardware import Hardware, find_hardware
 from torchtitan.plan.page import page, pictures, schedule_svg
 from torchtitan.plan.search import Found, search
@@ -44,6 +45,7 @@ class Options:
     hardware: str = "h100-sxm"
     tokens: float | None = None
     search: bool = False
+    fast: bool = False
     files: dict[str, Path] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
     """Flags of the configuration."""
@@ -61,13 +63,13 @@ def main(argv: list[str]) -> int:
         print(f"Measured this machine: {file}; plan for it with --hardware {file}")
         return 0
     hardware = find_hardware(options.hardware)
-    made, found = plan(options.rest, options.world, hardware, searching=options.search)
+    made, found = plan(options.rest, options.world, hardware, searching=options.search, tracing=not options.fast)
     data, said = report(made, options.tokens), []
     if found:
         data["search"] = found.summary()
         said += [_table(found), ""]
     if file := options.files.get("--compare"):
-        other, _ = plan(_instead(options.rest, file), options.world, hardware)
+        other, _ = plan(_instead(options.rest, file), options.world, hardware, tracing=not options.fast)
         data["compared"] = report(other, options.tokens)
         said += [_side_by_side(data, data["compared"]), ""]
     if file := options.files.get("--write"):
@@ -89,7 +91,9 @@ def main(argv: list[str]) -> int:
     return 0 if made.fits else 1
 
 
-def plan(argv: list[str], world: int, hardware: Hardware, *, searching: bool = False) -> tuple[Answer, Found | None]:
+def plan(
+    argv: list[str], world: int, hardware: Hardware, *, searching: bool = False, tracing: bool = False
+) -> tuple[Answer, Found | None]:
     """The plan for a configuration, or for the best that a search finds from it."""
     resolved = resolve(argv, world)
     for warning in resolved.warnings:
@@ -98,6 +102,7 @@ def plan(argv: list[str], world: int, hardware: Hardware, *, searching: bool = F
     checked = preflight(here, output=False)
     if not searching:
         made, found = answer(Workload(resolved.config, checked.args, checked.stages), checked.spec, hardware), None
+        made = traced(made, here) if tracing else made
     else:
         found = search(resolved.config, checked.spec, checked.args, world, hardware)
         if not found.best:
@@ -106,10 +111,21 @@ def plan(argv: list[str], world: int, hardware: Hardware, *, searching: bool = F
                 f"{hardware.usable_gib:.0f} GiB of {hardware.name}; use more ranks, a smaller training.seq_len, more "
                 "training.loss_chunks, or optimizer.state_dtype bfloat16"
             )
-        made = found.best[0]
-        preflight(_without_missing_files(made.config)[0], output=False)
+        made = _first_that_fits(found, tracing)
     made.notes.extend(notes)
     return made, found
+
+
+def _first_that_fits(found: Found, tracing: bool) -> Answer:
+    """The fastest proposal whose memory, traced, fits too; of the first three."""
+    made = []
+    for proposal in found.best[:3]:
+        here, _ = _without_missing_files(proposal.config)
+        preflight(here, output=False)
+        made.append(traced(proposal, here) if tracing else proposal)
+        if made[-1].fits:
+            return made[-1]
+    return made[0]
 
 
 def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
@@ -220,8 +236,8 @@ def parse(argv: list[str]) -> Options:
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if word == "--search":
-            options.search = True
+        if word in ("--search", "--fast"):
+            setattr(options, word[2:], True)
         elif word == "--compare" and len(words) > 1 and not (words[0] + words[1]).startswith("--"):
             options.rest += ["--job.config_file", words.pop(0)]
             options.files[word] = Path(words.pop(0))
