@@ -1,7 +1,6 @@
 """What a plan says: memory against the limit, speed, the largest costs in words, and what would change each."""
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from torchtitan.utils.errors import ConfigError
 GIB = 2**30
 MEMORY_BAND = 0.10
 """Within which the closed forms met every published measurement whose sources agree."""
+_DIFFERENT = 0.05
+"""From where on it is worth saying that a trace and the closed forms disagree."""
 _TRACEABLE = 320
 """Layers x microbatches of a rank that are traced: about a quarter of a second each."""
 
@@ -107,38 +108,30 @@ def traceable(w: Workload, pp_rank: int) -> bool:
 def traced(a: Answer, config: Config) -> Answer:
     """The same answer with the memory of its largest pipeline rank traced, not computed.
 
-    A trace runs eagerly and in bf16: what compilation and 8 bits change is taken from the closed forms.
-
     Args:
         config: the answer's, with files that are on this machine.
     """
-    if importlib.util.find_spec("torchtitan.plan.trace") is None:
-        return a
-    trace_ranks = importlib.import_module("torchtitan.plan.trace").trace_ranks
+    from torchtitan.plan.trace import trace_ranks
+
     w = a.workload
     largest = max(range(w.pp), key=lambda rank: a.memory[rank].reserved)
     if not traceable(w, largest):
         a.notes.append("memory is computed, not traced: a trace of so many layers and microbatches takes minutes")
         return a
     (made,) = trace_ranks(config, w.world, [largest])
-    now, eager = a.memory[largest], memory_of(_eager(w), largest)
-    parts = {part: size + now.parts[part] - eager.parts[part] for part, size in made.memory.items()}
+    parts: dict[str, float] = {part: float(size) for part, size in made.memory.items()}
     parts["other"] += made.peak_reserved - made.peak_active  # what the allocator holds and nobody uses
-    traced_rank = RankMemory(sum(parts.values()), parts)
     # The others are off by as much: not in the state, whose size is known, but in what comes and goes.
+    now = a.memory[largest]
     known = now.parts["parameters"] + now.parts["optimizer"]
-    factor = (traced_rank.reserved - known) / (now.reserved - known)
-    memory = [traced_rank if rank == largest else _scaled(found, factor) for rank, found in enumerate(a.memory)]
+    factor = (made.peak_reserved - known) / (now.reserved - known)
+    memory = [_scaled(rank, factor) for rank in a.memory]
+    memory[largest] = RankMemory(made.peak_reserved, parts)
+    if abs(now.reserved / made.peak_reserved - 1) > _DIFFERENT:
+        gib = f"{now.reserved / GIB:.1f}"
+        a.notes.append(f"the closed forms, which are fitted to published runs, say {gib} GiB for pp rank {largest}")
     source = "traced" if w.pp == 1 else f"pp rank {largest} traced, the others scaled to it"
     return dataclasses.replace(a, memory=tuple(memory), source=source)
-
-
-def _eager(w: Workload) -> Workload:
-    """The same without what a trace leaves out."""
-    loss = [name for name in w.config.compile.components if name == "loss"]
-    config = replace(w.config, "model.converters", [])
-    config = replace(config, "compile.components", loss)
-    return Workload(replace(config, "parallelism.enable_async_tensor_parallel", False), w.args, w.plan)
 
 
 def _scaled(memory: RankMemory, factor: float) -> RankMemory:
