@@ -2,7 +2,7 @@
 
 torchrun with four additions: the configuration is checked first, in this one process, for every number of nodes that
 may come; restarts get a fresh store; SIGTERM and SIGUSR1 let the ranks save, however long that takes, and end with
-status 75; and a failure ends with the failing rank's own message instead of torchrun's report.
+status 75; and a failure ends with its cause in one sentence instead of torchrun's report.
 Options that are not listed here are torchrun's.
 """
 
@@ -12,11 +12,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from torchtitan.config import resolve
+from torchtitan.config.schema import Config
+from torchtitan.distributed.diagnosis import diagnose, killed, read_case
 from torchtitan.train import LAUNCHER_ENV
 from torchtitan.train import main as train
 from torchtitan.trainer.preflight import preflight
@@ -57,11 +61,14 @@ def node_range(text: str) -> tuple[int, int]:
     return nodes
 
 
-def check(train_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> None:
+def check(train_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> Config:
     """Refuse what would fail under any number of nodes that may come, with `ranks` on each.
 
     Args:
         output: also make the dump folder, and see that it can be written to.
+
+    Returns:
+        The configuration for all of them.
 
     Raises:
         ConfigError: everything that is wrong.
@@ -78,6 +85,7 @@ def check(train_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: 
         except ConfigError as error:
             raise ConfigError([f"with {count} of {most} nodes: {problem}" for problem in error.problems]) from error
     preflight(config, output=output)
+    return config
 
 
 class _Stop:
@@ -146,10 +154,19 @@ def _common_status(statuses: list[int]) -> int:
     return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, -signal.SIGTERM, -signal.SIGUSR1} else 1
 
 
+def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
+    """Why the run ended: what its ranks wrote, if these did, else how the one ended that was the first to."""
+    exits = {rank: failure.exitcode for rank, failure in failures.items()}
+    case = read_case(Path(config.job.dump_folder, config.comm.save_traces_folder), config.comm.save_traces_file_prefix)
+    if case and any(w.pid == failures[rank].pid for rank, w in case.witnesses.items() if rank in failures):
+        return diagnose(case, exits)
+    return f"rank {first} {killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
+
+
 def main(argv: list[str]) -> int:
     options, torchrun_argv, train_argv = _parse(argv)
     stop = _Stop(options.grace)
-    check(train_argv, options.nnodes, options.nproc_per_node)
+    config = check(train_argv, options.nnodes, options.nproc_per_node)
     fewest, most = options.nnodes
     restarts = options.max_restarts
     if restarts is None:
@@ -186,7 +203,7 @@ def main(argv: list[str]) -> int:
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
-        print(f"error: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+        print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
         return max(failure.exitcode, 1)
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
 from torchtitan.trainer.preflight import preflight
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.errors import DEBUG_ENV, run_main
 from torchtitan.utils.logging import init_logging, logger
 from torchtitan.utils.signals import StopRequest, die_with_parent
 
@@ -24,6 +24,8 @@ LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
 def main(argv: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
+    if os.environ.get(DEBUG_ENV) != "1":  # else torch prints C++ stacks on every rank when one is gone
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it anew
     stop.listen()

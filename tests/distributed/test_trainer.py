@@ -1,7 +1,6 @@
-"""Validation, profiling, Flight Recorder and data position, through the real trainer."""
+"""Validation, profiling and data position, through the real trainer."""
 
 import json
-import pickle
 
 import pytest
 import torch
@@ -107,27 +106,6 @@ def test_profiler_traces_are_written_on_schedule(ranks, tmp_path):
     assert traces == [f"step_{s}/rank{r}_trace.json" for s in (3, 6) for r in (0, 1)]
     events = json.loads((tmp_path / "out/profile_traces/step_3/rank0_trace.json").read_text())["traceEvents"]
     assert any("scaled_dot_product" in str(event.get("name")) for event in events)
-
-
-def fail_at_step_2(argv):
-    config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
-    trainer._after_step = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    trainer.close(ZeroDivisionError())
-    return dist.get_rank()
-
-
-def test_flight_recorder_is_on_and_dumped_on_failure(ranks, tmp_path):
-    ranks(2, fail_at_step_2, arguments(tmp_path))
-    for rank in (0, 1):
-        trace = pickle.loads((tmp_path / f"out/comm_traces/rank_{rank}").read_bytes())
-        names = {entry["profiling_name"] for entry in trace["entries"]}
-        assert any("all_gather" in name for name in names)
-        assert any("all_reduce" in name for name in names)
-        group_keys = {str(key) for key in trace["pg_config"]}
-        assert {str(entry["process_group"][0]) for entry in trace["entries"]} <= group_keys
 
 
 def gradients_after_one_backward(argv, max_norm):

@@ -388,18 +388,19 @@ class Compile(Section):
 
 
 class Comm(Section):
-    """Process groups and their Flight Recorder."""
+    """Process groups, their Flight Recorder, and the watch that finds out why nothing moves."""
 
     init_timeout_seconds: PositiveInt = 300
-    """Time limit of a collective until the first step is done."""
+    """Time limit of a collective until the first step is done. After three quarters of it, here and below, every rank
+    writes down where it stands, and one says who holds the others up."""
     train_timeout_seconds: PositiveInt = 100
     """Time limit of a collective after the first step."""
     trace_buf_size: NonNegativeInt = 20000
-    """Collectives the Flight Recorder keeps in memory per rank. 0: off."""
+    """Collectives the Flight Recorder keeps in memory per rank. 0: off, and the watch with it."""
     save_traces_folder: str = "comm_traces"
-    """Folder of the Flight Recorder's dumps, relative to `job.dump_folder`."""
+    """Folder of what the ranks write when nothing moves, relative to `job.dump_folder`."""
     save_traces_file_prefix: str = "rank_"
-    """A dump is named by this and the rank."""
+    """A dump of the Flight Recorder is named by this and the rank."""
 
 
 class FaultTolerance(Section):

@@ -1,12 +1,13 @@
 """Process groups: start, time limits, Flight Recorder, end."""
 
+import ast
 import logging
 import os
 import pickle
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config.schema import Comm
+from torchtitan.distributed.diagnosis import CHECKPOINT_GROUP
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 
 # torch 2.13 renamed collectives that FSDP2 still calls, and that torch 2.11 only has, by their old names.
@@ -28,6 +31,9 @@ warnings.filterwarnings(
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # The hidden states between stages, and gathered logits, are views that nothing changes in place.
 warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor.*")
+
+DUMPED = 2000
+"""Collectives of a rank that are written: one rank reads those of all."""
 
 
 def init_distributed(comm: Comm, dump_folder: str, device: torch.device) -> None:
@@ -107,19 +113,17 @@ def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
     os.environ.update(settings)
 
 
-def dump_flight_recorder(comm: Comm, dump_folder: str) -> Path | None:
-    """Write this rank's record of collectives where `torchfrtrace` finds it; None if the recorder is off.
+def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -> None:
+    """Write this rank's last collectives where `torchfrtrace` finds them.
 
     NCCL's watchdog dumps by itself on a time-out. gloo never does, keys its group table wrongly and leaves finished
     collectives marked as scheduled: mended here, or the analyzer fails on the file.
+
+    Args:
+        stacks: with the places that called the collectives, which can take seconds to look up.
     """
-    if not comm.trace_buf_size or not dist.is_initialized():
-        return None
-    c10d: Any = torch._C._distributed_c10d
-    on_nccl = "nccl" in str(dist.get_backend_config()) and hasattr(c10d, "_dump_nccl_trace")
-    raw = (c10d._dump_nccl_trace if on_nccl else c10d._dump_fr_trace)(includeStackTraces=False)
-    if not on_nccl:
-        trace = pickle.loads(raw)
+    trace = pickle.loads(_recorder()(includeStackTraces=stacks))
+    if not _records_nccl():
         world = dist.distributed_c10d._world
         trace["pg_config"] = {
             world.pg_names[group]: {
@@ -127,7 +131,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str) -> Path | None:
                 "desc": group.group_desc,
                 "ranks": str(sorted(ranks)),
             }
-            for group, ranks in world.pg_group_ranks.items()
+            for group, ranks in list(world.pg_group_ranks.items())
             if isinstance(group, dist.ProcessGroup)
         }
         # The recorder outlives the groups it recorded; the analyzer knows only those of the table.
@@ -135,11 +139,32 @@ def dump_flight_recorder(comm: Comm, dump_folder: str) -> Path | None:
         for entry in trace["entries"]:
             if entry["retired"]:
                 entry["state"] = "completed"
-        raw = pickle.dumps(trace)
+            if entry["profiling_name"] == "gloo:all_gather":  # some record the shape of one part
+                members = ast.literal_eval(trace["pg_config"][entry["process_group"][0]]["ranks"])
+                entry["output_sizes"] = [[len(members), *size] for size in entry["input_sizes"]]
+    trace["entries"] = trace.get("entries", [])[-DUMPED:]
     path = Path(dump_folder, comm.save_traces_folder, f"{comm.save_traces_file_prefix}{dist.get_rank()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(raw)
-    return path
+    write_whole(path, pickle.dumps(trace))
+
+
+def collective_counts() -> dict[str, dict[str, int]]:
+    """How many collectives each process group has begun and completed."""
+    return pickle.loads(_recorder()(includeCollectives=False, includeStackTraces=False)).get("pg_status", {})
+
+
+def _records_nccl() -> bool:
+    return "nccl" in str(dist.get_backend_config()) and hasattr(torch._C._distributed_c10d, "_dump_nccl_trace")
+
+
+def _recorder() -> Callable[..., bytes]:
+    """What gives the Flight Recorder's contents, pickled: that of NCCL where it is in use, else gloo's."""
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._dump_nccl_trace if _records_nccl() else c10d._dump_fr_trace
+
+
+def store_of_a_thread(prefix: str) -> dist.Store:
+    """The job's key-value store, for keys of its own, by a connection that no other thread uses."""
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
 
 
 def set_timeout(seconds: int) -> None:
@@ -150,5 +175,7 @@ def set_timeout(seconds: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc == CHECKPOINT_GROUP:
+            continue  # a save waits for disks
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     logger.info(f"Time limit of collectives is now {seconds} s")

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.distributed.stages import StagePlan
+from torchtitan.distributed.watch import mark
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """What the last stage gives, and the labels of a microbatch, to its loss, to be added up."""
@@ -193,7 +194,12 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.microbatch = fwd_chunk_id
+        mark(f"running stage {self.stage_index}, from the forward of microbatch {fwd_chunk_id}")
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        mark(f"running stage {self.stage_index}, from the backward of microbatch {bwd_chunk_id}")
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         documents = None if self.documents is None else self.documents[self.microbatch]

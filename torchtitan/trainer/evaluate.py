@@ -7,7 +7,9 @@ import torch
 from torchtitan.components.data import StepLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.collectives import all_reduce
+from torchtitan.distributed.diagnosis import DATA
 from torchtitan.distributed.mesh import Mesh
+from torchtitan.distributed.watch import mark
 from torchtitan.trainer.compute import Compute
 
 
@@ -25,7 +27,9 @@ def evaluate(
     loss, count = torch.zeros(2, dtype=torch.float64, device=device)
     batches = iter(loader)
     for _ in range(max_batches) if max_batches >= 0 else itertools.count():
+        mark(f"{DATA} from {loader.name} for validation")
         batch = next(batches, None)
+        mark("validating")
         left = all_reduce(torch.tensor(float(batch is not None), device=device), mesh.batch_group)
         if left.item() == 0:
             break

@@ -11,6 +11,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizerInBackward
 from torchtitan.distributed.collectives import AnyRank, all_reduce, clip_grad_norm, combined_norm
 from torchtitan.distributed.mesh import Mesh
+from torchtitan.distributed.watch import mark
 from torchtitan.trainer.compute import Rows
 from torchtitan.trainer.state import Parts
 from torchtitan.utils.device import device_syncs
@@ -77,6 +78,7 @@ def gradients(
     loss = torch.zeros((), device=device)
     batches = rows.split(local_batch_size)
     for i, part in enumerate(batches, 1):
+        mark(f"running forward and backward of batch {i} of {len(batches)}")
         loss += compute.forward_backward(part.to(device), total, last=i == len(batches))
     norm = _grad_norm(parts, max_norm)
     own = loss.clone()

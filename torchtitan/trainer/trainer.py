@@ -28,8 +28,10 @@ from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, uses
 from torchtitan.distributed.collectives import AnyRank
-from torchtitan.distributed.comm import dump_flight_recorder, init_distributed, set_timeout
+from torchtitan.distributed.comm import init_distributed, set_timeout
+from torchtitan.distributed.diagnosis import DATA, SAVING
 from torchtitan.distributed.quantize import check_hardware, refresh_scales
+from torchtitan.distributed.watch import Watch, mark
 from torchtitan.trainer.build import build, set_determinism
 from torchtitan.trainer.evaluate import evaluate
 from torchtitan.trainer.guarding import RunGuard
@@ -37,7 +39,7 @@ from torchtitan.trainer.preflight import Plan
 from torchtitan.trainer.state import Progress
 from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
-from torchtitan.utils.errors import NonFiniteError, UserError
+from torchtitan.utils.errors import HangError, NonFiniteError, UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
@@ -60,15 +62,20 @@ class Trainer:
         check_hardware(config, self.device)
         if self.owns_process_group:
             init_distributed(config.comm, config.job.dump_folder, self.device)
+        self.watch = None
+        if self.owns_process_group and config.comm.trace_buf_size:
+            self.watch = Watch(config.comm, config.job.dump_folder, axis_degrees(config.parallelism))
         self.stop = stop or StopRequest()
         self.stop.defer()  # from here on a rank that left alone would make the others fail
         self.stopped = False
+        mark("building the model")
         self.parts = build(config, plan, self.device)
         self.progress = Progress()
         self.checkpointer = Checkpointer(
             config.checkpoint, config.job.dump_folder, self.parts.models, self.parts.optimizer, self._about()
         )
         self.guard = RunGuard(config, self.parts, self.progress, self.checkpointer)
+        mark("loading a checkpoint")
         self._restore()
         self._write_config()
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
@@ -157,6 +164,7 @@ class Trainer:
             self.parts.loader.load_state_dict(state["data"])
 
     def _save(self) -> None:
+        mark(SAVING)
         config, step = self.config.checkpoint, self.progress.step
         last = step == self.config.training.steps
         states: list[Any] = [None] * dist.get_world_size()
@@ -192,9 +200,12 @@ class Trainer:
                 while self.progress.step < steps and not self.stopped:
                     with self.ledger.step(self.progress.step + 1):
                         self._train_one(batches)
+                mark(SAVING)
                 with self.ledger.spend("saves"):
                     self.checkpointer.close()
         except (RuntimeError, MemoryError) as error:
+            if self.watch is not None and (hang := self.watch.explain(error)):
+                raise HangError(hang) from error
             if not is_out_of_memory(error):
                 raise
             raise UserError(
@@ -207,9 +218,11 @@ class Trainer:
     def _train_one(self, batches: Iterator[StepBatch]) -> None:
         config, parts, progress, metrics = self.config, self.parts, self.progress, self.metrics
         waiting_since = time.perf_counter()
+        mark(f"{DATA} from {parts.loader.name}", progress.step + 1)
         with self.ledger.spend("data"):
             batch = next(batches)
         data_time = time.perf_counter() - waiting_since
+        mark("running forward and backward")
         rate = parts.schedule.apply()
         if config.optimizer.early_step_in_backward:
             with self.ledger.spend("saves"):
@@ -226,6 +239,7 @@ class Trainer:
             )
             with self.ledger.spend("saves"):
                 self.checkpointer.wait_staged()
+            mark("updating the weights")
             spike = self.guard.spikes.judge(progress.step + 1, result.loss, result.grad_norm)
             if self._healthy(result, spike):
                 parts.optimizer.step()
@@ -247,6 +261,8 @@ class Trainer:
                 seconds = time.perf_counter() - waiting_since
                 logger.info(f"The first step took {seconds:.1f} s, most of it compilation")
             set_timeout(config.comm.train_timeout_seconds)
+            if self.watch is not None:
+                self.watch.limit = config.comm.train_timeout_seconds
         metrics.count(progress.step, result.tokens, data_time)
         if metrics.due(progress.step):
             record = metrics.log(
@@ -357,8 +373,8 @@ class Trainer:
         """Release what the run holds. After an error the other ranks may be gone: record collectives, don't wait."""
         failed = error is not None
         self.ledger.end(self.progress.step, self.config.training.steps, error)
-        if failed and (path := dump_flight_recorder(self.config.comm, self.config.job.dump_folder)):
-            logger.info(f"Record of this rank's collectives: {path}")
+        if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
+            self.watch.failed(error)
         self.metrics.close()
         self.profiler.close()
         self.parts.loader.close()
@@ -366,6 +382,11 @@ class Trainer:
             self.parts.validation[0].close()
         if not failed:
             logger.info(self.ledger.goodput())
-        if self.owns_process_group and dist.is_initialized() and not failed:
+        ends_together = self.owns_process_group and dist.is_initialized() and not failed
+        if ends_together:
+            mark("ending")
             dist.barrier()
+        if self.watch is not None:
+            self.watch.close()
+        if ends_together:
             dist.destroy_process_group()

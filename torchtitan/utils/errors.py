@@ -32,6 +32,10 @@ class GuardError(UserError):
     """The training guard sees no sense in going on."""
 
 
+class HangError(UserError):
+    """A collective took longer than its time limit; the message names who held it up."""
+
+
 class CheckpointError(UserError):
     """A checkpoint can't be written, read or trusted."""
 
@@ -69,12 +73,12 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
     """Run `main(argv)`; its exit code. Failures are told once and by the rank that has the cause.
 
     A `UserError` becomes its message, an unexpected error its traceback, and an error that only says that another rank
-    has gone one line. A mistake in the configuration, which every rank meets alike, is told by rank 0.
+    has gone one line. A mistake in the configuration or a hang, which all ranks meet alike, is told by rank 0.
     """
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except UserError as error:
-        if rank == 0 or not isinstance(error, ConfigError):
+        if rank == 0 or not isinstance(error, (ConfigError, HangError)):
             report(error)
         return error.exit_code
     except KeyboardInterrupt:

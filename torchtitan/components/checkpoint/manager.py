@@ -40,6 +40,7 @@ from torchtitan.components.checkpoint.state import (
 from torchtitan.components.optimizer import AnyOptimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import schema
+from torchtitan.distributed.diagnosis import CHECKPOINT_GROUP
 from torchtitan.models import ModelSpec
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
@@ -81,7 +82,7 @@ class Checkpointer:
         self._step_in_flight = 0
         self._stager: _Stager | None = None
         # A group of its own: a save in the background must not mix its collectives with training's.
-        self._group = dist.new_group(backend="gloo") if self.saving else None
+        self._group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP) if self.saving else None
         if self.saving and config.async_mode != "disabled":
             cuda = torch.cuda.is_available()
             overlap = config.async_mode == "async_with_pinned_mem"

@@ -164,8 +164,9 @@ class StepLoader:
         self.limit, self.later_limit = limits
         opened = source.open()
         self.reader, self.retry = opened.reader, opened.retry
+        self.name = source.name
         self.fingerprint: dict[str, Any] = {
-            "dataset": source.name,
+            "dataset": self.name,
             "contents": opened.fingerprint,
             "tokenizer": source.tokenizer.fingerprint,
             "seq_len": source.seq_len,

@@ -1,0 +1,186 @@
+"""The sentence, from records made by hand as NCCL's Flight Recorder writes them."""
+
+import json
+import pickle
+
+import pytest
+
+from torchtitan.distributed.diagnosis import Case, diagnose, read_case
+from torchtitan.tools.doctor import main
+from torchtitan.utils.errors import UserError
+
+DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}
+
+
+def groups(rank):
+    """Of a rank; those of one axis have one name, as when NCCL splits them off."""
+    ranks = {
+        "0": "[0, 1, 2, 3]",
+        "1": f"[{rank % 2}, {rank % 2 + 2}]",
+        "3": "[0, 1]" if rank < 2 else "[2, 3]",
+        "5": f"[{rank % 2}, {rank % 2 + 2}]",
+    }
+    return {name: {"name": name, "desc": DESCRIPTIONS[name], "ranks": ranks[name]} for name in ranks}
+
+
+def entry(group, number, state="completed", op="all_reduce", size=(8,), created=0, **extra):
+    p2p = "->" in op or "<-" in op
+    return {
+        "process_group": (group, DESCRIPTIONS[group]),
+        "collective_seq_id": 0 if p2p else number,
+        "p2p_seq_id": number if p2p else 0,
+        "profiling_name": f"nccl:{op}",
+        "input_sizes": [list(size)],
+        "input_dtypes": ["BFloat16"],
+        "state": state,
+        "time_created_ns": created,
+        "is_p2p": p2p,
+        "frames": [{"filename": "/work/run.py", "line": 10 + number, "name": "step"}],
+        **extra,
+    }
+
+
+def state(rank, phase="running forward and backward", error=None, stack=("/work/run.py", 5, "sleep"), **extra):
+    ask = {"rank": 0, "kind": "hang", "why": "nothing moved for 75 s", "time": 1e9}
+    return {
+        "ask": ask,
+        "rank": rank,
+        "world": 4,
+        "degrees": {"dp_shard": 2, "tp": 2},
+        "process": [100 + rank, "node"],
+        "time": 1e9 + rank,
+        "phase": phase,
+        "step": 7,
+        "seconds": 75.2,
+        "error": error,
+        "silent": {},
+        "threads": {"MainThread": [stack]},
+        **extra,
+    }
+
+
+def write(folder, records, states=()):
+    for rank, entries in records.items():
+        dump = {"version": "2.10", "pg_config": groups(rank), "entries": entries}
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+    for one in states:
+        (folder / f"state-{one['rank']}.json").write_text(json.dumps(one))
+
+
+def sentence(folder, **options):
+    case = read_case(folder)
+    assert isinstance(case, Case)
+    return diagnose(case, **options)
+
+
+def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
+    """3 is missing in tp; 2, which is there, is missing in dp_shard, where 0 is; 1 waits for 3 in another."""
+    records = {
+        0: [entry("3", 4), entry("1", 9, "started", "_all_gather_base", created=30)],
+        1: [entry("3", 4), entry("1", 9, "started", "_all_gather_base", created=20)],
+        2: [entry("3", 4, "started", size=(2, 16), created=10), entry("1", 8)],
+        3: [entry("3", 3), entry("1", 8)],
+    }
+    write(tmp_path, records, [state(r) for r in range(4)])
+    assert sentence(tmp_path) == (
+        "rank 3 did not enter all_reduce #4 of tp (BFloat16 [2, 16]; ranks 2-3), where rank 2 waits: it has been "
+        "running forward and backward for 75 s in step 7, at /work/run.py:5 in sleep"
+    )
+
+
+def test_records_alone_are_enough(tmp_path):
+    """As NCCL's watchdog leaves them."""
+    write(tmp_path, {0: [entry("3", 4, "scheduled")], 1: [entry("3", 3)]})
+    assert sentence(tmp_path).startswith("rank 1 did not enter all_reduce #4 of tp (BFloat16 [8]; ranks 0-1)")
+
+
+@pytest.mark.parametrize(("op", "size"), [("all_gather", (8,)), ("all_reduce", (16,))])
+def test_another_collective_or_size(tmp_path, op, size):
+    records = {r: [entry("0", 1), entry("0", 2, "started")] for r in range(4)}
+    records[2][1] = entry("0", 2, "started", op, size)
+    write(tmp_path, records)
+    assert sentence(tmp_path) == (
+        f"rank 2 entered {op} #2 of all ranks (BFloat16 [{size[0]}]; ranks 0-3), at /work/run.py:12 in step, "
+        "where ranks 0-1, 3 entered all_reduce (BFloat16 [8]), at /work/run.py:12 in step"
+    )
+
+
+def test_gathered_parts_may_differ_where_the_operation_allows_it(tmp_path):
+    records = {r: [entry("0", 1, op="all_to_all", size=(r + 1,))] for r in range(4)}
+    write(tmp_path, records, [state(r) for r in range(4)])
+    assert sentence(tmp_path).startswith("no rank waits for another")
+
+
+def test_a_receive_whose_send_never_comes(tmp_path):
+    """Names in records are ranks of the group; 2 is rank 1 of its pipeline."""
+    write(tmp_path, {0: [], 2: [entry("5", 3, "started", "recv 1<-0")]}, [state(r) for r in range(4)])
+    assert sentence(tmp_path).startswith("rank 0 did not enter recv 1<-0 #3 of pp (BFloat16 [8]; ranks 0, 2), where")
+
+
+def test_the_other_end_of_a_send_is_not_the_cause_if_it_is_there(tmp_path):
+    records = {0: [entry("5", 3, "started", "send 0->1")], 2: [entry("5", 3, "started", "recv 1<-0")]}
+    write(tmp_path, records, [state(r) for r in range(4)])
+    assert sentence(tmp_path).startswith("no rank waits for another")
+
+
+def test_two_receives_wait_for_each_other(tmp_path):
+    wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "recv")
+    records = {0: [entry("5", 3, "started", "recv 0<-1")], 2: [entry("5", 3, "started", "recv 1<-0")]}
+    write(tmp_path, records, [state(r, stack=wait) for r in range(4)])
+    assert sentence(tmp_path).startswith("the ranks wait for each other, having come there in different order: rank 0")
+
+
+def test_groups_entered_in_different_order(tmp_path):
+    wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+    records = {0: [entry("3", 1, "started")], 1: [entry("1", 1, "started")], 3: [entry("0", 1, "started")]}
+    records[2] = [entry("1", 1, "started")]
+    write(tmp_path, records, [state(r, stack=wait) for r in range(4)])
+    assert sentence(tmp_path).startswith("the ranks wait for each other, having come there in different order: rank 0")
+
+
+def test_a_rank_that_is_ahead_on_one_axis_is_still_found_by_its_stack(tmp_path):
+    """1 sleeps, but has begun to gather with 3, which waits for 2, which waits for 0, which waits for 1."""
+    wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+    records = {
+        0: [entry("3", 1, "started", created=5)],
+        1: [entry("1", 1, "started", "_all_gather_base")],
+        2: [entry("1", 1, "started", created=7)],
+        3: [entry("3", 1, "started", created=6)],
+    }
+    write(tmp_path, records, [state(1), *(state(r, stack=wait) for r in (0, 2, 3))])
+    assert sentence(tmp_path).startswith("rank 1 did not enter all_reduce #1 of tp (BFloat16 [8]; ranks 0-1), where")
+
+
+def test_the_first_exception_that_follows_from_no_other(tmp_path):
+    errors = [("RuntimeError", "Connection closed", False), ("ValueError", "boom", True), ("KeyError", "'x'", True)]
+    made = [{"type": t, "text": x, "cause": c, "frames": [["/work/a.py", 3, "f"]]} for t, x, c in errors]
+    write(tmp_path, {}, [state(r, error=error) for r, error in enumerate(made)])
+    assert sentence(tmp_path) == "rank 1 raised ValueError: boom, in step 7, at /work/a.py:3 in f"
+
+
+def test_ranks_without_an_answer(tmp_path):
+    records = {0: [entry("3", 4, "started")]}
+    write(tmp_path, records, [state(0, silent={"1": "gave no answer (process 5 on b)"}), state(2), state(3)])
+    assert sentence(tmp_path).startswith(
+        "rank 1 gave no answer (process 5 on b), and did not enter all_reduce #4 of tp (BFloat16 [8]; ranks 0-1), where"
+    )
+    assert sentence(tmp_path, exits={1: -9, 0: 1}).startswith("rank 1 was killed by SIGKILL (by hand, or for want")
+
+
+def test_what_an_earlier_case_left_is_not_read(tmp_path):
+    write(tmp_path, {}, [state(0), state(1, ask={"rank": 1, "kind": "signal", "why": "SIGUSR2", "time": 5.0})])
+    case = read_case(tmp_path)
+    assert sorted(case.witnesses) == [0]
+    assert sorted(case.silent) == [1, 2, 3]
+    assert read_case(tmp_path, since=2e9) is None
+
+
+def test_the_tool_reads_a_dump_folder(tmp_path, capsys):
+    (tmp_path / "comm_traces").mkdir()
+    write(tmp_path / "comm_traces", {0: [entry("3", 4, "started")], 1: []}, [state(r) for r in range(4)])
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 1 did not enter all_reduce #4 of tp")
+    assert len(lines) == 5
+    with pytest.raises(UserError, match="no rank has written anything here"):
+        main([str(tmp_path / "elsewhere")])
