@@ -35,12 +35,12 @@ def entry(group, number, state="completed", op="all_reduce", size=(8,), created=
         "state": state,
         "time_created_ns": created,
         "is_p2p": p2p,
-        "frames": [{"filename": "/work/run.py", "line": 10 + number, "name": "step"}],
+        "frames": [{"filename": "/code/run.py", "line": 10 + number, "name": "step"}],
         **extra,
     }
 
 
-def state(rank, phase="running forward and backward", error=None, stack=("/work/run.py", 5, "sleep"), **extra):
+def state(rank, phase="running forward and backward", error=None, stack=("/code/run.py", 5, "sleep"), **extra):
     ask = {"rank": 0, "kind": "hang", "why": "nothing moved for 75 s", "time": 1e9}
     return {
         "ask": ask,
@@ -84,7 +84,7 @@ def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
     write(tmp_path, records, [state(r) for r in range(4)])
     assert sentence(tmp_path) == (
         "rank 3 did not enter all_reduce #4 of tp (BFloat16 [2, 16]; ranks 2-3), where rank 2 waits: it has been "
-        "running forward and backward for 75 s in step 7, at /work/run.py:5 in sleep"
+        "running forward and backward for 75 s in step 7, at /code/run.py:5 in sleep"
     )
 
 
@@ -100,8 +100,8 @@ def test_another_collective_or_size(tmp_path, op, size):
     records[2][1] = entry("0", 2, "started", op, size)
     write(tmp_path, records)
     assert sentence(tmp_path) == (
-        f"rank 2 entered {op} #2 of all ranks (BFloat16 [{size[0]}]; ranks 0-3), at /work/run.py:12 in step, "
-        "where ranks 0-1, 3 entered all_reduce (BFloat16 [8]), at /work/run.py:12 in step"
+        f"rank 2 entered {op} #2 of all ranks (BFloat16 [{size[0]}]; ranks 0-3), at /code/run.py:12 in step, "
+        "where ranks 0-1, 3 entered all_reduce (BFloat16 [8]), at /code/run.py:12 in step"
     )
 
 
@@ -153,9 +153,9 @@ def test_a_rank_that_is_ahead_on_one_axis_is_still_found_by_its_stack(tmp_path):
 
 def test_the_first_exception_that_follows_from_no_other(tmp_path):
     errors = [("RuntimeError", "Connection closed", False), ("ValueError", "boom", True), ("KeyError", "'x'", True)]
-    made = [{"type": t, "text": x, "cause": c, "frames": [["/work/a.py", 3, "f"]]} for t, x, c in errors]
+    made = [{"type": t, "text": x, "cause": c, "frames": [["/code/a.py", 3, "f"]]} for t, x, c in errors]
     write(tmp_path, {}, [state(r, error=error) for r, error in enumerate(made)])
-    assert sentence(tmp_path) == "rank 1 raised ValueError: boom, in step 7, at /work/a.py:3 in f"
+    assert sentence(tmp_path) == "rank 1 raised ValueError: boom, in step 7, at /code/a.py:3 in f"
 
 
 def test_ranks_without_an_answer(tmp_path):
