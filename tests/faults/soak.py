@@ -199,8 +199,8 @@ def assert_same(dump: Path, reference: Path, steps: int) -> tuple[float, float]:
     loss = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(own, expected, strict=True))
     theirs = final_weights(reference, steps)
     weight = max((value - theirs[name]).abs().max().item() for name, value in final_weights(dump, steps).items())
-    assert loss < 1e-3, f"a batch was lost or seen twice: losses differ by {loss:.1e}"
-    assert weight < 1e-2, f"weights differ by {weight:.1e}"
+    assert loss < 1e-4, f"a batch was lost or seen twice: losses differ by {loss:.1e}"
+    assert weight < 1e-3, f"weights differ by {weight:.1e}"
     return loss, weight
 
 

@@ -99,8 +99,7 @@ def test_out_of_memory_on_one_rank_says_what_to_lower(ranks, tmp_path):
 
 STOP_AND_GO = """
 import os, signal, sys, time
-end = time.monotonic() + float(sys.argv[2])
-while time.monotonic() < end:
+while not os.path.exists(sys.argv[2]):
     os.kill(int(sys.argv[1]), signal.SIGSTOP)
     time.sleep(0.09)
     os.kill(int(sys.argv[1]), signal.SIGCONT)
@@ -108,7 +107,7 @@ while time.monotonic() < end:
 """
 
 
-def slowed(argv, seconds):
+def slowed(argv, done):
     """Train while rank 1 is stopped nine tenths of the time; what was logged."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
@@ -117,20 +116,21 @@ def slowed(argv, seconds):
     def slow():
         after_step()
         if trainer.progress.step == 2 and dist.get_rank() == 1:
-            brakes.append(subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(seconds)]))
+            brakes.append(subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(done)]))
 
     trainer._after_step = slow
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         trainer.train()
     for brake in brakes:
+        done.touch()
         brake.wait()
     trainer.close()
     return lines
 
 
 def test_a_slow_rank_is_named(ranks, tmp_path):
-    extra = ["--guard.straggler_factor=3", "--guard.straggler_records=3"]
-    lines = ranks(2, slowed, arguments(tmp_path, *extra, steps=30), seconds=5)[0]
+    extra = ["--guard.straggler_factor=2", "--guard.straggler_records=3"]
+    lines = ranks(2, slowed, arguments(tmp_path, *extra, steps=8), tmp_path / "done")[0]
     named = [line for line in lines if "is slow" in line]
     assert named
     assert all("rank 1 is slow: it computes" in line for line in named)
