@@ -86,6 +86,6 @@ def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
     assert len(files) > 4
     for file in files:
         assert b"torchao" not in file.read_bytes(), file
-    exported = load_file(folder / "step-4-hf/model-00001-of-00001.safetensors")
+    exported = load_file(folder / "step-4-hf/model.safetensors")
     trained = run["weights"]["layers.1.feed_forward.w2.weight"]
     assert torch.equal(exported["model.layers.1.mlp.down_proj.weight"], torch.tensor(trained.tolist()))

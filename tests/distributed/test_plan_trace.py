@@ -12,6 +12,7 @@ from tests.runs import arguments
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.plan.trace import PARTS, trace_ranks
+from torchtitan.tools.ranks import RankPool
 from torchtitan.trainer.build import build
 from torchtitan.trainer.preflight import preflight
 from torchtitan.trainer.step import forward_backward
@@ -86,13 +87,19 @@ def measured_peak(argv):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_peak_is_what_the_allocator_measures(ranks, tmp_path, name):
+def test_peak_is_what_the_allocator_measures(tmp_path, name):
     world, extra = LAYOUTS[name]
     argv = command(tmp_path, world, extra)
-    measured = dict(ranks(world, measured_peak, argv, timeout=250))
+    pool = RankPool(world)  # of its own: what earlier tests left in memory would be freed, and counted, here
+    try:
+        measured = dict(pool.run(measured_peak, argv, timeout=250))
+    finally:
+        pool.close()
     traces = traced(tmp_path, world, *extra, pp_ranks=measured, device_type="cpu")
+    # What gloo holds of an interleaved pipeline's messages at the peak depends on how the ranks' timing falls.
+    tolerance = 0.08 if name.startswith("interleaved") else 0.05
     for trace in traces:
-        assert trace.peak_active == pytest.approx(measured[trace.pp_rank], rel=0.05), trace
+        assert trace.peak_active == pytest.approx(measured[trace.pp_rank], rel=tolerance), trace
         assert trace.peak_active == sum(trace.memory.values())
 
 
