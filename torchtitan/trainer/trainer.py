@@ -127,9 +127,11 @@ class Trainer:
         folder = Path(self.config.job.dump_folder)
         text = to_toml(self.config)
         if dist.get_rank() == 0:
-            (folder / "config.toml").write_text(text)
-            if self.config.job.save_config_file:
-                (folder / self.config.job.save_config_file).write_text(text)
+            for name in ("config.toml", self.config.job.save_config_file):
+                if name:
+                    temporary = (folder / name).with_suffix(".tmp")
+                    temporary.write_text(text)
+                    temporary.replace(folder / name)
         if self.config.job.print_config:
             logger.info(f"Configuration:\n{text}")
 
