@@ -33,6 +33,7 @@ def shrink(line: str) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(900)
 def test_commands_run(tmp_path):
     """In order and in a copy of the tree, as a reader would: later ones build on what earlier ones left behind."""
     for name in (

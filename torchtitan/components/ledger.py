@@ -5,7 +5,6 @@ Every second belongs to one kind; what happens inside of something else counts f
 """
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any
 
 import tomli
 
-from torchtitan.components.checkpoint.commit import write_json
 from torchtitan.components.tokenizer import PROJECT
 from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 
 KINDS = {
@@ -194,10 +193,8 @@ class Ledger:
             starts[-1]["last_seen"] = self.since
         good, seconds = _account(starts)
         record = {"format": 1, "goodput": {"percent": good, "seconds": seconds}, "starts": starts}
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            write_json(temporary, record)
-            temporary.replace(self.path)
+            write_whole(self.path, json.dumps(record, indent=1).encode())
         except OSError as error:  # an account is not worth the run
             logger.warning(f"can't write {self.path}: {error.strerror}")
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchtitan.config import schema
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 
 Record = dict[str, Any]
@@ -55,9 +56,7 @@ class JsonlSink:
                     kept.append(line + "\n")
             except (ValueError, KeyError):
                 continue  # a line cut off by a crash
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(path)
+        write_whole(path, "".join(kept).encode())
 
     def log(self, record: Record) -> None:
         self.file.write(json.dumps(record) + "\n")

@@ -23,6 +23,7 @@ from torchtitan.models import ModelSpec, get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.trainer.preflight import import_custom
 from torchtitan.utils.errors import CheckpointError, UserError
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it tells of missing GPU kernels
@@ -159,9 +160,7 @@ def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
     }
     count = import_hf(source, step, spec, args, manifest)
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text)
-    temporary.rename(file)
+    write_whole(file, text.encode())
     load_config(["--config", str(file)])  # what is handed out is legal
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     print(f"Train from it: CONFIG_FILE={file} ./run_train.sh --training.dataset ...")

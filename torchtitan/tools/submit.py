@@ -8,7 +8,6 @@ The number of nodes follows from the layout, unless `--nodes` says it. Prints th
 
 import argparse
 import math
-import os
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from torchtitan.config import Config, load_config
 from torchtitan.config.derive import axis_degrees
 from torchtitan.launch import check, node_range
 from torchtitan.utils.errors import ConfigError, UserError, run_main
+from torchtitan.utils.files import write_whole
 
 TEMPLATE = PROJECT / "scripts/slurm.sbatch"
 MARK = "# -- torchtitan.tools.submit writes here\n"
@@ -73,16 +73,6 @@ def job(options: argparse.Namespace, overrides: list[str], nodes: tuple[int, int
     return TEMPLATE.read_text().replace(MARK, "\n".join(inserted) + "\n")
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file so that it is there as a whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def main(argv: list[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
@@ -105,7 +95,7 @@ def main(argv: list[str]) -> int:
     nodes, ranks = ranks_of(load_config(train_argv).config, options.gpus_per_node, options.nodes)
     check(train_argv, nodes, ranks, output=False)
     path = Path(options.output or f"{options.job_name or Path(options.config).stem}.sbatch")
-    write(path, job(options, overrides, nodes, ranks))
+    write_whole(path, job(options, overrides, nodes, ranks).encode())
     print(f"{path}: {'-'.join(str(n) for n in sorted(set(nodes)))} node(s) of {ranks} rank(s)", file=sys.stderr)
     print(f"sbatch {shlex.quote(str(path))}")
     if not options.submit:

@@ -40,6 +40,7 @@ from torchtitan.trainer.state import Progress
 from torchtitan.trainer.step import StepResult, forward_backward, max_over_ranks
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
 from torchtitan.utils.errors import HangError, NonFiniteError, UserError
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
@@ -129,9 +130,7 @@ class Trainer:
         if dist.get_rank() == 0:
             for name in ("config.toml", self.config.job.save_config_file):
                 if name:
-                    temporary = (folder / name).with_suffix(".tmp")
-                    temporary.write_text(text)
-                    temporary.replace(folder / name)
+                    write_whole(folder / name, text.encode())
         if self.config.job.print_config:
             logger.info(f"Configuration:\n{text}")
 
