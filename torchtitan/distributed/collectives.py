@@ -40,7 +40,7 @@ def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
     return torch.stack(parts).tolist()
 
 
-def local(value: Tensor) -> Tensor:
+def unsharded(value: Tensor) -> Tensor:
     """A plain tensor: the whole value of a DTensor, or the tensor itself."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -67,5 +67,5 @@ def clip_grad_norm(
 
 def combined_norm(norms: Sequence[Tensor], pp_group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """The 2-norm of a whole whose parts, on this rank's stages and on the others', have these 2-norms."""
-    norm = local(torch.linalg.vector_norm(torch.stack(list(norms)))).to(device)
+    norm = unsharded(torch.linalg.vector_norm(torch.stack(list(norms)))).to(device)
     return all_reduce(norm**2, pp_group).sqrt()
