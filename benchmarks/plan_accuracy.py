@@ -2,6 +2,7 @@
 
 `published.csv` holds the measurements with their settings and sources. Each row becomes a configuration of this
 project, and goes through the planner as any other. `--fit` finds the constants anew, from the rows marked `fit` alone.
+`--trace repo-T1 paper-70B` traces the memory of the rows whose names begin so, too: half a minute to minutes each.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import numpy as np
 from torchtitan.config import resolve
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import Hardware, find_hardware
-from torchtitan.plan.memory import peak_memory
+from torchtitan.plan.memory import memory_of, peak_memory
+from torchtitan.plan.trace import trace_ranks
 from torchtitan.plan.workload import Workload
 from torchtitan.trainer.preflight import preflight
 
@@ -185,8 +187,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
     parser.add_argument("--file", type=Path, default=FILE, help="measurements in the format of published.csv")
+    parser.add_argument("--trace", nargs="+", metavar="ROW", help="beginnings of the names of rows to trace instead")
     options = parser.parse_args()
     rows = load(options.file)
+    if options.trace:
+        for line in traces([row for row in rows if row.memory_gib and row.id.startswith(tuple(options.trace))]):
+            print(line, flush=True)
+        return
     changed: dict[str, float] = {}
     if options.fit:
         changed = fit([row for row in rows if row.fit], find_hardware(FITTED_ON))
@@ -217,6 +224,19 @@ def table(rows: list[Row], changed: Mapping[str, float] | None = None) -> Iterat
     groups["throughput, rowwise Float8"] = [e for row, e in speed if row.rowwise]
     groups["memory"] = [e for _, e in space]
     yield from (summary(name, found) for name, found in groups.items() if found)
+
+
+def traces(rows: list[Row]) -> Iterator[str]:
+    """Memory of the first and last pipeline rank, and of that which the closed forms find largest, by either way."""
+    yield "| row | GiB | pp rank | closed form | error | traced | error |\n|---|---|---|---|---|---|---|"
+    for row in rows:
+        w = row.workload
+        forms = [memory_of(w, rank).reserved / 2**30 for rank in range(w.pp)]
+        for made in trace_ranks(w.config, w.world, sorted({0, forms.index(max(forms)), w.pp - 1})):
+            cells = [row.id, f"{row.memory_gib:g}", str(made.pp_rank)]
+            for gib in (forms[made.pp_rank], made.peak_reserved / 2**30):
+                cells += [f"{gib:.1f}", f"{gib / row.memory_gib - 1:+.1%}"]
+            yield f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from tests.runs import arguments
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.plan.trace import PARTS, trace_ranks
-from torchtitan.tools.ranks import RankPool
 from torchtitan.trainer.build import build
 from torchtitan.trainer.preflight import preflight
 from torchtitan.trainer.step import forward_backward
@@ -102,14 +101,10 @@ def measured_peak(argv):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_peak_is_what_the_allocator_measures(tmp_path, name):
+def test_peak_is_what_the_allocator_measures(ranks, tmp_path, name):
     world, extra = LAYOUTS[name]
     argv = command(tmp_path, world, extra)
-    pool = RankPool(world)  # of its own: what earlier tests left in memory would be freed, and counted, here
-    try:
-        peaks = sorted(pool.run(measured_peak, argv, timeout=250), reverse=True)
-    finally:
-        pool.close()
+    peaks = sorted(ranks(world, measured_peak, argv, timeout=250), reverse=True)
     measured = dict(peaks)  # of each pipeline rank, the lowest
     traces = traced(tmp_path, world, *extra, pp_ranks=measured, device_type="cpu")
     for trace in traces:

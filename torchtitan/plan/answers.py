@@ -24,7 +24,7 @@ MEMORY_BAND = 0.10
 _DIFFERENT = 0.05
 """From where on it is worth saying that a trace and the closed forms disagree."""
 _TRACEABLE = 320
-"""Layers x microbatches of a rank that are traced: about a quarter of a second each."""
+"""Layers x microbatches of a rank that are traced: about a tenth of a second each."""
 
 
 @dataclass(frozen=True)
@@ -100,38 +100,48 @@ def answer(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Answer:
 
 
 def traceable(w: Workload, pp_rank: int) -> bool:
-    """Whether a trace takes a minute or so, not many."""
+    """Whether a trace takes half a minute or so, not many."""
     layers = sum(stage.layers for stage in w.of_rank(pp_rank))
     return layers * w.microbatches * min(w.accumulation, 3) <= _TRACEABLE
 
 
 def traced(a: Answer, config: Config) -> Answer:
-    """The same answer with the memory of its largest pipeline rank traced, not computed.
+    """The same answer with the memory of its first, largest and last pipeline rank traced, not computed.
+
+    Reserved memory is the larger of the two figures: a replay of allocations leaves no more holes than one stream of
+    them makes, while the closed forms know from published runs what a real one holds.
 
     Args:
         config: the answer's, with files that are on this machine.
     """
     from torchtitan.plan.trace import trace_ranks
 
-    w = a.workload
+    w, device = a.workload, a.hardware.device
     largest = max(range(w.pp), key=lambda rank: a.memory[rank].reserved)
-    if not traceable(w, largest):
+    ranks = sorted({0, largest, w.pp - 1})
+    if not all(traceable(w, rank) for rank in ranks):
         a.notes.append("memory is computed, not traced: a trace of so many layers and microbatches takes minutes")
         return a
-    (made,) = trace_ranks(config, w.world, [largest])
-    parts: dict[str, float] = {part: float(size) for part, size in made.memory.items()}
-    parts["other"] += made.peak_reserved - made.peak_active  # what the allocator holds and nobody uses
+    made = {}
+    for trace in trace_ranks(config, w.world, ranks, device_type=device):
+        computed = a.memory[trace.pp_rank].reserved if device == "cuda" else 0.0
+        parts: dict[str, float] = {part: float(size) for part, size in trace.memory.items()}
+        reserved = max(float(trace.peak_reserved), computed)
+        parts["other"] += reserved - trace.peak_active  # what the allocator holds and nobody uses
+        made[trace.pp_rank] = RankMemory(reserved, parts)
+        if computed > trace.peak_reserved * (1 + _DIFFERENT):
+            a.notes.append(
+                f"pp rank {trace.pp_rank}: the trace says {trace.peak_reserved / GIB:.1f} GiB; the closed forms, which "
+                f"are fitted to published runs, {computed / GIB:.1f}, and that counts"
+            )
     # The others are off by as much: not in the state, whose size is known, but in what comes and goes.
     now = a.memory[largest]
     known = now.parts["parameters"] + now.parts["optimizer"]
-    factor = (made.peak_reserved - known) / (now.reserved - known)
-    memory = [_scaled(rank, factor) for rank in a.memory]
-    memory[largest] = RankMemory(made.peak_reserved, parts)
-    if abs(now.reserved / made.peak_reserved - 1) > _DIFFERENT:
-        gib = f"{now.reserved / GIB:.1f}"
-        a.notes.append(f"the closed forms, which are fitted to published runs, say {gib} GiB for pp rank {largest}")
-    source = "traced" if w.pp == 1 else f"pp rank {largest} traced, the others scaled to it"
-    return dataclasses.replace(a, memory=tuple(memory), source=source)
+    factor = (made[largest].reserved - known) / (now.reserved - known)
+    memory = tuple(made.get(rank) or _scaled(form, factor) for rank, form in enumerate(a.memory))
+    names = ", ".join(map(str, ranks))
+    source = "traced" if len(ranks) == w.pp else f"pp ranks {names} traced, the others scaled to them"
+    return dataclasses.replace(a, memory=memory, source=source)
 
 
 def _scaled(memory: RankMemory, factor: float) -> RankMemory:

@@ -39,6 +39,7 @@ def calibrate() -> str:
         "# Measured by python -m torchtitan.tools.plan --calibrate.",
         "[this-machine]",
         f'description = "{name}, measured"',
+        f'device = "{device.type}"',
         f"memory_gib = {_memory_gib(cuda):.1f}",
         *(f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}" for key, value in peaks.items()),
         f"gemm_bf16 = {bf16 / peaks['bf16']:.3f}  # measured",

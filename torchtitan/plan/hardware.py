@@ -3,6 +3,7 @@
 import difflib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import tomli
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
@@ -21,6 +22,7 @@ class Hardware(BaseModel):
     description: str
     device_names: tuple[str, ...] = ()
     """As torch names the device."""
+    device: Literal["cuda", "cpu"] = "cuda"
     memory_gib: PositiveFloat
     bf16: PositiveFloat
     fp8: NonNegativeFloat

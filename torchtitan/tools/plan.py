@@ -15,7 +15,6 @@ trainer refuses, in the same words. Exits with 1 if the plan doesn't fit. More o
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from torchtitan.plan.search import Found, search
 from torchtitan.plan.workload import Workload
 from torchtitan.trainer.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, run_main
+from torchtitan.utils.files import write_whole
 
 _FILES = ("--write", "--compare", "--json", "--html", "--schedule-svg", "--calibrate")
 
@@ -170,17 +170,10 @@ def _as_toml(made: Answer, data: dict[str, Any], options: Options) -> str:
 
 
 def _write(file: Path, content: str) -> None:
-    """Whole or not at all."""
-    temporary = file.with_name(f".{file.name}-{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.rename(file)
+        write_whole(file, content.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"can't write {file}: {error.strerror or error}") from None
 
 
