@@ -22,7 +22,7 @@ from torchtitan.distributed.stages import StagePlan
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.plan import calibrate
-from torchtitan.plan.answers import GIB, answer, changes, legal, report
+from torchtitan.plan.answers import GIB, answer, changes, legal, report, traced
 from torchtitan.plan.costs import collectives, step_time
 from torchtitan.plan.hardware import find_hardware, load_hardware
 from torchtitan.plan.memory import memory_of, peak_memory
@@ -458,6 +458,23 @@ def test_changes_do_what_they_say():
     float8 = next(change for change in made if change.text == "Float8")
     alone = workload("--model.flavor=8B", FULL, *ONE_ROW, "--model.converters=float8", world=8)
     assert float8.after.time.seconds == pytest.approx(step_time(alone, H100).seconds)
+
+
+def test_the_larger_of_trace_and_closed_form_is_the_answer():
+    """The first, the largest and the last pipeline rank are traced; the others have parts that sum up, too."""
+    argv = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4", *TINY]
+    config = load_config(argv).config
+    for device, larger in (("cuda", max), ("cpu", lambda traced, computed: traced)):
+        w = legal(config, SPEC, 4)
+        computed = answer(w, SPEC, H100.model_copy(update={"device": device}))
+        made = traced(computed, w.config)
+        sizes = [rank.reserved for rank in computed.memory]
+        ranks = sorted({0, sizes.index(max(sizes)), 3})
+        for trace in trace_ranks(w.config, 4, ranks, device_type=device):
+            assert made.memory[trace.pp_rank].reserved == larger(trace.peak_reserved, sizes[trace.pp_rank])
+        assert made.source == f"pp ranks {', '.join(map(str, ranks))} traced, the others scaled to them"
+        for rank in made.memory:
+            assert sum(rank.parts.values()) == pytest.approx(rank.reserved)
 
 
 # ---- the tool
