@@ -1,5 +1,8 @@
 """Exit codes and messages of each kind of failure."""
 
+import subprocess
+import sys
+
 import pytest
 
 from torchtitan.utils.errors import CheckpointError, ConfigError, run_main
@@ -38,3 +41,16 @@ def test_an_unexpected_error_keeps_its_traceback(capsys):
 def test_success():
     assert run_main(lambda argv: None, []) == 0
     assert run_main(lambda argv: 75, []) == 75
+
+
+def test_a_reader_that_ends_is_no_error():
+    """As `| head` does."""
+    code = "import sys; from torchtitan.utils.errors import run_main; sys.exit(run_main(lambda _: print('x' * 99999)))"
+    tool = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    tool.stdout.close()
+    assert tool.stderr.read() == b""
+    assert tool.wait() == 141
+
+
+def test_another_broken_pipe_is():
+    assert run_main(failing(BrokenPipeError()), []) == 1

@@ -546,6 +546,15 @@ def test_comparison(tmp_path, capsys):
     assert main(["--compare", str(ROOT / "train_configs/llama3_8b.toml"), str(other), "--world=8", "--fast"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"checkpointing +selective op +full", out)
+    assert main([f"--config={ROOT / 'train_configs/llama3_8b.toml'}", f"--compare={other}", "--world=8", "--fast"]) == 0
+    assert capsys.readouterr().out == out
+    with pytest.raises(ConfigError, match="needs two TOML files"):
+        main(["--compare", str(other), "--world=8", "--fast"])
+
+
+def test_json_alone_on_the_terminal(capsys):
+    main([str(ROOT / "train_configs/llama3_8b.toml"), "--world=8", "--fast", "--json=-"])
+    assert json.loads(capsys.readouterr().out)["layout"]["dp_shard"] == 8
 
 
 # ---- the page

@@ -7,7 +7,7 @@ trainer refuses, in the same words. Exits with 1 if the plan doesn't fit. More o
   --compare A B        plan two TOML files, and show them side by side
   --tokens N           tokens to train on, as 15e12. Default: those of training.steps
   --fast               compute the memory of the answer instead of tracing it
-  --json FILE          the plan as JSON
+  --json FILE          the plan as JSON; - for the terminal, and nothing else there
   --html FILE          a page with pictures, and its figures as JSON beside it
   --schedule-svg FILE  the pipeline's schedule as a picture
   --hardware NAME      a name of torchtitan/plan/hardware.toml, or a TOML file. Default: h100-sxm
@@ -35,6 +35,7 @@ from torchtitan.utils.errors import ConfigError, UserError, run_main
 from torchtitan.utils.files import write_whole
 
 _FILES = ("--write", "--compare", "--json", "--html", "--schedule-svg", "--calibrate")
+_CONFIG_FLAGS = ("--job.config_file", "--config", "--job.config-file")
 
 
 @dataclass
@@ -74,8 +75,9 @@ def main(argv: list[str]) -> int:
         said += [_side_by_side(data, data["compared"]), ""]
     if file := options.files.get("--write"):
         _write(file, _as_toml(made, data, options))
-    if file := options.files.get("--json"):
-        _write(file, json.dumps(data, indent=1) + "\n")
+    as_json = json.dumps(data, indent=1)
+    if (file := options.files.get("--json")) and str(file) != "-":
+        _write(file, f"{as_json}\n")
     if file := options.files.get("--html"):
         data |= pictures(made)
         _write(file, page(data))
@@ -87,7 +89,7 @@ def main(argv: list[str]) -> int:
             )
         _write(file, schedule_svg(made.time.timeline))
     said += [text(data), *(f"{option}: {file}" for option, file in options.files.items() if option != "--compare")]
-    print("\n".join(said))
+    print(as_json if options.files.get("--json") == Path("-") else "\n".join(said))
     return 0 if made.fits else 1
 
 
@@ -146,12 +148,13 @@ def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
 
 def _instead(argv: list[str], file: Path) -> list[str]:
     """The same flags with another TOML file."""
-    kept = list(argv)
-    for flag in ("--job.config_file", "--config", "--job.config-file"):
-        while flag in kept:
-            at = kept.index(flag)
-            del kept[at : at + 2]
-    return ["--job.config_file", str(file), *kept]
+    words, kept = iter(argv), ["--job.config_file", str(file)]
+    for word in words:
+        if word in _CONFIG_FLAGS:
+            next(words, None)
+        elif not word.startswith(tuple(f"{flag}=" for flag in _CONFIG_FLAGS)):
+            kept.append(word)
+    return kept
 
 
 def _as_toml(made: Answer, data: dict[str, Any], options: Options) -> str:
@@ -231,7 +234,7 @@ def parse(argv: list[str]) -> Options:
         name, equals, value = word.partition("=")
         if word in ("--search", "--fast"):
             setattr(options, word[2:], True)
-        elif word == "--compare" and len(words) > 1 and not (words[0] + words[1]).startswith("--"):
+        elif word == "--compare" and len(words) > 1 and not any(word.startswith("--") for word in words[:2]):
             options.rest += ["--job.config_file", words.pop(0)]
             options.files[word] = Path(words.pop(0))
         elif name in takes or name in _FILES:
@@ -250,6 +253,8 @@ def parse(argv: list[str]) -> Options:
             options.rest += ["--job.config_file", word]
         else:
             options.rest.append(word)
+    if "--compare" in options.files and not set(_CONFIG_FLAGS) & {word.partition("=")[0] for word in options.rest}:
+        problems.append("--compare: needs two TOML files")
     if problems:
         raise ConfigError(problems)
     return options

@@ -1,6 +1,8 @@
 """Errors for people: one clear message, an exit code, and a traceback only on request."""
 
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -76,7 +78,9 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
     has gone one line. A mistake in the configuration or a hang, which all ranks meet alike, is told by rank 0.
     """
     try:
-        return main(sys.argv[1:] if argv is None else argv) or 0
+        code = main(sys.argv[1:] if argv is None else argv) or 0
+        sys.stdout.flush()
+        return code
     except UserError as error:
         if rank == 0 or not isinstance(error, (ConfigError, HangError)):
             report(error)
@@ -86,8 +90,20 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE
         if os.environ.get(DEBUG_ENV) != "1" and from_another_rank(error):
             print(f"rank {rank}: stopped, because another rank did", file=sys.stderr)
         else:
             traceback.print_exception(error)
         return 1
+
+
+def _nobody_reads() -> bool:
+    """Whether what standard output is piped into, as `head`, has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its exit
+    return True
