@@ -64,8 +64,9 @@ def traced(folder, world, *extra, pp_ranks=(0,), device_type="cuda"):
 def storages():
     """Address and bytes of every tensor that Python knows of."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
+    plain = [tensor.to_local() if type(tensor) is DTensor else tensor for tensor in tensors]
+    real = [tensor.untyped_storage() for tensor in plain if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+    return {storage.data_ptr(): storage.nbytes() for storage in real if storage.device.type == "cpu"}
 
 
 def measured_peak(argv):
@@ -75,6 +76,7 @@ def measured_peak(argv):
     for ever after. So a step counts from the bytes that are held between steps, and the lowest of several is taken.
     """
     config = resolve(argv, dist.get_world_size()).config
+    gc.collect()  # what earlier tests have left, whose addresses may be used again
     before = storages()
     parts = build(config, preflight(config), torch.device("cpu"))
     batches = iter(parts.loader)
