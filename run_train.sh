@@ -19,12 +19,15 @@ TORCHTITAN_COMMAND=$command$(printf '%q ' "$0" "$@")
 export TORCHTITAN_COMMAND
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$("$root/scripts/setup.sh")
-if [[ -z ${NGPU:-} ]]; then
+if [[ -z ${NGPU:-} && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then # to which nvidia-smi pays no heed
+    NGPU=$(tr , '\n' <<<"${CUDA_VISIBLE_DEVICES%%-1*}" | grep -c . || true)
+    ((NGPU > 0)) || NGPU=1
+elif [[ -z ${NGPU:-} ]]; then
     NGPU=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
     ((NGPU > 0)) || NGPU=1
 fi
 # One segment that grows instead of many: less memory lost to fragmentation. The planner counts on it.
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} LOG_RANK=${LOG_RANK:-0}
 exec "$python" -m torchtitan.launch --nproc-per-node "$NGPU" --nnodes "${NNODES:-1}" \
     --rdzv-endpoint "${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} -- \

@@ -1,15 +1,18 @@
 """Stop anywhere, go on under another layout: the curve continues as if nothing had happened."""
 
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train
 from torchtitan.components.checkpoint.commit import committed_steps
+from torchtitan.components.checkpoint.manager import _Stager
 from torchtitan.config import resolve
 from torchtitan.trainer.preflight import preflight
 
@@ -208,3 +211,14 @@ def test_hugging_face_weights_go_in_and_out_of_every_layout(ranks, tmp_path):
         again = ranks(world, train, arguments(tmp_path, *back, *more, steps=1, local_batch=4), timeout=100)[0]
         for name, weight in run["weights"].items():
             assert torch.equal(again["initial"][name], weight), name
+
+
+def test_a_copy_waits_for_the_update(monkeypatch):
+    """On CUDA the optimizer's step is only enqueued when a save begins; another stream would copy old weights."""
+    stager = _Stager(StagingOptions(*[False] * 4))
+    order = []
+    stager._staging_stream = SimpleNamespace(wait_stream=order.append)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "after the update")
+    monkeypatch.setattr(DefaultStager, "stage", lambda *_: order.append("copied"))
+    stager.stage({})
+    assert order == ["after the update", "copied"]

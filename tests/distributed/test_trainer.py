@@ -11,6 +11,8 @@ from tests.runs import arguments, full, losses, read_metrics, train, write_corpu
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import build_tokenizer
 from torchtitan.config import resolve
+from torchtitan.distributed.comm import limit_groups
+from torchtitan.distributed.mesh import build_mesh
 from torchtitan.models.layers import attention_backend
 from torchtitan.trainer.preflight import preflight
 from torchtitan.trainer.trainer import Trainer
@@ -135,3 +137,19 @@ def test_effective_config_reproduces_the_run(ranks, tmp_path):
     again = ["--config", str(tmp_path / "out/config.toml"), f"--job.dump_folder={tmp_path / 'again'}"]
     assert losses(ranks(2, train, again)[0]) == losses(first)
     assert [r["step"] for r in read_metrics(tmp_path / "again")] == [1, 2, 3, 4]
+
+
+def limits_of_groups():
+    """Of every process group of this rank, before and after, in seconds."""
+    build_mesh(resolve(["--parallelism.tensor_parallel_degree=2"], 2).config.parallelism, "cpu")
+    found = []
+    for seconds in (77, 300):
+        limit_groups(seconds)
+        groups = dist.distributed_c10d._world.pg_map
+        found.append({g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups})
+    return found
+
+
+def test_every_group_has_the_time_limit(ranks):
+    """A mesh's groups don't take it from the default group."""
+    assert ranks(2, limits_of_groups)[0] == [{77}, {300}]

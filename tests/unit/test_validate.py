@@ -66,7 +66,9 @@ CASES = {
         (1, ["--activation_checkpoint.selective_ac_option=0"], "got '0'",
          ["--activation_checkpoint.selective_ac_option=1"]),
     ],
-    "mx_blocks_are_whole": [
+    "narrow_products_are_whole": [
+        (1, [*FLOAT8, "--training.seq_len=40", "--training.local_batch_size=1"], "multiples of 16 tokens",
+         ["--training.local_batch_size=2"]),
         (1, ["--model.converters=mx", "--training.seq_len=30", "--training.local_batch_size=1"], "blocks of 32 tokens",
          ["--training.seq_len=64"]),
     ],

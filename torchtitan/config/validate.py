@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, degrees_fill
 from torchtitan.config.schema import Config
-from torchtitan.config.support import CONFLICTS, MX, uses
+from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
 
 PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -114,8 +114,8 @@ def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
         )
 
 
-def mx_blocks_are_whole(config: Config, world: int) -> Iterator[str]:
-    """The weights' gradients sum over the tokens of a rank, in blocks of 32."""
+def narrow_products_are_whole(config: Config, world: int) -> Iterator[str]:
+    """The weights' gradients sum over the tokens of a rank: in blocks of 32, or by kernels for multiples of 16."""
     p, training = config.parallelism, config.training
     size = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     tokens = size * training.seq_len // p.context_parallel_degree
@@ -123,6 +123,11 @@ def mx_blocks_are_whole(config: Config, world: int) -> Iterator[str]:
         yield (
             f"model.converters: MXFP8 takes blocks of 32 tokens, and a rank has {tokens} in a microbatch; set "
             "training.seq_len so that each rank's part is a multiple of 32"
+        )
+    if uses(config, FLOAT8) and not config.quantize.linear.float8.emulate and tokens % 16:
+        yield (
+            f"model.converters: Float8 takes multiples of 16 tokens, and a rank has {tokens} in a microbatch; set "
+            "training.seq_len so that each rank's part is a multiple of 16"
         )
 
 
@@ -267,7 +272,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     sequence_divides,
     loss_chunks_divide,
     checkpointing_option_is_known,
-    mx_blocks_are_whole,
+    narrow_products_are_whole,
     schedule_is_named,
     features_combine,
     storage_is_no_narrower_than_compute,

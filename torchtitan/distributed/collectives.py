@@ -61,7 +61,8 @@ def clip_grad_norm(
     norms = torch._foreach_norm([p.grad for p in params], 2.0, dtype=torch.float64)
     norm = combined_norm(norms, pp_group, device)
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        # In the gradients' type: CUDA has a kernel for all of them at once, and for no other.
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0].grad.dtype), foreach=True)
     return norm
 
 

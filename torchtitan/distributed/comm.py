@@ -167,6 +167,13 @@ def store_of_a_thread(prefix: str) -> dist.Store:
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
 
 
+def limit_groups(seconds: int) -> None:
+    """Set the time limit of every process group there is; one that is made later has torch's half an hour."""
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc != CHECKPOINT_GROUP:  # a save waits for disks
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def set_timeout(seconds: int) -> None:
     """Set the time limit of every process group, once the first step (compilation, lazy set-up) is over."""
     if dist.get_world_size() == 1:
@@ -174,8 +181,5 @@ def set_timeout(seconds: int) -> None:
     dist.barrier()  # no rank may still be inside the slow part when the limit shrinks
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc == CHECKPOINT_GROUP:
-            continue  # a save waits for disks
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    limit_groups(seconds)
     logger.info(f"Time limit of collectives is now {seconds} s")

@@ -27,11 +27,11 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def local_positions(seq_len: int, degree: int, rank: int, balanced: bool) -> Tensor:
+def local_positions(seq_len: int, degree: int, rank: int, balanced: bool, device: torch.device | None = None) -> Tensor:
     """Places in its row of the tokens that context-parallel rank `rank` holds: `[seq_len / degree]`."""
     if not balanced:
-        return torch.arange(seq_len).chunk(degree)[rank]
-    chunks = torch.arange(seq_len).chunk(2 * degree)
+        return torch.arange(seq_len, device=device).chunk(degree)[rank]
+    chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
     return torch.cat([chunks[rank], chunks[2 * degree - 1 - rank]])
 
 
@@ -57,8 +57,8 @@ def _whole_sequence(x: Tensor, group_name: str, balanced: bool) -> Tensor:
     """Every rank's part of `[2, b, k, s, d]`, in the order of the row: `[2, b, k, n s, d]`."""
     group = _resolve_process_group(group_name)
     n, seq_len = group.size(), group.size() * x.shape[3]
-    order = torch.cat([local_positions(seq_len, n, rank, balanced) for rank in range(n)])
-    return all_gather_tensor_autograd(x, 3, group)[:, :, :, order.argsort().to(x.device)]
+    order = torch.cat([local_positions(seq_len, n, rank, balanced, x.device) for rank in range(n)])
+    return all_gather_tensor_autograd(x, 3, group)[:, :, :, order.argsort()]
 
 
 # ---- the local kernel: output and log-sum-exp of one block, and its backward

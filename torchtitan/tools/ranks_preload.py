@@ -3,7 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks talk through gloo
 
 import torchtitan.train
 import torchtitan.trainer.trainer  # noqa: F401

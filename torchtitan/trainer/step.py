@@ -76,10 +76,10 @@ def gradients(
     mesh, device, compute = parts.mesh, parts.device, parts.compute
     total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    batches = rows.split(local_batch_size)
+    batches = rows.to(device).split(local_batch_size)  # once: a copy from pageable memory may wait for the device
     for i, part in enumerate(batches, 1):
         mark(f"running forward and backward of batch {i} of {len(batches)}")
-        loss += compute.forward_backward(part.to(device), total, last=i == len(batches))
+        loss += compute.forward_backward(part, total, last=i == len(batches))
     norm = _grad_norm(parts, max_norm)
     own = loss.clone()
     all_reduce(loss, mesh.loss_group)

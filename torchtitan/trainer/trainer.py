@@ -28,7 +28,7 @@ from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, uses
 from torchtitan.distributed.collectives import AnyRank
-from torchtitan.distributed.comm import init_distributed, set_timeout
+from torchtitan.distributed.comm import init_distributed, limit_groups, set_timeout
 from torchtitan.distributed.diagnosis import DATA, SAVING
 from torchtitan.distributed.quantize import check_hardware, refresh_scales
 from torchtitan.distributed.watch import Watch, mark
@@ -71,6 +71,8 @@ class Trainer:
         self.stopped = False
         mark("building the model")
         self.parts = build(config, plan, self.device)
+        if self.owns_process_group:
+            limit_groups(config.comm.init_timeout_seconds)
         self.progress = Progress()
         self.checkpointer = Checkpointer(
             config.checkpoint, config.job.dump_folder, self.parts.models, self.parts.optimizer, self._about()
