@@ -7,7 +7,7 @@
 # Arguments are overrides (--section.key value; --help lists them). Environment:
 #   CONFIG_FILE  TOML file (train_configs/debug_model.toml)   NGPU     ranks on this node (its GPUs; 1 on a CPU)
 #   LOG_RANK     ranks that log, comma-separated (0)          NNODES   nodes (1), or MIN:MAX; RDZV_ENDPOINT=host:port too
-#   MAX_RESTARTS starts after a failure (0)
+#   MAX_RESTARTS starts after a failure (0; 10 with MIN:MAX nodes)
 # Exit status 75: asked to stop (SIGTERM, SIGUSR1), everything saved; the same command goes on.
 set -euo pipefail
 trap 'exit 75' TERM USR1

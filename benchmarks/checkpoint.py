@@ -1,8 +1,8 @@
 """Training time lost per save, by async mode: `python benchmarks/checkpoint.py [--folder DIR] [--saves 4]`.
 
 A model whose full state (weights and AdamW's two moments) is about 500 MB trains on one process. For each mode the
-script measures what a save adds to the step that makes it, and to the steps while it is being written. The modes take
-turns. The first save of each mode, which allocates staging buffers, is shown but not counted.
+script measures what a save adds to the step that makes it, and to the steps while it is being written. The
+first save of each mode, which allocates staging buffers, is shown but not counted.
 """
 
 import argparse

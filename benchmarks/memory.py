@@ -1,8 +1,7 @@
 """What activation checkpointing and the chunked loss save, and cost: `python benchmarks/memory.py [--ranks 2]`.
 
-Each way of training runs in processes of its own, in turn. Printed: peak resident memory above that of a process which
-has built the model and the optimizer's state but not trained (so: activations, gradients, logits), and tokens per
-CPU-second relative to keeping everything. fp32, a model of 8 layers with a vocabulary large for its width.
+Each way of training runs in processes of its own, in turn. Printed: peak resident memory, and tokens per CPU-second
+relative to keeping everything. fp32, a model of 8 layers with a vocabulary large for its width.
 """
 
 from _sides import Results, median, ratios

@@ -230,3 +230,9 @@ def test_shell_scripts_are_clean(tmp_path, monkeypatch):
     scripts = [ROOT / "run_train.sh", *(ROOT / "scripts").glob("*.sh"), TEMPLATE, tmp_path / "debug_model.sbatch"]
     done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_node_without_gpus_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        submit("--gpus-per-node=0", *LAYOUT)
+    assert "--gpus-per-node: 0: must be 1 or more" in capsys.readouterr().err

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config.support import FEATURES, torch_is_before_2_13
-from torchtitan.tools.matrix import LAYOUTS, NAMED_SCHEDULES, SCHEDULE_LAYOUTS, Cell, Lab, cells, name_of, read_document
+from torchtitan.tools.matrix import (
+    LAYOUTS,
+    NAMED_SCHEDULES,
+    SCHEDULE_LAYOUTS,
+    Cell,
+    Lab,
+    cells,
+    main,
+    name_of,
+    read_document,
+)
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)
@@ -76,3 +86,9 @@ def test_the_published_matrix_agrees_with_validation(tmp_path):
     for cell, text in texts.items():
         refusal = cell.refusal(tmp_path / "run")
         assert refusal == (notes[int(text.strip("[]")) - 1] if text.startswith("[") else None), cell
+
+
+def test_cells_are_kept_of_a_named_file(capsys):
+    with pytest.raises(SystemExit):
+        main(["--missing"])
+    assert "name it with --output" in capsys.readouterr().err

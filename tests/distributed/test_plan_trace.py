@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from tests.runs import arguments
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
-from torchtitan.plan.trace import PARTS, trace_ranks
+from torchtitan.plan.memory import PARTS
+from torchtitan.plan.trace import trace_ranks
 from torchtitan.trainer.build import build
 from torchtitan.trainer.preflight import preflight
 from torchtitan.trainer.step import forward_backward

@@ -116,7 +116,8 @@ class Soak:
     def let_it_step(self, process: subprocess.Popen) -> bool:
         """Wait for some more steps; whether they came before the end."""
         before, seen, since = self.step(), self.step(), time.monotonic()
-        wanted = before + self.random.randint(2, 20)
+        # Spread over the steps that are left, and never so that some remain to be made at the end.
+        wanted = before + self.random.randint(2, max(2, 2 * (self.steps - before) // (len(self.faults) + 2)))
         while process.poll() is None:
             now = self.step()
             if now != seen:

@@ -552,6 +552,16 @@ def test_comparison(tmp_path, capsys):
         main(["--compare", str(other), "--world=8", "--fast"])
 
 
+def test_what_only_the_cluster_has_is_no_obstacle(tmp_path, capsys):
+    here = tmp_path / "[1]"
+    here.mkdir()
+    (here / "a.jsonl").write_text('{"text": "a"}')
+    for path, known in (("nowhere/*.jsonl", False), (f"{tmp_path}/[[]1]/*.jsonl", True)):
+        data = ["--training.dataset=corpus", f"--training.dataset_path={path}"]
+        assert main([str(ROOT / "train_configs/llama3_8b.toml"), "--world=8", "--fast", *data]) == 0
+        assert (f"training.dataset_path {path!r} is not here" in capsys.readouterr().out) is not known
+
+
 def test_json_alone_on_the_terminal(capsys):
     main([str(ROOT / "train_configs/llama3_8b.toml"), "--world=8", "--fast", "--json=-"])
     assert json.loads(capsys.readouterr().out)["layout"]["dp_shard"] == 8

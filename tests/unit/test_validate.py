@@ -122,10 +122,6 @@ CASES = {
         (2, ["--checkpoint.enable", "--checkpoint.folder=memory://run"], "memory:// of its own",
          ["--checkpoint.folder=checkpoint"]),
     ],
-    "excluded_parts_exist": [
-        (1, ["--checkpoint.exclude_from_loading=dataloder"], "did you mean 'dataloader'",
-         ["--checkpoint.exclude_from_loading=dataloader"]),
-    ],
     "loading_is_enabled": [
         (1, ["--checkpoint.load_step=3"], "without checkpoint.enable = true", ["--checkpoint.enable"]),
         (1, ["--checkpoint.last_save_in_hf"], "without checkpoint.enable = true", ["--checkpoint.enable"]),

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from torchtitan.distributed.collectives import unsharded
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted."""
@@ -27,7 +28,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     loss = F.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+    return unsharded(loss)
 
 
 def chunked_loss_sum(

@@ -244,7 +244,7 @@ class Metrics:
         self._reset()
 
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
-        """Record a validation, and leave the time it took out of the training rates."""
+        """Record a validation."""
         self._send({"step": step, "validation_loss": loss, "validation_tokens": tokens, "time": time.time()})
 
     def pause(self) -> float:

@@ -4,16 +4,14 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from torchtitan.config.derive import data_parallel_degree, derive, gradient_accumulation_steps
-from torchtitan.config.load import LoadedConfig, load_config
+from torchtitan.config.derive import derive, gradient_accumulation_steps
+from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.config.validate import validate
 
 __all__ = [
     "Config",
-    "LoadedConfig",
     "Resolved",
-    "data_parallel_degree",
     "gradient_accumulation_steps",
     "load_config",
     "resolve",

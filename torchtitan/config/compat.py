@@ -3,6 +3,7 @@
 A key is never ignored: it is renamed with a warning, accepted where it means "off", or refused with the reason.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,9 +95,5 @@ def refusals(key: str, value: Any) -> Iterator[str]:
     """The problem with setting an unsupported `key` to `value`, if it asks for anything."""
     entry = UNSUPPORTED[key]
     if isinstance(entry, NotYet) and not any(value == off and type(value) is type(off) for off in entry.off):
-        accepted = " or ".join(_toml(off) for off in entry.off)
+        accepted = " or ".join(map(json.dumps, entry.off))
         yield f"not supported yet: {entry.what}; remove the key or set it to {accepted}"
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,7 +1,7 @@
 """Values that follow from others. Each rule is one function; its formula is what `--explain` shows."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan.config.schema import Config, Parallelism
@@ -31,6 +31,16 @@ def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
         "cp": parallelism.context_parallel_degree,
         "tp": parallelism.tensor_parallel_degree,
     }
+
+
+def layout_name(degrees: Mapping[str, int]) -> str:
+    """The axes of more than one rank: `dp_shard 2 x tp 2`."""
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
+
+
+def divisors(n: int, limit: int | None = None) -> list[int]:
+    """Divisors of `n`, up to `limit`, in order."""
+    return [d for d in range(1, min(n, limit or n) + 1) if n % d == 0]
 
 
 def _copies(config: Config, world: int) -> Derived | None:

@@ -25,7 +25,7 @@ from torchtitan.config.compat import (
     renamed,
 )
 from torchtitan.config.schema import Config
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -367,8 +367,8 @@ def _explain_value(item: Any) -> str:
     """What is wrong with a value, from one of pydantic's errors."""
     context, got, kind = item.get("ctx", {}), item["input"], item["type"]
     if kind == "literal_error":
-        near = difflib.get_close_matches(str(got), re.findall(r"'([^']+)'", context["expected"]), 1)
-        return f"got {got!r}, must be {context['expected']}" + (f"; did you mean {near[0]!r}?" if near else "")
+        hint = did_you_mean(str(got), re.findall(r"'([^']+)'", context["expected"]))
+        return f"got {got!r}, must be {context['expected']}{hint}"
     if kind == "value_error":
         return str(context["error"])
     if stem := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):

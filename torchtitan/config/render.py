@@ -1,6 +1,5 @@
 """The schema as text: `--help`, `docs/config.md`, a JSON Schema for editors; and a configuration as TOML."""
 
-import difflib
 import json
 import re
 from datetime import date, time
@@ -11,7 +10,7 @@ from pydantic import BaseModel
 
 from torchtitan.config.load import fields_of
 from torchtitan.config.schema import Config
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, did_you_mean
 
 
 def type_name(kind: Any) -> str:
@@ -52,8 +51,7 @@ def help_text(section: str | None = None) -> str:
     """
     sections = _sections()
     if section is not None and section not in sections:
-        near = difflib.get_close_matches(section, sections, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(section, sections)
         raise ConfigError([f"--help: no section {section!r} (there are {', '.join(sections)}){hint}"])
     lines = ["Flags are --section.key value (also =value; - and _ are the same; a bare flag is true).", ""]
     lines += ["A TOML file is given by --job.config_file (or --config); flags override it.", ""]

@@ -340,8 +340,8 @@ class Checkpoint(Section):
     checkpoint would be at risk while the next is written."""
     load_step: int = Field(default=-1, ge=-1)
     """Resume from this step. -1: the newest complete one."""
-    exclude_from_loading: list[str] = []
-    """Parts not to load when resuming: `model`, `optimizer`, `lr_scheduler`, `dataloader`, `train_state`."""
+    exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = []
+    """Parts not to load when resuming."""
     enable_first_step_checkpoint: bool = False
     """Also save after step 1, to find out early whether saving works."""
     load_only: bool = False

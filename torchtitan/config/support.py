@@ -70,8 +70,6 @@ FEATURES = {
 class Conflict:
     """Two settings that exclude each other."""
 
-    feature: str
-    """A name of `FEATURES`."""
     applies: Callable[[Config], bool]
     message: str
 
@@ -103,43 +101,36 @@ _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 CONFLICTS = (
     Conflict(
-        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and c.parallelism.pipeline_parallel_degree > 1,
         "optimizer.early_step_in_backward: a pipeline schedule adds up each gradient over its microbatches, so none "
         "is complete before the backward ends; set it to false, or parallelism.pipeline_parallel_degree = 1",
     ),
     Conflict(
-        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and c.training.max_norm > 0,
         "optimizer.early_step_in_backward: gradients can't be clipped to training.max_norm, whose global norm is known "
         "only after the backward; set training.max_norm = 0, or early_step_in_backward = false",
     ),
     Conflict(
-        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and gradient_accumulation_steps(c) > 1,
         "optimizer.early_step_in_backward: gradients can't be accumulated over microbatches if each uses them up; "
         "set training.local_batch_size so that global_batch_size is reached in one, or early_step_in_backward = false",
     ),
     Conflict(
-        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and c.fault_tolerance.elastic,
         "optimizer.early_step_in_backward: with fewer ranks gradients must be accumulated, but here each uses them up; "
         "set it to false, or fault_tolerance.elastic = false",
     ),
     Conflict(
-        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and c.training.on_nonfinite == "skip",
         "optimizer.early_step_in_backward: a bad step is applied before it is known to be bad; set "
         'training.on_nonfinite = "stop", or early_step_in_backward = false',
     ),
     Conflict(
-        "optimizer in backward",
         lambda c: c.optimizer.early_step_in_backward and c.guard.policy == "skip",
         "optimizer.early_step_in_backward: a spike is applied before it is known to be one; set guard.policy = "
         '"rewind", or early_step_in_backward = false',
     ),
     Conflict(
-        "AC selective op",
         lambda c: (
             c.activation_checkpoint.mode == "selective"
             and c.activation_checkpoint.selective_ac_option == "op"
@@ -151,14 +142,12 @@ CONFLICTS = (
         'or mode = "full"',
     ),
     Conflict(
-        "compile",
         lambda c: c.activation_checkpoint.mode == "memory_budget" and c.parallelism.tensor_parallel_degree > 1,
         "activation_checkpoint.mode: torch's partitioner fails on the device mesh that tensor parallelism puts into a "
         'graph when it has a memory budget; set mode = "selective" with selective_ac_option = "op", or '
         "parallelism.tensor_parallel_degree = 1",
     ),
     Conflict(
-        "compile",
         lambda c: (
             _splits_backward(c)
             and (compiles_blocks(c) or c.training.loss_chunks > 1 or bool(c.model.converters))
@@ -169,7 +158,6 @@ CONFLICTS = (
         "Interleaved1F1B, or compile.enable = false, training.loss_chunks = 1 and model.converters = []",
     ),
     Conflict(
-        "async TP",
         lambda c: (
             c.parallelism.enable_async_tensor_parallel
             and c.parallelism.tensor_parallel_degree > 1
@@ -179,18 +167,15 @@ CONFLICTS = (
         '"model" in compile.components and backend = "inductor", or enable_async_tensor_parallel = false',
     ),
     Conflict(
-        "compile",
         lambda c: c.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(c),
         'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true, with '
         '"model" in compile.components, or another mode',
     ),
     Conflict(
-        "float8",
         lambda c: uses(c, FLOAT8) and uses(c, MX),
         'model.converters: "float8" and "mx" would convert the same layers; keep one',
     ),
     Conflict(
-        "float8 all-gather",
         lambda c: (
             uses(c, FLOAT8)
             and c.quantize.linear.float8.enable_fsdp_float8_all_gather
@@ -200,7 +185,6 @@ CONFLICTS = (
         '"tensorwise", or enable_fsdp_float8_all_gather = false',
     ),
     Conflict(
-        "float8 all-gather",
         lambda c: (
             uses(c, FLOAT8)
             and c.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
@@ -210,14 +194,19 @@ CONFLICTS = (
         "enable_fsdp_float8_all_gather = true",
     ),
     Conflict(
-        "bf16 optimizer state",
         lambda c: c.optimizer.state_dtype == "bfloat16" and c.optimizer.name == "Muon",
         'optimizer.state_dtype: Muon has no bf16 state; set "float32", or optimizer.name = "AdamW"',
     ),
     Conflict(
-        "reshard always",
         lambda c: c.parallelism.fsdp_reshard_after_forward == "always" and c.parallelism.pipeline_parallel_degree > 1,
         'parallelism.fsdp_reshard_after_forward: "always" would free weights that a pipeline schedule keeps gathered '
         'for all microbatches of a stage; set "default"',
     ),
 )
+
+
+def gains_by_float8(recipe: str | None, inputs: int, outputs: int) -> bool:
+    """Whether a layer has a size from which Float8 is faster on an H100, measured by torchao (its float8 README)."""
+    if recipe in (None, "tensorwise"):
+        return inputs > 4096 or outputs > 1024
+    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)

@@ -1,17 +1,13 @@
 """Rules over several keys, each a small function that yields what is wrong and what would be legal."""
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, degrees_fill
+from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, degrees_fill, divisors
 from torchtitan.config.schema import Config
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
-
-PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-"""What `checkpoint.exclude_from_loading` may name."""
 
 
 def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
@@ -25,7 +21,7 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
             fits = f"set data_parallel_shard_degree = {world // others}"
         elif len(used) == 2:
             (key,) = used.keys() - {"parallelism.data_parallel_shard_degree"}
-            fits = f"{key} must divide {world}: {', '.join(map(str, _divisors(world)))}"
+            fits = f"{key} must divide {world}: {', '.join(map(str, divisors(world)))}"
         else:
             fits = f"the degrees without data_parallel_shard_degree make {others}, which must divide {world}"
         product = " x ".join(f"{key} {degree}" for key, degree in used.items())
@@ -183,14 +179,6 @@ def storage_is_shared(config: Config, world: int) -> Iterator[str]:
         )
 
 
-def excluded_parts_exist(config: Config, world: int) -> Iterator[str]:
-    for part in config.checkpoint.exclude_from_loading:
-        if part not in PARTS:
-            near = difflib.get_close_matches(part, PARTS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"checkpoint.exclude_from_loading: no part {part!r} (there are {', '.join(PARTS)}){hint}"
-
-
 def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
     """Weights to start from, or an export, must not be forgotten silently. How to save is harmless if nothing is saved:
     files of the convention set `last_save_model_only` beside `enable = false`."""
@@ -279,7 +267,6 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     decay_follows_warmup,
     retention_is_safe,
     storage_is_shared,
-    excluded_parts_exist,
     loading_is_enabled,
     hf_weights_have_no_optimizer,
     profile_fits_its_period,
@@ -310,7 +297,3 @@ def _with_place(problem: str, sources: dict[str, str]) -> str:
     key = next((word for word in re.findall(r"[\w.]+", problem) if word in sources), "")
     where = sources.get(key)
     return f"{where}: {problem}" if where and where != f"--{key}" else problem
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

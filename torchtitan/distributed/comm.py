@@ -1,4 +1,4 @@
-"""Process groups: start, time limits, Flight Recorder, end."""
+"""Process groups: start, time limits, Flight Recorder."""
 
 import ast
 import logging
@@ -168,7 +168,7 @@ def store_of_a_thread(prefix: str) -> dist.Store:
 
 
 def limit_groups(seconds: int) -> None:
-    """Set the time limit of every process group there is; one that is made later has torch's half an hour."""
+    """Set the time limit of the process groups there are, but that of saves. A later one has torch's half an hour."""
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != CHECKPOINT_GROUP:  # a save waits for disks
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

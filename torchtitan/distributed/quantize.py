@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.config.schema import MXFP8, Config, Float8
-from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, uses
+from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 
@@ -101,26 +101,15 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
     )
     names = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
     fits = _fits(names, 16 * tp_degree)
-    worth_it = _worth_it(recipe) if SMALL_LAYERS in float8.filter_fqns else lambda module: True
-    convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, fqn: fits(module, fqn) and worth_it(module)
-    )
+
+    def converts(module: Any, fqn: str) -> bool:
+        large = SMALL_LAYERS not in float8.filter_fqns
+        return fits(module, fqn) and (large or gains_by_float8(recipe, module.in_features, module.out_features))
+
+    convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if float8.emulate:
         _gather_bytes()
     _report(model, Float8Linear, f"Float8 {recipe}{' (emulated)' if float8.emulate else ''}")
-
-
-def _worth_it(recipe: str) -> Callable[[Any], bool]:
-    """Sizes from which Float8 is faster on an H100, measured by torchao (its float8 README)."""
-
-    def tensorwise(layer: Any) -> bool:
-        return not (layer.in_features <= 4096 and layer.out_features <= 1024)
-
-    def rowwise(layer: Any) -> bool:
-        k, n = layer.in_features, layer.out_features
-        return n > 2048 and k > 1024 and not (n <= 4096 and k <= 2048)
-
-    return tensorwise if recipe == "tensorwise" else rowwise
 
 
 def refresh_scales(models: Sequence[nn.Module]) -> None:

@@ -25,7 +25,10 @@ _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
-    """The computations of each rank, one row a rank; `(0F1;3B0)OVERLAP_F_B` counts as its two parts."""
+    """The computations of each rank, one row a rank; `(0F1;3B0)OVERLAP_F_B` counts as its two parts.
+
+    And what is wrong with the file.
+    """
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
         rows = list(csv.reader(Path(path).read_text().splitlines()))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan.config.derive import divisors
 from torchtitan.config.schema import Config
 from torchtitan.distributed.schedule_file import Action, order_problems, read_orders
 from torchtitan.models.spec import ModelSpec
@@ -294,7 +295,7 @@ def _microbatch_problems(
         if rows % size:
             yield (
                 f"{_P}_microbatch_size: {size} does not divide {section}.local_batch_size {rows}; "
-                f"set it to one of {', '.join(str(d) for d in range(1, rows + 1) if rows % d == 0)}"
+                f"set it to one of {', '.join(map(str, divisors(rows)))}"
             )
     rows = config.training.local_batch_size
     if rows % size or not stages:
@@ -309,8 +310,9 @@ def _microbatch_problems(
         return
     reason = _reason_against(schedule, rows // size, stages, p.pipeline_parallel_degree)
     if reason:
-        sizes = [d for d in range(1, rows + 1) if rows % d == 0]
-        fitting = [d for d in sizes if not _reason_against(schedule, rows // d, stages, p.pipeline_parallel_degree)]
+        fitting = [
+            d for d in divisors(rows) if not _reason_against(schedule, rows // d, stages, p.pipeline_parallel_degree)
+        ]
         if fitting:
             advice = f"set {_P}_microbatch_size to {' or '.join(map(str, fitting))}"
         else:

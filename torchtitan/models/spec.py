@@ -26,7 +26,7 @@ class ModelArgs(BaseModel):
     dim: int
     """Width of the hidden states that blocks, and pipeline stages, hand on."""
     max_seq_len: int
-    """Longest row the model is built for. Set from `training.seq_len`."""
+    """Longest row the model is built for. Set from `training.seq_len`, or `validation.seq_len` if that is longer."""
 
 
 @dataclass(frozen=True)

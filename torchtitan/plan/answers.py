@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.derive import AXES, derive, replace
+from torchtitan.config.derive import AXES, derive, layout_name, replace
 from torchtitan.config.schema import Config
 from torchtitan.config.validate import validate
 from torchtitan.distributed.stages import plan_stages
@@ -75,7 +75,7 @@ class Answer:
         return dict(zip(AXES, (w.pp, w.replicate, w.shard, w.cp, w.tp), strict=True))
 
 
-def legal(config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False) -> Workload:
+def legal(config: Config, spec: ModelSpec, world: int) -> Workload:
     """The workload of a configuration that need not be complete.
 
     Raises:
@@ -86,7 +86,7 @@ def legal(config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = Fa
     args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
     if problems := list(check_tensor_parallel(config, spec.tensor_parallel_sizes(args))):
         raise ConfigError(problems)
-    return Workload(config, args, plan_stages(config, spec, args), kv_repeated=kv_repeated)
+    return Workload(config, args, plan_stages(config, spec, args))
 
 
 def answer(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Answer:
@@ -317,10 +317,9 @@ def _change(now: Answer, change: Change) -> dict[str, Any]:
 def text(r: dict[str, Any]) -> str:
     """The report for a terminal."""
     memory, time, run = r["memory"], r["time"], r["run"]
-    layout = " x ".join(f"{axis} {degree}" for axis, degree in r["layout"].items() if degree > 1) or "one rank"
     mfu = "" if time["mfu"] is None else f", MFU {time['mfu']:.1%}"
     lines = [
-        f"{r['model']} on {r['world']} x {r['hardware']} ({r['nodes']} nodes): {layout}",
+        f"{r['model']} on {r['world']} x {r['hardware']} ({r['nodes']} nodes): {layout_name(r['layout'])}",
         f"  {r['global_batch_size']} x {r['seq_len']} tokens a step; {r['local_batch_size']} rows a rank"
         + (f", {r['accumulation']} accumulated" if r["accumulation"] > 1 else "")
         + (f" in {r['microbatches']} microbatches, {r['schedule']}" if r["schedule"] else "")

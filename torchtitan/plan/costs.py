@@ -50,7 +50,7 @@ class _Block:
 
 @dataclass
 class Collectives:
-    """Bytes that one rank sends and receives in a step, and the number of calls."""
+    """Bytes of a step's collectives on one rank, and the number of calls."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -1,6 +1,5 @@
 """The machines that a plan can be made for: `hardware.toml`, or a file in its format that `--calibrate` wrote."""
 
-import difflib
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -8,7 +7,7 @@ from typing import Literal
 import tomli
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, did_you_mean
 
 FILE = Path(__file__).with_name("hardware.toml")
 
@@ -115,7 +114,6 @@ def find_hardware(name: str) -> Hardware:
         return next(iter(found.values()))
     known = load_hardware()
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name.lower(), known)
         raise ConfigError([f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a TOML file){hint}"])
     return known[name]

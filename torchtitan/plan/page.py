@@ -22,7 +22,7 @@ def pictures(a: Answer) -> dict[str, Any]:
 
 
 def _scaling(a: Answer) -> list[dict[str, float]]:
-    """Speed and memory with half to 16 times as many shards, each with as many rows as now."""
+    """Speed and memory with an eighth to 16 times as many shards, each with as many rows as now."""
     out = []
     shard, batch = a.workload.shard, a.config.training.global_batch_size
     for power in range(-3, 5):

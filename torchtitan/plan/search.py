@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, replace
+from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
 from torchtitan.config.schema import Config
 from torchtitan.config.support import compiles_blocks
 from torchtitan.config.validate import validate
@@ -95,19 +95,15 @@ def _degrees(w: Workload) -> tuple[int, ...]:
     return w.pp, w.replicate, w.shard, w.cp, w.tp
 
 
-def _divisors(n: int, limit: int) -> list[int]:
-    return [d for d in range(1, min(n, limit) + 1) if n % d == 0]
-
-
 def _layouts(config: Config, spec: ModelSpec, args: Any, world: int, node: int) -> Iterator[Config]:
     """Degrees whose product is `world`. Tensor parallelism stays within a node; copies span whole nodes."""
     every = math.gcd(*spec.tensor_parallel_sizes(args).values())
     tied = bool(spec.tied_modules(args))
-    for tp in (d for d in _divisors(world, node) if every % d == 0):
-        for cp in _divisors(world // tp, 16):
-            for pp in _divisors(world // tp // cp, 1 if tied else 16):
+    for tp in (d for d in divisors(world, node) if every % d == 0):
+        for cp in divisors(world // tp, 16):
+            for pp in divisors(world // tp // cp, 1 if tied else 16):
                 rest = world // tp // cp // pp
-                for replicate in _divisors(rest, rest):
+                for replicate in divisors(rest, rest):
                     if replicate > 1 and (rest // replicate * cp * tp) % node:
                         continue
                     degrees = {"pp": pp, "dp_replicate": replicate, "dp_shard": rest // replicate, "cp": cp, "tp": tp}
@@ -125,12 +121,12 @@ def _batches(config: Config) -> Iterator[Config]:
     rows, rest = divmod(config.training.global_batch_size, ranks)
     if rest or not rows:
         return
-    for local in _divisors(rows, rows):
+    for local in divisors(rows, rows):
         made = replace(config, "training.local_batch_size", local)
         if p.pipeline_parallel_degree == 1:
             yield made
         elif 4 * local >= rows:  # each accumulation step has a bubble of its own
-            for size in _divisors(local, 4):
+            for size in divisors(local, 4):
                 if p.pipeline_parallel_degree <= local // size <= _MICROBATCHES:
                     for schedule in _SCHEDULES:
                         yield replace(replace(made, f"{key}_microbatch_size", size), f"{key}_schedule", schedule)

@@ -31,14 +31,13 @@ from torchtitan.distributed.quantize import quantize
 from torchtitan.models.layers import attention_backend
 from torchtitan.plan.allocator import Event, reserved
 from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
+from torchtitan.plan.memory import PARTS
 from torchtitan.plan.tracer import Block, Tracer
 from torchtitan.trainer.build import build_compute, build_models
 from torchtitan.trainer.compute import Compute
 from torchtitan.trainer.preflight import Plan, preflight
 from torchtitan.trainer.state import Parts
 from torchtitan.trainer.step import gradients
-
-PARTS = ("parameters", "gradients", "optimizer", "activations", "unsharded", "logits", "communication", "other")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.config.derive import AXES, axis_degrees, gradient_accumulation_steps
 from torchtitan.config.schema import Config
-from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, compiles_blocks, uses
+from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, compiles_blocks, gains_by_float8, uses
 from torchtitan.distributed.stages import StagePlan
 from torchtitan.utils.errors import UserError
 
@@ -151,11 +151,8 @@ class Workload:
         unit = (16 if self.float8 else 32) * self.tp
         if any(part in name for part in filters if part != SMALL_LAYERS) or inputs % unit or outputs % unit:
             return False
-        if SMALL_LAYERS not in filters:
-            return True
-        if self.tensorwise:
-            return not (inputs <= 4096 and outputs <= 1024)
-        return outputs > 2048 and inputs > 1024 and not (outputs <= 4096 and inputs <= 2048)
+        filtered = self.float8 and SMALL_LAYERS in filters
+        return not filtered or gains_by_float8(linear.float8.recipe_name, inputs, outputs)
 
     def _stages(self) -> Iterator[Stage]:
         if self.plan is None:

@@ -7,7 +7,8 @@
     to-hf   outputs/run/checkpoint exported/   a folder that transformers loads
     from-hf assets/hf/Llama-3.2-1B started/    a checkpoint, and a TOML that trains from it
 
-Where a step is asked for, a folder of steps means its newest. URLs (s3://, gs://) do for folders, too. Needs no GPU and
+Where a step is asked for, a folder of steps means its newest. URLs (s3://, gs://) do for folders, too (but for
+what from-hf reads). Needs no GPU and
 no torchrun; of tensors, only one or two are in memory at a time.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from torchtitan.utils.errors import UserError, run_main
 from torchtitan.utils.storage import storage_path, storage_problem
+from torchtitan.utils.text import count
 
 
 def folder(name: str) -> Path:
@@ -132,8 +134,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("prune", help="delete old checkpoints, never the newest that can be resumed")
     command.add_argument("path", help="a folder of steps")
-    command.add_argument("--keep-latest", type=_count, required=True, metavar="K", help="keep the K newest")
-    command.add_argument("--keep-every", type=_count, default=0, metavar="N", help="and every multiple of N")
+    command.add_argument("--keep-latest", type=count, required=True, metavar="K", help="keep the K newest")
+    command.add_argument("--keep-every", type=count, default=0, metavar="N", help="and every multiple of N")
     command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     command.set_defaults(run=prune)
 
@@ -157,12 +159,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--toml", help="TOML file to make (default: train.toml in the target)")
     command.set_defaults(run=from_hf)
     return parser
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return value
 
 
 def main(argv: list[str]) -> int:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizerInBackward, lr_factor
 from torchtitan.config.schema import Config, Optimizer
+from torchtitan.distributed.collectives import unsharded
 from torchtitan.distributed.init import materialize
 from torchtitan.models.layers import attention_backend
 from torchtitan.trainer.build import build_data
@@ -101,7 +101,7 @@ def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _full(value: Any) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+    return unsharded(value).detach().cpu().clone()
 
 
 def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config import load_config, resolve
-from torchtitan.config.derive import AXES, DEGREE_KEYS
+from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
 from torchtitan.config.support import FEATURES
 from torchtitan.distributed.stages import SCHEDULES
 from torchtitan.tools.compare import (
@@ -167,7 +167,7 @@ def _matters(layout: tuple[int, ...], feature: str) -> bool:
 
 
 def name_of(layout: tuple[int, ...]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, layout, strict=True) if degree > 1) or "one rank"
+    return layout_name(dict(zip(AXES, layout, strict=True)))
 
 
 # ---- measuring
@@ -295,6 +295,8 @@ def main(argv: list[str]) -> int:
     failures = 0
     if options.only and options.output and not options.missing:
         parser.error("--only leaves cells out; with --output it needs --missing, to keep the others")
+    if options.missing and not options.output:
+        parser.error("--missing keeps the cells of a file; name it with --output")
     if options.missing:
         known, notes = read_document(options.output.read_text())
         results = {cell: text for cell, text in known.items() if cell in set(cells()) and text not in BAD}

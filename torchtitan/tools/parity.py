@@ -18,7 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.config import Config, load_config, resolve
-from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, gradient_accumulation_steps
+from torchtitan.config.derive import (
+    DEGREE_KEYS,
+    axis_degrees,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    layout_name,
+)
 from torchtitan.config.render import to_toml
 from torchtitan.distributed.comm import init_distributed
 from torchtitan.tools.compare import (
@@ -214,7 +220,7 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
         degrees = axis_degrees(used.parallelism)
         finding = compare(small, tolerances)
         axes = diagnose(small, degrees, used.training.local_batch_size, tolerances) if finding.problems else []
-    layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
+    layout = layout_name(degrees)
     schedule = f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
     t = used.training
     text = (

@@ -18,11 +18,12 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config import load_config, resolve
-from torchtitan.config.derive import replace
+from torchtitan.config.derive import layout_name, replace
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.plan.answers import Answer, answer, report, text, traced
@@ -33,6 +34,7 @@ from torchtitan.plan.workload import Workload
 from torchtitan.trainer.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, run_main
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.text import aligned
 
 _FILES = ("--write", "--compare", "--json", "--html", "--schedule-svg", "--calibrate")
 _CONFIG_FLAGS = ("--job.config_file", "--config", "--job.config-file")
@@ -140,7 +142,7 @@ def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
         ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, None),
     ]
     for key, path, instead in known:
-        if path and path != instead and "*" not in path and not Path(path).expanduser().exists():
+        if path and path != instead and not glob(str(Path(path).expanduser()), recursive=True):
             config = replace(config, key, instead)
             notes.append(f"{key} {path!r} is not here: a plan doesn't need it, the run will")
     return config, notes
@@ -186,12 +188,12 @@ def _write(file: Path, content: str) -> None:
 def _table(found: Found) -> str:
     rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB"]]
     for entry in found.summary()["best"]:
-        layout = " x ".join(f"{axis} {n}" for axis, n in entry["layout"].items() if n > 1) or "one rank"
+        layout = layout_name(entry["layout"])
         batch = f"{entry['local_batch_size']} x {entry['accumulation']}"
         schedule = f"{entry['schedule']}, {entry['microbatches']} microbatches" if entry["schedule"] else "-"
         speed = f"{entry['tokens_per_second_per_gpu']:,.0f}"
         rows.append([layout, batch, schedule, entry["activation_checkpointing"], speed, f"{entry['peak_gib']:.1f}"])
-    return f"Best of {found.seen:,} legal configurations:\n" + _aligned(rows)
+    return f"Best of {found.seen:,} legal configurations:\n" + aligned(rows)
 
 
 def _side_by_side(a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -209,12 +211,7 @@ def _side_by_side(a: dict[str, Any], b: dict[str, Any]) -> str:
     rows += [[name, figure(a), figure(b)] for name, figure in figures.items()]
     parts = dict.fromkeys([*a["time"]["parts_s"], *b["time"]["parts_s"]])
     rows += [[f"{p}, s", *(f"{r['time']['parts_s'].get(p, 0.0):.3g}" for r in (a, b))] for p in parts]
-    return _aligned(rows)
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 # ---- arguments

@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure")
-"""What ranks say when another one has failed: never the cause."""
+from torchtitan.utils.errors import from_another_rank
 
 MAX_THREADS = 150
 """Of a rank. Every layout adds process groups, and gloo's threads wake up all the time; then the ranks start afresh."""
@@ -97,7 +96,7 @@ class RankPool:
         if errors or len(results) < self.world:
             stacks = {r: Path(self.folder, f"stack-{r}").read_text() for r in range(self.world) if r not in results}
             self.close()
-            primary = {r: e for r, e in errors.items() if not any(s in e for s in SECONDARY)} or errors
+            primary = {r: e for r, e in errors.items() if not from_another_rank(e)} or errors
             for rank, text in primary.items():
                 raise RankError(f"rank {rank} of {self.world} failed:\n{text}")
             raise RankError("no answer in time:\n" + "\n".join(f"rank {r}:\n{s}" for r, s in stacks.items()))

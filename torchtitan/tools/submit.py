@@ -19,6 +19,7 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.launch import check, node_range
 from torchtitan.utils.errors import ConfigError, UserError, run_main
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.text import count
 
 TEMPLATE = PROJECT / "scripts/slurm.sbatch"
 MARK = "# -- torchtitan.tools.submit writes here\n"
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
         prog="python -m torchtitan.tools.submit", usage="%(prog)s CONFIG.toml [options] [-- --section.key value ...]"
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--gpus-per-node", type=int, required=True, help="ranks on a node")
+    parser.add_argument("--gpus-per-node", type=count, required=True, help="ranks on a node")
     parser.add_argument("--nodes", type=node_range, help="number of nodes, or MIN:MAX (from the layout's degrees)")
     parser.add_argument("--job-name", help="(the file's name)")
     parser.add_argument("--time", help="time limit; 5 minutes before it the run saves and is put back in the queue")

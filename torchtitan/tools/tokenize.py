@@ -1,4 +1,4 @@
-"""Tokenize text once, so that training reads ids from memory-mapped files:
+"""Tokenize text once, so that training reads ids:
 
     python -m torchtitan.tools.tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer assets/hf/Llama-3.1-8B
 
@@ -23,6 +23,7 @@ from torchtitan.components.data.documents import DemoDocuments, Documents, Local
 from torchtitan.components.data.token_files import write_token_file
 from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.utils.errors import UserError, run_main
+from torchtitan.utils.text import count
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,6 @@ def _is_done(file: Path, expected: dict[str, Any]) -> bool:
     return file.is_file()
 
 
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.tools.tokenize",
@@ -105,8 +100,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--input", required=True, nargs="+", help="files, folders or globs of text; or demo")
     parser.add_argument("--output", required=True, type=Path, help="folder for the token files")
     parser.add_argument("--tokenizer", default="./tests/assets/tokenizer", help="as model.hf_assets_path")
-    parser.add_argument("--workers", type=_count, default=os.cpu_count() or 1, help="processes (all cores)")
-    parser.add_argument("--part", type=_count, default=100_000, help="documents per file (100000)")
+    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument("--part", type=count, default=100_000, help="documents per file (100000)")
     parser.add_argument("--name", default="tokens", help="beginning of the files' names (tokens)")
     options = parser.parse_args(argv)
 

@@ -12,7 +12,7 @@ from torchtitan.components.data import StepLoader, build_loader
 from torchtitan.components.loss import LossSum, cross_entropy_sum
 from torchtitan.components.optimizer import LRSchedule, build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config.derive import axis_degrees
+from torchtitan.config.derive import axis_degrees, layout_name
 from torchtitan.config.schema import Comm, Config, Debug, Training, Validation
 from torchtitan.distributed.activation_checkpoint import use_memory_budget
 from torchtitan.distributed.compile import compiled_loss, configure_compiler
@@ -70,7 +70,7 @@ def build_models(
         parallelize(model, mesh, config, plan.spec.tensor_parallel_plan)
         fill(model, home, device, config.debug.seed, lambda fqn: plan.spec.init(fqn, plan.args))
         models.append(model)
-    layout = " x ".join(f"{axis} {degree}" for axis, degree in axis_degrees(p).items() if degree > 1) or "one rank"
+    layout = layout_name(axis_degrees(p))
     logger.info(f"Model {config.model.name} {config.model.flavor}: {count:,} parameters on {layout}")
     return models
 

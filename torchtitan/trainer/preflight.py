@@ -1,6 +1,5 @@
 """Everything that can be checked before a process group or a GPU is taken. Imports no torch."""
 
-import difflib
 import fnmatch
 import glob
 import importlib
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.config.derive import divisors
 from torchtitan.config.schema import Config
 from torchtitan.distributed.stages import StagePlan, plan_stages
 from torchtitan.models import ModelSpec, get_spec
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
 
 
@@ -74,7 +74,7 @@ def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str
     degree = config.parallelism.tensor_parallel_degree
     if wrong := {name: size for name, size in sizes.items() if size % degree}:
         every = math.gcd(*sizes.values())
-        legal = ", ".join(str(d) for d in range(1, every + 1) if every % d == 0)
+        legal = ", ".join(map(str, divisors(every)))
         yield (
             f"parallelism.tensor_parallel_degree: {degree} does not divide "
             f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
@@ -87,8 +87,7 @@ def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
     names = list(parameters)
     for group in config.optimizer.param_groups:
         if not fnmatch.filter(names, group.pattern):
-            near = difflib.get_close_matches(group.pattern, names, 1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(group.pattern, names, cutoff=0.3)
             yield f"optimizer.param_groups: pattern {group.pattern!r} matches no parameter{hint}"
 
 

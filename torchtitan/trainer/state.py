@@ -34,7 +34,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps whose update was left out because the loss or gradient was not finite."""
+    """Steps whose update was left out: a spike, or a loss or gradient that was not finite."""
     data: dict[str, Any] = field(default_factory=dict)
     """This rank's part of the data position."""
     first_loss: float | None = None

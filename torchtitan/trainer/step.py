@@ -1,5 +1,6 @@
 """The training step, without the update."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        return all(x - x == 0 for x in (self.loss, self.grad_norm))
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def forward_backward(

@@ -17,7 +17,7 @@ import torchtitan
 from torchtitan.components.checkpoint import Checkpointer, Resumed
 from torchtitan.components.checkpoint.commit import versions
 from torchtitan.components.checkpoint.hf import load_hf
-from torchtitan.components.data import StepBatch, StepLoader
+from torchtitan.components.data import StepBatch, merge_states
 from torchtitan.components.guard import Spike
 from torchtitan.components.ledger import Ledger, changes, git_revision
 from torchtitan.components.metrics import Metrics
@@ -175,7 +175,7 @@ class Trainer:
         train_state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.parts.schedule.state_dict(),
-            "data": StepLoader.merge_states(states),
+            "data": merge_states(states),
             "guard": self.guard.spikes.state_dict(),
         }
         self.checkpointer.save(step, train_state, model_only=last and config.last_save_model_only)

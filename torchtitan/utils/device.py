@@ -1,4 +1,4 @@
-"""The device a rank computes on: CUDA where there is one, else the CPU. The one place that asks."""
+"""The device a rank computes on: CUDA where there is one, else the CPU."""
 
 import ctypes
 import os

@@ -1,11 +1,12 @@
 """Errors for people: one clear message, an exit code, and a traceback only on request."""
 
+import difflib
 import os
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
 
@@ -66,9 +67,15 @@ _ANOTHER_RANK_FAILED = (
 """What a rank's collectives say when another rank has gone: never the cause."""
 
 
-def from_another_rank(error: BaseException) -> bool:
-    """Whether `error` only says that another rank has gone."""
+def from_another_rank(error: BaseException | str) -> bool:
+    """Whether `error`, or its text, only says that another rank has gone."""
     return any(text in str(error) for text in _ANOTHER_RANK_FAILED)
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about a misspelt word; empty if nothing is near."""
+    near = difflib.get_close_matches(word, list(known), 1, cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0) -> int:

@@ -60,7 +60,9 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: dict[str, str]) ->
         CheckpointError: no such folder, or a weight is missing or has another shape.
     """
     if not list(folder.glob("*.safetensors")):
-        raise CheckpointError(f"checkpoint.initial_load_path: no .safetensors files in {folder}")
+        raise CheckpointError(
+            f"no .safetensors files in {folder} (checkpoint.initial_load_path, or model.hf_assets_path without it)"
+        )
     reader = _SafetensorsReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     ours = model_state(models)

@@ -242,8 +242,7 @@ class Checkpointer:
             CheckpointError: every one is damaged, or the save in flight failed.
         """
         self.wait()
-        steps = _from_rank_0(committed_steps(self.folder) if dist.get_rank() == 0 else None)
-        return self._load_newest([s for s in steps if s < step], set())
+        return self._load_newest([s for s in self._listed() if s < step], set())
 
     def _load_newest(self, steps: Sequence[int], exclude: set[str]) -> Resumed | None:
         problems = []

@@ -14,6 +14,7 @@ from torchtitan.components.checkpoint.dcp_storage import Reader, alone
 from torchtitan.config.load import FIELDS
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.storage import patiently
+from torchtitan.utils.text import aligned
 
 _PIECE = 1 << 24
 """Elements compared at a time."""
@@ -100,8 +101,7 @@ def overview(found: list[dict[str, Any]]) -> str:
                 "yes" if s["resumable"] else "weights only",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def _page(s: dict[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -79,7 +80,7 @@ def read_tensors(state: State, path: Path) -> None:
     reader = Reader(path)
     stored = reader.read_metadata().state_dict_metadata
     wrong = []
-    for name, value in _flatten(state):
+    for name, value in flatten_state_dict(state)[0].items():
         if name not in stored:
             wrong.append(f"{name} is missing")
         elif (size := tuple(getattr(stored[name], "size", ()))) != tuple(value.shape):
@@ -92,13 +93,3 @@ def read_tensors(state: State, path: Path) -> None:
             "or choose another checkpoint.folder."
         )
     dcp.load(state, storage_reader=reader)
-
-
-def _flatten(state: State, prefix: str = "") -> list[tuple[str, Tensor]]:
-    out = []
-    for key, value in state.items():
-        if isinstance(value, dict):
-            out += _flatten(value, f"{prefix}{key}.")
-        else:
-            out.append((prefix + key, value))
-    return out

@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import logging
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.utils.errors import UserError
-
-logger = logging.getLogger("torchtitan")
+from torchtitan.utils.logging import logger
 
 FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")

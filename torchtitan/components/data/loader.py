@@ -1,7 +1,6 @@
 """From the configuration to this rank's rows of every step, read ahead in a thread or in worker processes."""
 
 import itertools
-import logging
 import math
 import queue
 import threading
@@ -25,9 +24,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
 
-logger = logging.getLogger("torchtitan")
 _JOIN_SECONDS = 5.0
 
 
@@ -204,11 +203,6 @@ class StepLoader:
                 )
         self.start = state
         self._workers = None
-
-    @staticmethod
-    def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The position of the whole run out of every rank's `StepBatch.state`."""
-        return merge_states(states)
 
     def __iter__(self) -> Iterator[StepBatch]:
         self.close()

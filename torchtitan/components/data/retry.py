@@ -1,7 +1,6 @@
 """Reads that may fail: tried again, and named."""
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,9 +8,9 @@ from typing import TypeVar
 
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.logging import logger
 
 T = TypeVar("T")
-logger = logging.getLogger("torchtitan")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Pre-tokenized data: a flat file of ids, memory-mapped, and a JSON file that says what is in it.
+"""Pre-tokenized data: a flat file of ids, and a JSON file that says what is in it.
 
 corpus-00000.bin    token ids, uint16 or uint32, documents one after another
 corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
 
 
 def write_token_file(
@@ -49,10 +50,8 @@ def write_token_file(
         "tokenizer": tokenizer.fingerprint,
         **about,
     }
-    temporary_meta = path.with_name(f".{path.stem}.json.tmp")
-    temporary_meta.write_text(json.dumps(meta, indent=1))
     temporary.replace(path)
-    temporary_meta.replace(path.with_suffix(".json"))
+    write_whole(path.with_suffix(".json"), json.dumps(meta, indent=1).encode())
     return meta
 
 
