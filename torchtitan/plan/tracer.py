@@ -111,6 +111,8 @@ class Tracer(TorchDispatchMode):
         return numbers
 
     def _see(self, tensor: Tensor, part: str | None = None) -> None:
+        if tensor.device.type == "meta":  # a stage that finds out the shapes it is to receive
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
@@ -221,6 +223,8 @@ class Tracer(TorchDispatchMode):
         if axis == "cp, fsdp":  # one group for both: FSDP calls c10d itself, the ring uses functional collectives
             axis = "fsdp" if namespace == "c10d" or kind == "all_reduce" else "cp"
         inputs, outputs = list(_tensors(args)), list(_tensors(out))
+        if kind in ("send", "receive") and (inputs[0].numel() == 1 or not inputs[0].is_floating_point()):
+            return  # torch before 2.13 tries the connections in its first step, and sends shapes
         if namespace == "c10d":  # the result is an argument
             size = max(map(_nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else _nbytes(inputs[0])
         else:
