@@ -159,9 +159,10 @@ class Soak:
         if len(steps) > 1:
             shard = max((checkpoints / f"step-{steps[-1]}").glob("*.distcp"), key=lambda p: p.stat().st_size)
             with shard.open("r+b") as file:
-                file.seek(shard.stat().st_size // 2)
+                place = self.random.randrange(shard.stat().st_size)  # the same one again would mend it
+                file.seek(place)
                 byte = file.read(1)
-                file.seek(-1, os.SEEK_CUR)
+                file.seek(place)
                 file.write(bytes([byte[0] ^ 1]))
             self.say(f"damaged {shard.relative_to(self.dump)}")
 
