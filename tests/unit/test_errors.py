@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from torchtitan.utils.errors import CheckpointError, ConfigError, run_main
+from torchtitan.utils.files import write_whole
 
 
 def failing(error):
@@ -54,3 +55,10 @@ def test_a_reader_that_ends_is_no_error():
 
 def test_another_broken_pipe_is():
     assert run_main(failing(BrokenPipeError()), []) == 1
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_whole(tmp_path / "folder", b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

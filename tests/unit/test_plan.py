@@ -402,6 +402,7 @@ def test_calibration_describes_this_machine(tmp_path, monkeypatch, capsys):
     file = tmp_path / "here.toml"
     assert main([f"--calibrate={file}"]) == 0
     made = find_hardware(str(file))
+    assert made.device == "cpu"
     assert made.fp32 > 1e8
     assert made.memory_gib > 0.5
     assert main([str(ROOT / "train_configs/debug_model.toml"), f"--hardware={file}"]) == 0
