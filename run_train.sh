@@ -29,6 +29,6 @@ fi
 # One segment that grows instead of many: less memory lost to fragmentation. The planner counts on it.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} LOG_RANK=${LOG_RANK:-0}
-exec "$python" -m torchtitan.launch --nproc-per-node "$NGPU" --nnodes "${NNODES:-1}" \
+exec "$python" -m torchtitan train --nproc-per-node "$NGPU" --nnodes "${NNODES:-1}" \
     --rdzv-endpoint "${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

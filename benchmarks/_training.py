@@ -81,9 +81,9 @@ class Meter:
 
 def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
-    from torchtitan.components.data import build_loader
-    from torchtitan.components.tokenizer import build_tokenizer
     from torchtitan.config.schema import DataLoader
+    from torchtitan.data.loader import build_loader
+    from torchtitan.data.tokenizer import build_tokenizer
 
     return build_loader(
         dataset="demo",
@@ -106,8 +106,8 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
         dp: data-parallel degree, if that isn't the number of ranks.
     """
     from torchtitan.config import resolve
-    from torchtitan.trainer.preflight import preflight
-    from torchtitan.trainer.trainer import Trainer
+    from torchtitan.train.preflight import preflight
+    from torchtitan.train.trainer import Trainer
 
     arguments = [
         f"--job.dump_folder={run.folder}/framework",

@@ -19,8 +19,8 @@ MODES = ["disabled", "async", "async_with_pinned_mem"]
 def measure(mode: str, folder: Path, saves: int) -> dict[str, float]:
     """Seconds lost per save: the caller's wait, and everything the saves added to the run."""
     from torchtitan.config import resolve
-    from torchtitan.trainer.preflight import preflight
-    from torchtitan.trainer.trainer import Trainer
+    from torchtitan.train.preflight import preflight
+    from torchtitan.train.trainer import Trainer
 
     argv = [
         f"--job.dump_folder={folder / mode}",

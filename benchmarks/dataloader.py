@@ -12,11 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from torchtitan.components.data import build_loader
-from torchtitan.components.data.documents import DemoDocuments
-from torchtitan.components.tokenizer import build_tokenizer
+from torchtitan.commands import tokenize
 from torchtitan.config.schema import DataLoader
-from torchtitan.tools import tokenize
+from torchtitan.data.documents import DemoDocuments
+from torchtitan.data.loader import build_loader
+from torchtitan.data.tokenizer import build_tokenizer
 
 ROWS, SEQ_LEN = 8, 2048
 

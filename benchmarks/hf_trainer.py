@@ -35,9 +35,9 @@ def prepare(run: Run) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from torchtitan.distributed.init import materialize
     from torchtitan.models import get_spec
     from torchtitan.models.layers import attention_backend
+    from torchtitan.parallel.init import materialize
 
     spec = get_spec("llama3")
     args = spec.args("debugmodel", {}, max_seq_len=SEQ_LEN)

@@ -18,10 +18,10 @@ import numpy as np
 from torchtitan.config import resolve
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import Hardware, find_hardware
-from torchtitan.plan.memory import memory_of, peak_memory
+from torchtitan.plan.memory import memory_of, predict_memory
 from torchtitan.plan.trace import trace_ranks
 from torchtitan.plan.workload import Workload
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.preflight import preflight
 
 FILE = Path(__file__).with_name("published.csv")
 HARDWARE = {
@@ -124,8 +124,8 @@ def load(file: Path = FILE) -> list[Row]:
         if row["hw"] not in HARDWARE:
             raise SystemExit(f"{file}: {row['id']}: no hardware {row['hw']!r} (there is {', '.join(HARDWARE)})")
         config = resolve(arguments(row), int(row["gpus"])).config
-        plan = preflight(config, output=False)
-        workload = Workload(config, plan.args, plan.stages, kv_repeated=True)
+        setup = preflight(config, output=False)
+        workload = Workload(config, setup.args, setup.stages, kv_repeated=True)
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
         out.append(
             Row(row["id"], bool(row["fit"]), HARDWARE[row["hw"]], row["float8"] == "rowwise", workload, tps, memory)
@@ -173,7 +173,7 @@ def errors(rows: list[Row], changed: Mapping[str, float] | None = None) -> tuple
             hw = hw.model_copy(update=dict(changed or {})) if row.hardware == FITTED_ON else hw
             speed.append((row, step_time(row.workload, hw).tokens_per_second / row.tokens_per_second - 1))
         if row.memory_gib:
-            space.append((row, peak_memory(row.workload).reserved / 2**30 / row.memory_gib - 1))
+            space.append((row, predict_memory(row.workload).reserved / 2**30 / row.memory_gib - 1))
     return speed, space
 
 

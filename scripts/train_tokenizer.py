@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan.components.data.documents import DemoDocuments
-from torchtitan.components.tokenizer import LLAMA3_PATTERN
+from torchtitan.data.documents import DemoDocuments
+from torchtitan.data.tokenizer import LLAMA3_PATTERN
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 

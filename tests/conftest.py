@@ -11,7 +11,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the figures are those of th
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from torchtitan.tools.ranks import RankPool
+from torchtitan.lab.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import resolve
-from torchtitan.tools.compare import write_corpus
+from torchtitan.lab.compare import write_corpus
 
 __all__ = ["arguments", "full", "losses", "read_metrics", "train", "weights", "write_corpus"]
 
@@ -59,8 +59,8 @@ def weights(models) -> dict[str, torch.Tensor]:
 
 def train(argv: list[str]) -> dict[str, Any]:
     """Run to the end on the ranks that call this; returns rank 0's metrics and every rank's full weights."""
-    from torchtitan.trainer.preflight import preflight
-    from torchtitan.trainer.trainer import Trainer
+    from torchtitan.train.preflight import preflight
+    from torchtitan.train.trainer import Trainer
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))

@@ -119,7 +119,7 @@ BAD_LAYOUTS = {
 def test_a_bad_layout_is_refused_before_any_rank_starts(tmp_path, case):
     extra, text = BAD_LAYOUTS[case]
     argv = [*arguments(tmp_path), "--parallelism.pipeline_parallel_degree=2", *extra]
-    done = start(sys.executable, "-m", "torchtitan.launch", "--nproc-per-node", "2", "--", *argv, cwd=tmp_path)
+    done = start(sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", "2", "--", *argv, cwd=tmp_path)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr

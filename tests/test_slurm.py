@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.launch import node_range
-from torchtitan.tools.submit import MARK, TEMPLATE, main
+from torchtitan.commands.submit import MARK, TEMPLATE, main
+from torchtitan.commands.train import node_range
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "train_configs/debug_model.toml"

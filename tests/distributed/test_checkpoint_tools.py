@@ -1,4 +1,4 @@
-"""`python -m torchtitan.tools.ckpt`, on checkpoints of real runs."""
+"""`torchtitan ckpt`, on checkpoints of real runs."""
 
 import json
 import shutil
@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.runs import arguments, train
-from torchtitan.components.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.convert import nearest_flavor
+from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
-from torchtitan.tools import ckpt
-from torchtitan.tools.convert import nearest_flavor
 from torchtitan.utils.errors import ConfigError, UserError
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=6"]
@@ -240,10 +240,11 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from torchtitan.components.checkpoint.hf import load_hf
-from torchtitan.components.checkpoint.state import model_state, read_tensors
+from torchtitan.checkpoint.hf import load_hf
+from torchtitan.checkpoint.state import model_state, read_tensors
 from torchtitan.models import get_spec
-from torchtitan.tools import ckpt, convert
+from torchtitan.checkpoint import convert
+    from torchtitan.commands import ckpt
 
 def status(key):
     return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if key in l)

@@ -28,8 +28,8 @@ def degrees(**layout):
 
 def compared(argv, cache=None):
     """Problems of the run against one process, the number of graphs compiled, and what of tensor parallelism fused."""
-    from torchtitan.tools.compare import Tolerances
-    from torchtitan.tools.parity import compare
+    from torchtitan.lab.compare import Tolerances
+    from torchtitan.lab.parity import compare
 
     if cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
@@ -95,7 +95,7 @@ def test_every_collective_at_a_matrix_product_is_fused(ranks, tmp_path, rows):
 def without_the_remedy(argv):
     from unittest import mock
 
-    from torchtitan.distributed import async_tensor
+    from torchtitan.parallel import async_tensor
 
     with mock.patch.object(async_tensor, "_concatenated", async_tensor._VIEWED_OR_CONCATENATED):
         return compared(argv)

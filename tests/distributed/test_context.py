@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan.distributed.context import local_positions, ring_attention, ring_attention_backend
+from torchtitan.parallel.context import local_positions, ring_attention, ring_attention_backend
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seq": 32, "size": 8}
 

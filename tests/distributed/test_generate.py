@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.runs import arguments, train
-from torchtitan.components.generation import Sampling, TextGenerator, sample
-from torchtitan.distributed.tensor import apply_tensor_parallel
+from torchtitan.commands import generate as tool
+from torchtitan.generate.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
-from torchtitan.tools import generate as tool
+from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.errors import run_main
 
 SPEC = get_spec("llama3")
@@ -111,7 +111,7 @@ def test_draws_follow_the_distribution():
 
 def on_two_ranks(tied, sampling):
     mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), build(tie_embeddings=tied)
-    apply_tensor_parallel(model, mesh, SPEC.tensor_parallel_plan, sharded_loss=False, float8=False)
+    apply_tensor_parallel(model, mesh, SPEC.tensor_parallel_styles, sharded_loss=False, float8=False)
     return [row.tokens for row in generator(model, mesh=mesh)(PROMPTS, sampling, 12)]
 
 

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torchtitan.distributed.init import ROWS_PER_BLOCK, materialize
 from torchtitan.models.spec import Init
+from torchtitan.parallel.init import ROWS_PER_BLOCK, materialize
 
 CPU = torch.device("cpu")
 

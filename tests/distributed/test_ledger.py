@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.runs import arguments, train
 from torchtitan.config import resolve
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=2"]
 

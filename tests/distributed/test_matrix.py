@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config.support import FEATURES, torch_is_before_2_13
-from torchtitan.tools.matrix import (
+from torchtitan.lab.matrix import (
     LAYOUTS,
     NAMED_SCHEDULES,
     SCHEDULE_LAYOUTS,
@@ -78,7 +78,7 @@ def test_the_published_matrix_is_complete_and_has_no_bad_cell():
 
 def test_the_published_matrix_agrees_with_validation(tmp_path):
     """A cell is refused today exactly if the document says so, with the sentence it shows."""
-    from torchtitan.tools.compare import write_corpus
+    from torchtitan.lab.compare import write_corpus
 
     write_corpus(tmp_path / "corpus.jsonl")
     write_corpus(tmp_path / "held-out.jsonl")

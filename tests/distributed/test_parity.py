@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.runs import arguments, losses, train
-from torchtitan.components.data import StepBatch
 from torchtitan.config import resolve
+from torchtitan.data.loader import StepBatch
 from torchtitan.models.layers import attention_backend
-from torchtitan.trainer.build import build_data
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.build import build_data
+from torchtitan.train.preflight import preflight
 
 STEPS = 10
 
@@ -38,15 +38,15 @@ class OneRank:
 def plain_loop(argv: list[str]) -> dict:
     """The reference: the same model, data and optimizer in a dozen lines of ordinary PyTorch; no FSDP, no trainer."""
     config = resolve(argv, 1).config
-    plan = preflight(config)
-    model = plan.spec.build(plan.args, attention_backend("cpu"))
+    setup = preflight(config)
+    model = setup.spec.build(setup.args, attention_backend("cpu"))
     model.load_state_dict(torch.load(f"{config.job.dump_folder}/initial.pt"))
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
-    loader = build_data("training", config.training, 8, plan.tokenizer, OneRank(), config.debug.seed)
+    loader = build_data("training", config.training, 8, setup.tokenizer, OneRank(), config.debug.seed)
     batches, curve, norms = iter(loader), [], []
     for step in range(STEPS):
         batch: StepBatch = next(batches)

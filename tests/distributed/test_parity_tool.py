@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan.tools import parity
-from torchtitan.trainer import build
-from torchtitan.trainer.compute import Compute
+from torchtitan.lab import parity
+from torchtitan.train import build
+from torchtitan.train.compute import Compute
 
 REAL_BUILD = build.build_models
 REAL_PART = Compute.own_part
@@ -22,8 +22,8 @@ REAL_ALL_REDUCE = dist.all_reduce
 def after_build(change):
     """Let `change(models, mesh)` spoil every model that is built."""
 
-    def spoiled(config, plan, mesh, device):
-        models = REAL_BUILD(config, plan, mesh, device)
+    def spoiled(config, setup, mesh, device):
+        models = REAL_BUILD(config, setup, mesh, device)
         change(models, mesh)
         return models
 
@@ -152,7 +152,8 @@ def test_tolerances_are_tight_enough_to_matter(ranks):
 def test_the_command(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     tool = [
-        "torchtitan.tools.parity",
+        "torchtitan",
+        "parity",
         "--config",
         "train_configs/debug_model.toml",
         f"--job.dump_folder={tmp_path / 'no'}",

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 
 from tests.runs import arguments, losses, train, write_corpus
 from torchtitan.config import resolve
-from torchtitan.distributed.init import materialize
-from torchtitan.distributed.stages import SCHEDULES as SCHEDULE_NAMES
+from torchtitan.config.stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.models.layers import attention_backend
-from torchtitan.trainer.build import build
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.step import forward_backward
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.parallel.init import materialize
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import forward_backward
+from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -137,15 +137,15 @@ def every_count_of_microbatches(argv, schedule, rows):
         sizes = [f"--training.local_batch_size={n}", f"--training.global_batch_size={n}"]
         try:
             config = resolve([*argv, *sizes, f"--parallelism.pipeline_parallel_schedule={schedule}"], 2).config
-            plan = preflight(config)
+            setup = preflight(config)
         except ConfigError:
             continue
-        parts = build(config, plan, CPU)
+        parts = build(config, setup, CPU)
         batch = next(iter(parts.loader))
         parts.loader.close()
         result = forward_backward(parts, batch, n, 0.0)
-        model = plan.spec.build(plan.args, attention_backend("cpu"))
-        materialize(model, CPU, CPU, config.debug.seed, lambda fqn, plan=plan: plan.spec.init(fqn, plan.args))
+        model = setup.spec.build(setup.args, attention_backend("cpu"))
+        materialize(model, CPU, CPU, config.debug.seed, lambda fqn, setup=setup: setup.spec.init(fqn, setup.args))
         loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
         loss.backward()
         norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()

@@ -14,9 +14,9 @@ from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.plan.memory import PARTS
 from torchtitan.plan.trace import trace_ranks
-from torchtitan.trainer.build import build
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.step import forward_backward
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import forward_backward
 
 SIZES = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256, "vocab_size": 2048}
 SEQ, ROWS = 256, 4

@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.runs import arguments, losses, train
-from torchtitan.components.checkpoint.commit import committed_steps, leftovers
+from torchtitan.checkpoint.commit import committed_steps, leftovers
+from torchtitan.commands import ckpt
 from torchtitan.config import resolve
-from torchtitan.tools import ckpt
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.storage import patiently, storage_path
 
@@ -137,7 +137,7 @@ def failing(env, argv):
     """Train with a server that goes away after three steps."""
     os.environ.update(env)
     import torchtitan.utils.storage as storage
-    from torchtitan.trainer.trainer import Trainer
+    from torchtitan.train.trainer import Trainer
 
     storage._DELAYS = (0.01,)
     config = resolve(argv, dist.get_world_size()).config
@@ -176,7 +176,7 @@ def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s
 KILLED = """
 import os, signal, sys
 from torchtitan import train
-from torchtitan.components.checkpoint import dcp_storage
+from torchtitan.checkpoint import dcp_storage
 
 def die_before_the_second_commit(path, value, write=dcp_storage.write_json):
     if path.parent.name == "step-2":

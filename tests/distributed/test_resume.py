@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train
-from torchtitan.components.checkpoint.commit import committed_steps
-from torchtitan.components.checkpoint.manager import _Stager
+from torchtitan.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.manager import _Stager
 from torchtitan.config import resolve
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.preflight import preflight
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
 
@@ -113,10 +113,10 @@ def test_hf_export_loads_in_transformers_and_comes_back(ranks, tmp_path):
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {p.name for p in folder.iterdir()}
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     argv = arguments(tmp_path)
-    plan = preflight(resolve(argv, 1).config)
+    setup = preflight(resolve(argv, 1).config)
     from torchtitan.models.layers import attention_backend
 
-    ours = plan.spec.build(plan.args, attention_backend("cpu"))
+    ours = setup.spec.build(setup.args, attention_backend("cpu"))
     ours.load_state_dict(run["weights"])
     tokens = torch.randint(0, 2048, (2, 32))
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_hf_export_loads_in_transformers_and_comes_back(ranks, tmp_path):
 
 def recorded(argv):
     """Train, and return the rows of every step in the global order too."""
-    from torchtitan.trainer import trainer as module
+    from torchtitan.train import trainer as module
 
     steps, real = [], module.forward_backward
 

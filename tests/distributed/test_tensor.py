@@ -8,13 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runs import arguments, losses, train
 from torchtitan.config import resolve
-from torchtitan.distributed.mesh import build_mesh
-from torchtitan.distributed.tensor import apply_tensor_parallel
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
-from torchtitan.trainer.build import build
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.step import forward_backward
+from torchtitan.parallel.mesh import build_mesh
+from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import forward_backward
 
 TP = ["--parallelism.tensor_parallel_degree=2"]
 VOCABULARY = 2048
@@ -101,7 +101,7 @@ def incomplete_plan():
     with torch.device("meta"):
         model = spec.build(args, attention_backend("cpu"))
     config = resolve(TP, 2).config
-    plan = {pattern: style for pattern, style in spec.tensor_parallel_plan.items() if "w2" not in pattern}
+    plan = {pattern: style for pattern, style in spec.tensor_parallel_styles.items() if "w2" not in pattern}
     apply_tensor_parallel(model, build_mesh(config.parallelism, "cpu").tp, plan, sharded_loss=True, float8=False)
 
 

@@ -8,14 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.runs import arguments, full, losses, read_metrics, train, write_corpus
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import build_tokenizer
 from torchtitan.config import resolve
-from torchtitan.distributed.comm import limit_groups
-from torchtitan.distributed.mesh import build_mesh
+from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models.layers import attention_backend
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.parallel.groups import limit_groups
+from torchtitan.parallel.mesh import build_mesh
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 
 
 def validation_arguments(folder, *extra):
@@ -43,8 +43,8 @@ def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path,
     argv = validation_arguments(tmp_path, f"--validation.local_batch_size={batch}")
     run = ranks(2, train, argv)[0]
     assert [step for step, *_ in validations(run)] == [2, 4]
-    plan = preflight(resolve(argv, 1).config)
-    model = plan.spec.build(plan.args, attention_backend("cpu"))
+    setup = preflight(resolve(argv, 1).config)
+    model = setup.spec.build(setup.args, attention_backend("cpu"))
     model.load_state_dict(run["weights"])
     rows = ranks(1, all_rows, argv, batch * 2)[0]
     loss = tokens = 0
@@ -63,7 +63,7 @@ def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path,
 
 
 def all_rows(argv, rows):
-    from torchtitan.trainer.build import build_data
+    from torchtitan.train.build import build_data
 
     class OneRank:
         dp_rank, dp_degree = 0, 1
@@ -111,7 +111,7 @@ def test_profiler_traces_are_written_on_schedule(ranks, tmp_path):
 
 
 def gradients_after_one_backward(argv, max_norm):
-    from torchtitan.trainer.step import forward_backward
+    from torchtitan.train.step import forward_backward
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))

@@ -14,7 +14,7 @@ def kill():
 
 
 if os.environ.get("RANK") == "1":
-    from torchtitan.trainer.compute import Compute
+    from torchtitan.train.compute import Compute
 
     forward_backward, calls = Compute.forward_backward, []
 

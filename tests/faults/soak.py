@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.runs import arguments, read_metrics
-from torchtitan.components.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.commit import committed_steps
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("kill", "pause", "preempt", "damage")
@@ -91,7 +91,7 @@ class Soak:
         save = ["--checkpoint.enable", "--checkpoint.interval=10", "--checkpoint.keep_latest_k=3"]
         watch = ["--guard.weight_hash_freq=10", f"--checkpoint.async_mode={mode}"]
         restarts = self.random.choice([0, 1])
-        launch = ["-m", "torchtitan.launch", f"--nproc-per-node={world}", f"--max-restarts={restarts}", "--"]
+        launch = ["-m", "torchtitan", "train", f"--nproc-per-node={world}", f"--max-restarts={restarts}", "--"]
         self.say(f"start {self.starts}: {world} ranks {' '.join(layout)} {mode}, {restarts} restarts")
         with self.log.open("a") as log:
             process = subprocess.Popen(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.runs import arguments, losses, read_metrics, train
-from torchtitan.components.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.commit import committed_steps
 
 ROOT = Path(__file__).parents[2]
 ELASTIC = ["--fault_tolerance.elastic", "--checkpoint.enable", "--lr_scheduler.total_steps=1000"]
@@ -43,7 +43,7 @@ def test_padding_under_a_pipeline_and_workers(ranks, tmp_path):
 SLOW = """
 import os, time
 if "RANK" in os.environ:
-    from torchtitan.trainer.trainer import Trainer
+    from torchtitan.train.trainer import Trainer
     after = Trainer._after_step
     Trainer._after_step = lambda self: (after(self), time.sleep({seconds}))
 """
@@ -118,7 +118,7 @@ def rank_processes(launcher):
 
 
 LAUNCHERS = {
-    "own": ["torchtitan.launch", "--nproc-per-node=2", "--max-restarts=1", "--"],
+    "own": ["torchtitan", "train", "--nproc-per-node=2", "--max-restarts=1", "--"],
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m",
                  "torchtitan.train"],
 }  # fmt: skip
@@ -144,7 +144,14 @@ def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    node = ["torchtitan.launch", "--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "--"]
+    node = [
+        "torchtitan",
+        "train",
+        "--nnodes=1:2",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--local-addr=127.0.0.1",
+        "--",
+    ]
     with Run(tmp_path) as run:
         first = run.start(*node)
         run.wait_for_ranks(1, starts=1)
@@ -182,7 +189,7 @@ def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
 def test_node_counts_that_cannot_work_are_refused(tmp_path, nodes, extra, text):
     argv = [f"--nnodes={nodes}", "--rdzv-endpoint=localhost:1", "--", *arguments(tmp_path, *extra, global_batch=6)]
     done = subprocess.run(
-        [sys.executable, "-m", "torchtitan.launch", *argv], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "torchtitan", "train", *argv], env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from tests.runs import arguments, losses, weights
-from torchtitan.components.data import StepLoader
 from torchtitan.config import resolve
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.data.loader import StepLoader
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=4"]
 WATCH = ["--guard.window=8", "--guard.warmup_steps=0", "--guard.grad_norm_threshold=0"]

@@ -22,11 +22,12 @@ from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Comm
 from torchtitan.config.support import torch_is_before_2_13
-from torchtitan.distributed import watch as watching
-from torchtitan.distributed.diagnosis import read_case
-from torchtitan.distributed.watch import Watch, mark
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.observe import watch as watching
+from torchtitan.observe.diagnosis import read_case
+from torchtitan.observe.watch import Watch
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
+from torchtitan.utils.phase import begin
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/faults/test_hang.py"
@@ -174,7 +175,7 @@ def test_a_pipeline_stage_that_never_sends(ranks, tmp_path):
 
 def stuck_save(trainer, folder):
     if dist.get_rank() == 1:
-        from torchtitan.components.checkpoint.dcp_storage import CommittingWriter
+        from torchtitan.checkpoint.dcp_storage import CommittingWriter
 
         write = CommittingWriter.write_data
 
@@ -240,7 +241,7 @@ def test_sigusr2_lets_all_ranks_write_and_changes_nothing(ranks, tmp_path):
 def small_group():
     """A group whose collectives give up after some seconds, as tensor parallelism's would."""
     group = dist.new_group(timeout=timedelta(seconds=6), group_desc="mesh_tp")
-    mark("running forward and backward", 7)
+    begin("step", "running forward and backward", 7)
     dist.all_reduce(torch.ones(8), group=group)
     return group
 
@@ -317,7 +318,7 @@ def launched(tmp_path, fault):
     extra = ["--comm.train_timeout_seconds=8", "--parallelism.tensor_parallel_degree=2"]
     argv = [*arguments(tmp_path, *extra), "--experimental.custom_import=tests.faults.hang_faults"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULT": fault}
-    command = [sys.executable, "-m", "torchtitan.launch", "--nproc-per-node", "2", "--", *argv]
+    command = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", "2", "--", *argv]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=200)
     assert done.returncode == 1, done.stderr
     return done.stderr.strip().splitlines()
@@ -334,7 +335,7 @@ def test_the_launcher_ends_with_the_sentence(tmp_path):
     assert f"error: {sentence}" in lines[1:-1], "and by rank 0, whoever started it"
     assert "Traceback" not in "".join(lines)
     told = subprocess.run(
-        [sys.executable, "-m", "torchtitan.tools.doctor", str(tmp_path / "out")], capture_output=True, text=True
+        [sys.executable, "-m", "torchtitan", "doctor", str(tmp_path / "out")], capture_output=True, text=True
     )
     assert told.stdout.splitlines()[0] == sentence, told.stderr
 

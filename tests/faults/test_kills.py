@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
-from torchtitan.components.checkpoint import dcp_storage
-from torchtitan.components.checkpoint.commit import MANIFEST, committed_steps, damage, read_manifest
-from torchtitan.components.checkpoint.dcp_storage import CommittingWriter
+from torchtitan.checkpoint import dcp_storage
+from torchtitan.checkpoint.commit import MANIFEST, committed_steps, damage, read_manifest
+from torchtitan.checkpoint.dcp_storage import CommittingWriter
 from torchtitan.config import resolve
-from torchtitan.trainer import step
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.train import step
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 
 
 def die():

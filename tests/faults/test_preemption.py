@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.runs import arguments, losses, read_metrics, train, weights
-from torchtitan.components.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.config import resolve
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 from torchtitan.utils.signals import StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(
 @pytest.mark.e2e
 @pytest.mark.parametrize("ranks_", [1, 2])
 def test_two_signals_to_the_launcher(tmp_path, ranks_):
-    module = [sys.executable, "-m", "torchtitan.launch", "--nproc-per-node", ranks_, "--"]
+    module = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", ranks_, "--"]
     launcher = launch(*module, *slow(tmp_path))
     wait_for_step(launcher, tmp_path, 2)
     launcher.send_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ def test_two_signals_to_the_launcher(tmp_path, ranks_):
     assert status == os.EX_TEMPFAIL, err
     (step,) = committed_steps(tmp_path / "out/checkpoint")
     assert err.splitlines()[-2] == f"Stopped after step {step}, as asked. To go on:"
-    assert shlex.split(err.splitlines()[-1])[1:3] == ["-m", "torchtitan.launch"]
+    assert shlex.split(err.splitlines()[-1])[1:3] == ["-m", "torchtitan", "train"]
 
 
 BLOCKED = """
@@ -194,7 +194,7 @@ def test_before_training_a_blocked_rank_leaves_at_once(number):
 
 @pytest.mark.e2e
 def test_a_signal_while_ranks_start(tmp_path):
-    launcher = launch(sys.executable, "-m", "torchtitan.launch", "--nproc-per-node=2", "--", *slow(tmp_path))
+    launcher = launch(sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", "--", *slow(tmp_path))
     deadline = time.monotonic() + 60
     while len(psutil.Process(launcher.pid).children()) < 2:
         assert time.monotonic() < deadline

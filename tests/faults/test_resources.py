@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.runs import SAVE, arguments, full
 from torchtitan.config import resolve
-from torchtitan.trainer.preflight import preflight
-from torchtitan.trainer.trainer import Trainer
+from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 from torchtitan.utils.logging import logger
 
 PP = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part=layers.1"]

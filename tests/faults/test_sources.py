@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.runs import arguments, train
 from tests.unit.test_data import corpora, loader, open_kind, take  # noqa: F401 - a fixture
-from torchtitan.components.data import token_files
-from torchtitan.components.data.documents import LocalDocuments
+from torchtitan.data.documents import LocalDocuments
+from torchtitan.data.loader import token_files
 from torchtitan.utils.errors import UserError
 
 QUICK = {"retry_pause_seconds": 0.01}

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.components.loss import cross_entropy_sum
 from torchtitan.config.schema import ActivationCheckpoint, Compile
-from torchtitan.distributed.activation_checkpoint import (
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.parallel.activation_checkpoint import (
     _ATTENTION,
     _COMMUNICATION,
     _MATMULS,
     apply_activation_checkpoint,
     use_memory_budget,
 )
-from torchtitan.distributed.compile import apply_compile
-from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.parallel.compile import apply_compile
 
 SPEC = get_spec("llama3")
 TINY = {"vocab_size": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
@@ -88,7 +88,7 @@ def test_what_is_kept_by_name_exists_under_that_name():
     import torch.distributed._functional_collectives
     import torch.nn.attention.flex_attention
 
-    import torchtitan.distributed.context  # noqa: F401
+    import torchtitan.parallel.context  # noqa: F401
 
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     known.add(torch.ops.higher_order.flex_attention.name())

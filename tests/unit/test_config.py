@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.commands import config as config_tool
 from torchtitan.config import load_config, resolve
 from torchtitan.config.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, NotYet, Tuning
 from torchtitan.config.load import FIELDS, fields_of
 from torchtitan.config.render import json_schema, markdown, to_toml
 from torchtitan.config.schema import Config
-from torchtitan.tools import config as config_tool
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, run_main
 
 ROOT = Path(__file__).parents[2]
@@ -329,15 +329,15 @@ def test_everything_is_documented():
 def test_every_key_is_read_somewhere():
     """A key that no code reads would be ignored silently."""
     sources = "\n".join(p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts)
-    sources += (ROOT / "torchtitan/config/__init__.py").read_text() + (ROOT / "torchtitan/config/load.py").read_text()
-    sources += (ROOT / "torchtitan/config/derive.py").read_text()
+    for name in ("__init__", "load", "derive", "stages"):
+        sources += (ROOT / f"torchtitan/config/{name}.py").read_text()
     for key in FIELDS:
         name = key.rpartition(".")[2]
         assert f".{name}" in sources or key == "job.config_file", key
 
 
 def test_generated_documents_are_up_to_date():
-    assert (ROOT / "docs/config.md").read_text() == markdown(), "python -m torchtitan.tools.config --markdown"
+    assert (ROOT / "docs/config.md").read_text() == markdown(), "torchtitan config --markdown"
     assert (ROOT / "docs/config.schema.json").read_text() == json_schema(), "... --json-schema"
 
 
@@ -371,7 +371,7 @@ def test_explain_names_every_origin(toml, tmp_path, capsys):
 def test_errors_and_help_are_quick_and_need_no_torch():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from torchtitan.utils.errors import run_main; from torchtitan.train import main\n"
+        "from torchtitan.utils.errors import run_main; from torchtitan.train.entry import main\n"
         "try: code = run_main(main, sys.argv[1:])\n"
         "except SystemExit as e: code = e.code\n"
         "assert not any(m == 'torch' or m.startswith('torch.') for m in sys.modules), 'torch was imported'\n"

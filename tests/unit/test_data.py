@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tests.runs import write_corpus
-from torchtitan.components.data import build_loader, merge_states
-from torchtitan.components.data.documents import DemoDocuments, LocalDocuments
-from torchtitan.components.data.shuffle import permute
-from torchtitan.components.data.token_files import write_token_file
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import build_tokenizer
+from torchtitan.commands import tokenize
 from torchtitan.config.schema import DataLoader
-from torchtitan.tools import tokenize
+from torchtitan.data.documents import DemoDocuments, LocalDocuments
+from torchtitan.data.loader import build_loader, merge_states
+from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.shuffle import permute
+from torchtitan.data.token_files import write_token_file
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from torchtitan.distributed.diagnosis import Case, diagnose, read_case
-from torchtitan.tools.doctor import main
+from torchtitan.commands.doctor import main
+from torchtitan.observe.diagnosis import Case, diagnose, read_case
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.components.guard import Guard, Stragglers, deviation
 from torchtitan.config import schema
-from torchtitan.distributed.replicas import fingerprint
+from torchtitan.observe.guard import Guard, Stragglers, deviation
+from torchtitan.observe.replicas import fingerprint
 
 WINDOW = 16
 
@@ -149,5 +149,5 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_lies_in_memory_nor_on_chu
     assert fingerprint(torch.tensor(3.0)) != fingerprint(torch.tensor(-3.0))
     assert fingerprint(torch.empty(0)) == 0
     whole = fingerprint(value)
-    monkeypatch.setattr("torchtitan.distributed.replicas._CHUNK", 7)
+    monkeypatch.setattr("torchtitan.observe.replicas._CHUNK", 7)
     assert fingerprint(value) == whole

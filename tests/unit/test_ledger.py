@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torchtitan.components.ledger import Ledger, changes, git_revision
+from torchtitan.observe.ledger import Ledger, changed_settings, git_revision
 from torchtitan.utils.errors import UserError
 
 
@@ -170,8 +170,8 @@ def test_changes_since_a_checkpoint_are_named():
         "ranks": 4,
         "git": "b-dirty",
     }
-    assert changes(before, before) == []
-    assert changes(before, now) == [
+    assert changed_settings(before, before) == []
+    assert changed_settings(before, now) == [
         "training.steps 4 -> 8",
         "metrics.log_freq unset -> 5",
         'torch "2.11.0" -> "2.13.0"',
@@ -179,7 +179,7 @@ def test_changes_since_a_checkpoint_are_named():
         'git "a" -> "b-dirty"',
     ]
     older = {"config": before["config"]}  # a checkpoint whose manifest said less
-    assert changes(older, before) == ['torch unset -> "2.11.0"', "ranks unset -> 1", 'git unset -> "a"']
+    assert changed_settings(older, before) == ['torch unset -> "2.11.0"', "ranks unset -> 1", 'git unset -> "a"']
 
 
 def test_git_revision_is_a_commit():

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.components.loss import IGNORE_INDEX, chunked_loss_sum, cross_entropy_sum
+from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
+from torchtitan.optim.loss import chunked_loss_sum, cross_entropy_sum
 
 SPEC = get_spec("llama3")
 TINY = {"vocab_size": 512, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}

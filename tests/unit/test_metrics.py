@@ -5,8 +5,8 @@ import json
 import pytest
 import torch.distributed as dist
 
-from torchtitan.components.metrics import ConsoleSink, JsonlSink, Metrics, TensorBoardSink, WandbSink
 from torchtitan.config import schema
+from torchtitan.observe.metrics import ConsoleSink, JsonlSink, Metrics, TensorBoardSink, WandbSink
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.hardware import peak_flops
 
@@ -33,7 +33,7 @@ VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens":
 
 def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("torchtitan.components.metrics.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torchtitan.observe.metrics.time.perf_counter", lambda: clock[0])
     metrics = make(tmp_path, peak=2e14)
     for step in (1, 2):
         clock[0] += 0.25

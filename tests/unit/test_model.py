@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.components.loss import cross_entropy_sum
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
 from torchtitan.models.llama3.args import RopeScaling
+from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
@@ -103,7 +103,7 @@ def test_a_part_of_the_model_passes_hidden_states():
 
 def test_initial_loss_is_that_of_a_uniform_guess():
     torch.manual_seed(0)
-    from torchtitan.distributed.init import materialize
+    from torchtitan.parallel.init import materialize
 
     model = build(vocab_size=4096)
     materialize(model, torch.device("cpu"), torch.device("cpu"), 0, lambda fqn: SPEC.init(fqn, model.args))

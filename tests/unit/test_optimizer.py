@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.components.optimizer import LRSchedule, build_optimizer, lr_factor
 from torchtitan.config.schema import LRScheduler, Optimizer, ParamGroup
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.schedule import LRSchedule, lr_factor
 
 
 def curve(total, **kwargs):

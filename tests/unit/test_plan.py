@@ -15,24 +15,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan.commands.plan import main, parse
 from torchtitan.config import load_config, resolve
-from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.distributed.schedule_file import Action
-from torchtitan.distributed.stages import StagePlan
+from torchtitan.config.schedule_file import Action
+from torchtitan.config.stages import PipelineStages
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
+from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.plan import calibrate
 from torchtitan.plan.answers import GIB, answer, changes, legal, report, traced
 from torchtitan.plan.costs import collectives, step_time
 from torchtitan.plan.hardware import find_hardware, load_hardware
-from torchtitan.plan.memory import memory_of, peak_memory
+from torchtitan.plan.memory import memory_of, predict_memory
 from torchtitan.plan.page import page, pictures
 from torchtitan.plan.schedule import program, simulate
 from torchtitan.plan.search import search
 from torchtitan.plan.trace import trace_ranks
 from torchtitan.plan.workload import Stage, Workload, hardware_flops
-from torchtitan.tools.plan import main, parse
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def stage_plan(name, degree, per_rank=1, csv_file=None):
     count = degree * per_rank
     v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
     owners = tuple(2 * degree - 1 - s if v_shaped and s >= degree else s % degree for s in range(count))
-    return StagePlan(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
+    return PipelineStages(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
 
 
 def run(plan, microbatches, *, forward=1.0, backward=2.0, weights=1.0):
@@ -294,7 +294,7 @@ def test_accumulation_keeps_whole_gradients():
 )
 def test_what_saves_memory(less, more):
     base = ["--model.flavor=8B", "--training.seq_len=8192"]
-    smaller, larger = (peak_memory(workload(*base, *argv, world=8)).reserved for argv in (less, more))
+    smaller, larger = (predict_memory(workload(*base, *argv, world=8)).reserved for argv in (less, more))
     assert smaller < larger
 
 
@@ -616,7 +616,7 @@ def test_report_counts_tokens():
     made = report(answer(w, SPEC, H100), tokens=1e12)
     hours = 1e12 / (made["time"]["tokens_per_second_per_gpu"] * 8) / 3600
     assert made["run"]["gpu_hours"] == pytest.approx(8 * hours)
-    assert made["memory"]["peak_gib"] == pytest.approx(peak_memory(w).reserved / GIB)
+    assert made["memory"]["peak_gib"] == pytest.approx(predict_memory(w).reserved / GIB)
     carried = page(made | pictures(answer(w, SPEC, H100)) | {"notes": ["</script>"]}).split("__DATA__")
     assert len(carried) == 1
     assert carried[0].count("</script>") == 2  # what the data holds ends no script

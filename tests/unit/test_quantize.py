@@ -6,9 +6,9 @@ from torch import nn
 
 from torchtitan.config import resolve
 from torchtitan.config.schema import Quantize
-from torchtitan.distributed.quantize import check_hardware, quantize
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
+from torchtitan.parallel.quantize import check_hardware, quantize
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")

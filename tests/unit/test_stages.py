@@ -6,9 +6,9 @@ import re
 import pytest
 
 from torchtitan.config import resolve
-from torchtitan.distributed.stages import SCHEDULES, balanced, plan_stages
+from torchtitan.config.stages import SCHEDULES, balanced, pipeline_stages
 from torchtitan.models import get_spec
-from torchtitan.trainer.preflight import preflight
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
@@ -18,7 +18,9 @@ ALL = ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output"]
 def plan(*extra, degree=2, flavor="debugmodel", world=None):
     argv = [f"--parallelism.pipeline_parallel_degree={degree}", f"--model.flavor={flavor}", *extra]
     config = resolve(argv, world or degree).config
-    return plan_stages(config, SPEC, SPEC.args(flavor, config.model.overrides, max_seq_len=config.training.seq_len))
+    args = SPEC.args(flavor, config.model.overrides, max_seq_len=config.training.seq_len)
+    flops = SPEC.module_flops(args, config.training.seq_len)
+    return pipeline_stages(config, flops, SPEC.tied_modules(args))
 
 
 def problems(*extra, **options):

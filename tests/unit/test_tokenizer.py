@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from torchtitan.components.data.documents import DemoDocuments
-from torchtitan.components.tokenizer import LLAMA3_SPECIAL, build_tokenizer, resolve_assets_path
+from torchtitan.data.documents import DemoDocuments
+from torchtitan.data.tokenizer import LLAMA3_SPECIAL, build_tokenizer, resolve_assets_path
 from torchtitan.utils.errors import UserError
 
 SHIPPED = "./tests/assets/tokenizer"

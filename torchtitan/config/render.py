@@ -71,7 +71,7 @@ def markdown() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Generated from the schema by `python -m torchtitan.tools.config --markdown`. Every key is also a flag:",
+        "Generated from the schema by `torchtitan config --markdown`. Every key is also a flag:",
         "`--section.key value`.",
         "",
     ]

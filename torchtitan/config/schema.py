@@ -218,7 +218,7 @@ class Training(Section):
     or a name for the files of `dataset_path`."""
     dataset_path: str | None = None
     """Local files instead of a download: a file, folder or glob of JSONL, text, Parquet (also compressed),
-    or of token files made by `python -m torchtitan.tools.tokenize`."""
+    or of token files made by `torchtitan tokenize`."""
     local_batch_size: PositiveInt = 8
     """Rows of one forward and backward pass on each data-parallel rank."""
     global_batch_size: int = Field(default=-1, ge=-1)

@@ -80,7 +80,7 @@ class ModelSpec:
     in the order in which they run."""
     tied_modules: Callable[[Any], Sequence[str]]
     """`tied_modules(args)`: modules that share a weight."""
-    tensor_parallel_plan: Mapping[str, ShardingStyle]
+    tensor_parallel_styles: Mapping[str, ShardingStyle]
     """Module name, with `*` for a layer's index, to what tensor parallelism does to it."""
     tensor_parallel_sizes: Callable[[Any], dict[str, int]]
     """`tensor_parallel_sizes(args)`: the hyper-parameters that the tensor-parallel degree must divide."""
@@ -137,3 +137,13 @@ def get_spec(name: str) -> ModelSpec:
         known = ", ".join(sorted(_BUILT_IN.keys() | _registry.keys()))
         raise ConfigError([f"model.name: no model family {name!r}; known: {known} (experimental.custom_import adds)"])
     return _registry[name]
+
+
+def import_custom(module: str) -> None:
+    """Import the module of `experimental.custom_import`, which registers a model family."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            [f"experimental.custom_import: can't import {module!r} ({error}); put its folder on PYTHONPATH"]
+        ) from error

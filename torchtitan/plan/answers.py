@@ -8,14 +8,14 @@ from typing import Any
 
 from torchtitan.config.derive import AXES, derive, layout_name, replace
 from torchtitan.config.schema import Config
+from torchtitan.config.stages import pipeline_stages
 from torchtitan.config.validate import validate
-from torchtitan.distributed.stages import plan_stages
 from torchtitan.models import ModelSpec
 from torchtitan.plan.costs import StepTime, collectives, step_time
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import memory_of
 from torchtitan.plan.workload import Workload, hardware_flops
-from torchtitan.trainer.preflight import check_tensor_parallel
+from torchtitan.train.preflight import check_tensor_parallel
 from torchtitan.utils.errors import ConfigError
 
 GIB = 2**30
@@ -86,7 +86,9 @@ def legal(config: Config, spec: ModelSpec, world: int) -> Workload:
     args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
     if problems := list(check_tensor_parallel(config, spec.tensor_parallel_sizes(args))):
         raise ConfigError(problems)
-    return Workload(config, args, plan_stages(config, spec, args))
+    return Workload(
+        config, args, pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+    )
 
 
 def answer(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Answer:
@@ -299,7 +301,7 @@ def checkpointing(config: Config) -> str:
 
 
 def _schedule(w: Workload) -> str | None:
-    return (w.plan.csv_file or w.config.parallelism.pipeline_parallel_schedule) if w.plan else None
+    return (w.pipeline.csv_file or w.config.parallelism.pipeline_parallel_schedule) if w.pipeline else None
 
 
 def _change(now: Answer, change: Change) -> dict[str, Any]:

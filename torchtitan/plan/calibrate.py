@@ -36,7 +36,7 @@ def calibrate() -> str:
     )
     base = peaks["bf16"] if cuda else peaks["fp32"]
     lines = [
-        "# Measured by python -m torchtitan.tools.plan --calibrate.",
+        "# Measured by torchtitan plan --calibrate.",
         "[this-machine]",
         f'description = "{name}, measured"',
         f'device = "{device.type}"',

@@ -66,8 +66,8 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     block, head = _block(w, hw), _head(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
     timeline, idle, worst = None, 0.0, 0
-    if w.plan is not None:
-        timeline = simulate(program(w.plan, w.microbatches), _durations(w, block, head), _transfer(w, hw))
+    if w.pipeline is not None:
+        timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, head), _transfer(w, hw))
         worst = max(range(w.pp), key=timeline.busy.__getitem__)
         idle = timeline.idle * timeline.length * w.accumulation
     for stage in w.of_rank(worst):
@@ -237,7 +237,7 @@ def _exposed(w: Workload, hw: Hardware, block: _Block, stage: Stage) -> Seconds:
     layers, times = stage.layers, w.accumulation
     ends = w.vocab_params / w.block_params * (stage.embeds + stage.projects)
     behind_forward = layers * max(0.0, gather - forward)
-    if w.plan is None:
+    if w.pipeline is None:
         again = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
         late = layers * max(0.0, again - backward)
         last = layers * max(0.0, again + reduce - backward) + reduce * (1 + ends / 2)
@@ -288,10 +288,10 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     hidden = w.tokens * w.dim
     ends = weights - layers * w.block_params
     groups = layers + (ends > 0)
-    reductions = w.accumulation if w.plan else 1  # a pipeline reduces at the end of each batch
+    reductions = w.accumulation if w.pipeline else 1  # a pipeline reduces at the end of each batch
     if w.fsdp > 1:
         narrow = 1 if w.narrow_gather else w.width
-        reshard = "never" if w.plan else w.config.parallelism.fsdp_reshard_after_forward
+        reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
         # For the backward again, but for what is kept: nothing, or by default the last block and the ends.
         again = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
         batches = w.accumulation

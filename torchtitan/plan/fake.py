@@ -22,8 +22,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.components.loss import cross_entropy_sum
-from torchtitan.distributed import mesh as meshes
+from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.parallel import mesh as meshes
 from torchtitan.plan.tracer import Tracer
 
 

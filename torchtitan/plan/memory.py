@@ -28,7 +28,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-def peak_memory(w: Workload) -> Memory:
+def predict_memory(w: Workload) -> Memory:
     """Of the rank that needs most."""
     return max((memory_of(w, rank) for rank in range(w.pp)), key=lambda memory: memory.reserved)
 
@@ -53,7 +53,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     projects = any(stage.projects for stage in stages)
     working = _working_bytes(w) * w.tokens
     logits, hole = _logit_bytes(w) if projects else (0.0, 0.0)
-    if w.plan is None:
+    if w.pipeline is None:
         parts["activations"] = kept * layers + max(0.0, working - logits)
         blocks = layers if w.config.parallelism.fsdp_reshard_after_forward == "never" else min(2, layers)
         parts["unsharded"] = w.width * ends + gathered * blocks * w.block_params
@@ -64,8 +64,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
             parts["unsharded"] += 4 * total
     else:
         boundary = w.width * w.tokens * w.dim / w.tp  # a stage keeps its output too
-        size = {stage: kept * w.stages[stage].layers + boundary for stage in w.plan.stages_of(pp_rank)}
-        numbers = program(w.plan, w.microbatches).kept[pp_rank]
+        size = {stage: kept * w.stages[stage].layers + boundary for stage in w.pipeline.stages_of(pp_rank)}
+        numbers = program(w.pipeline, w.microbatches).kept[pp_rank]
         alive = max(sum(count * size[stage] for stage, count in number.items()) for number in numbers)
         parts["activations"] = alive + max(0.0, working - logits)
         received = 2 * w.microbatches * w.width * w.tokens * w.dim / w.tp * len(stages)

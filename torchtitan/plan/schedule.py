@@ -10,8 +10,8 @@ from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.distributed.schedule_file import Action, read_orders
-from torchtitan.distributed.stages import StagePlan
+from torchtitan.config.schedule_file import Action, read_orders
+from torchtitan.config.stages import PipelineStages
 
 
 class Program:
@@ -67,7 +67,7 @@ class Timeline:
         return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
 
 
-def program(stages: StagePlan, microbatches: int) -> Program:
+def program(stages: PipelineStages, microbatches: int) -> Program:
     """What the ranks of `stages` compute for one batch."""
     if stages.csv_file:
         return Program(read_orders(stages.csv_file, max(stages.ranks) + 1)[0])
@@ -81,7 +81,7 @@ def _named(schedule: str, owners: tuple[int, ...], microbatches: int) -> Program
     if schedule == "GPipe":
         return Program([[Action(r, kind, m) for kind in "FB" for m in count] for r in range(degree)])
     if schedule == "1F1B":
-        from torchtitan.distributed.pipeline import one_forward_one_backward
+        from torchtitan.parallel.pipeline import one_forward_one_backward
 
         made = [one_forward_one_backward(r, degree, microbatches) for r in range(degree)]
     else:

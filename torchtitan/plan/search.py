@@ -11,14 +11,14 @@ from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
 from torchtitan.config.schema import Config
+from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import compiles_blocks
 from torchtitan.config.validate import validate
-from torchtitan.distributed.stages import StagePlan, plan_stages
 from torchtitan.models import ModelSpec
 from torchtitan.plan.answers import GIB, Answer, answer, checkpointing
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.memory import peak_memory
+from torchtitan.plan.memory import predict_memory
 from torchtitan.plan.workload import Workload
 from torchtitan.utils.errors import ConfigError
 
@@ -55,12 +55,12 @@ def search(config: Config, spec: ModelSpec, args: Any, world: int, hardware: Har
     fastest: dict[tuple[int, ...], tuple[float, Workload]] = {}
     points: list[tuple[float, float]] = []
     seen = 0
-    plans: dict[tuple[Any, ...], StagePlan | None] = {}
+    plans: dict[tuple[Any, ...], PipelineStages | None] = {}
     for layout in _layouts(config, spec, args, world, hardware.gpus_per_node):
         for batch in _batches(layout):
             for w in _by_checkpointing(batch, spec, args, world, plans):
                 seen += 1
-                gib = peak_memory(w).reserved / GIB
+                gib = predict_memory(w).reserved / GIB
                 if gib > hardware.usable_gib * _MARGIN:
                     continue
                 speed = step_time(w, hardware).tokens_per_second
@@ -84,7 +84,7 @@ def _entry(found: Answer) -> dict[str, Any]:
         "local_batch_size": found.config.training.local_batch_size,
         "accumulation": w.accumulation,
         "microbatches": w.microbatches,
-        "schedule": p.pipeline_parallel_schedule if w.plan else None,
+        "schedule": p.pipeline_parallel_schedule if w.pipeline else None,
         "activation_checkpointing": checkpointing(found.config),
         "tokens_per_second_per_gpu": found.time.tokens_per_second,
         "peak_gib": found.peak_gib,
@@ -133,7 +133,7 @@ def _batches(config: Config) -> Iterator[Config]:
 
 
 def _by_checkpointing(
-    config: Config, spec: ModelSpec, args: Any, world: int, plans: dict[tuple[Any, ...], StagePlan | None]
+    config: Config, spec: ModelSpec, args: Any, world: int, plans: dict[tuple[Any, ...], PipelineStages | None]
 ) -> Iterator[Workload]:
     """The legal workloads of a layout, from the one that recomputes least to the one that keeps least.
 
@@ -149,7 +149,9 @@ def _by_checkpointing(
         try:
             validate(made, world)
             if key not in plans:
-                plans[key] = plan_stages(made, spec, args)
+                plans[key] = pipeline_stages(
+                    made, spec.module_flops(args, made.training.seq_len), spec.tied_modules(args)
+                )
         except ConfigError:
             continue
         yield Workload(made, args, plans[key])

@@ -22,22 +22,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan.components.optimizer import build_optimizer
 from torchtitan.config.derive import gradient_accumulation_steps, replace
 from torchtitan.config.schema import Config
 from torchtitan.config.support import MX, compiles_blocks, uses
-from torchtitan.distributed.mesh import Mesh, build_mesh
-from torchtitan.distributed.quantize import quantize
 from torchtitan.models.layers import attention_backend
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.parallel.mesh import Mesh, build_mesh
+from torchtitan.parallel.quantize import quantize
 from torchtitan.plan.allocator import Event, reserved
 from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.plan.memory import PARTS
 from torchtitan.plan.tracer import Block, Tracer
-from torchtitan.trainer.build import build_compute, build_models
-from torchtitan.trainer.compute import Compute
-from torchtitan.trainer.preflight import Plan, preflight
-from torchtitan.trainer.state import Parts
-from torchtitan.trainer.step import gradients
+from torchtitan.train.build import build_compute, build_models
+from torchtitan.train.compute import Compute
+from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.state import Parts
+from torchtitan.train.step import gradients
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,19 @@ def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
     )
 
 
-def trace_rank(config: Config, plan: Plan, world: int, pp_rank: int = 0, *, device_type: str = "cuda") -> RankTrace:
+def trace_rank(config: Config, setup: Setup, world: int, pp_rank: int = 0, *, device_type: str = "cuda") -> RankTrace:
     """Trace a step of `config`, which must be derived and validated for `world` ranks, in this process.
 
     A process may do so once, and nothing distributed afterwards; `trace_ranks` sees to that.
 
     Args:
-        plan: from `preflight`.
+        setup: from `preflight`.
         pp_rank: place along the `pp` axis; all ranks of one place do the same.
         device_type: `cuda` as on a GPU; `cpu` as this framework runs on one.
     """
     degree = config.parallelism.pipeline_parallel_degree
     with fake_cluster(world, pp_rank * (world // degree)) as mode:
-        tracer, events, lasting = _record(config, plan, mode, cuda=device_type == "cuda")
+        tracer, events, lasting = _record(config, setup, mode, cuda=device_type == "cuda")
     blocks = tracer.blocks
     if config.training.enable_cpu_offload and device_type == "cuda":
         host = {i for i, block in enumerate(blocks) if block.part in ("parameters", "gradients", "optimizer")}
@@ -141,7 +141,7 @@ def trace_rank(config: Config, plan: Plan, world: int, pp_rank: int = 0, *, devi
 
 
 def _record(
-    config: Config, plan: Plan, mode: FakeTensorMode, *, cuda: bool
+    config: Config, setup: Setup, mode: FakeTensorMode, *, cuda: bool
 ) -> tuple[Tracer, list[tuple[int, bool]], set[int]]:
     """A step of an eager run; its allocations, and those that outlive it: parameters, buffers, optimizer state."""
     eager = _eager(config, cuda)
@@ -153,13 +153,13 @@ def _record(
         shapes.update({name: _gathered_shape(param) for name, param in model.named_parameters()})
         take_fake_memory(mode, model)
 
-    models = build_models(eager, plan, mesh, device, fill=fill)
-    vocabulary = plan.args.vocab_size
+    models = build_models(eager, setup, mesh, device, fill=fill)
+    vocabulary = setup.args.vocab_size
     tracer = Tracer(
         _axes(mesh),
         weights=shapes.values(),
         vocabulary={vocabulary, vocabulary // mesh.size("tp")},
-        narrow=_narrow(config, plan, shapes),
+        narrow=_narrow(config, setup, shapes),
         cuda=cuda,
     )
     if compiles_blocks(config):
@@ -167,7 +167,7 @@ def _record(
             block.register_forward_hook(tracer.drop_unneeded)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
-        compute = build_compute(eager, plan, mesh, device, models, eager.training, loss=LOSSES[fused])
+        compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
         optimizer = build_optimizer(models, eager.optimizer)
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
@@ -230,12 +230,12 @@ def _gathered_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _narrow(config: Config, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+def _narrow(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
     """Type of the operands of the layers that `model.converters` changes, by shape of the weight."""
     if not config.model.converters:
         return {}
     with torch.device("meta"):
-        model = plan.spec.build(plan.args, attention_backend("cpu"))
+        model = setup.spec.build(setup.args, attention_backend("cpu"))
     quantize(model, config, config.parallelism.tensor_parallel_degree)
     kind = "mxfp8" if uses(config, MX) else "float8"
     changed = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from torchtitan.distributed.context import ring_attention, ring_attention_backward
+from torchtitan.parallel.context import ring_attention, ring_attention_backward
 
 MAIN = "main"
 """The stream that computes."""

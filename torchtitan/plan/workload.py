@@ -11,8 +11,8 @@ from typing import Any
 
 from torchtitan.config.derive import AXES, axis_degrees, gradient_accumulation_steps
 from torchtitan.config.schema import Config
+from torchtitan.config.stages import PipelineStages
 from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, compiles_blocks, gains_by_float8, uses
-from torchtitan.distributed.stages import StagePlan
 from torchtitan.utils.errors import UserError
 
 _SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
@@ -52,7 +52,7 @@ class Stage:
 class Workload:
     """One training step of `config` on each rank."""
 
-    def __init__(self, config: Config, args: Any, stages: StagePlan | None, *, kv_repeated: bool = False):
+    def __init__(self, config: Config, args: Any, stages: PipelineStages | None, *, kv_repeated: bool = False):
         """
         Args:
             kv_repeated: keys and values are copied for every query head before attention, as TorchTitan did when its
@@ -67,7 +67,7 @@ class Workload:
                 f"{config.model.name} has no {', '.join(missing)}"
             )
         t, p = config.training, config.parallelism
-        self.config, self.args, self.plan = config, args, stages
+        self.config, self.args, self.pipeline = config, args, stages
         self.pp, self.replicate, self.shard, self.cp, self.tp = (axis_degrees(p)[axis] for axis in AXES)
         self.fsdp = self.shard * self.cp
         self.world = self.pp * self.replicate * self.fsdp * self.tp
@@ -155,10 +155,10 @@ class Workload:
         return not filtered or gains_by_float8(linear.float8.recipe_name, inputs, outputs)
 
     def _stages(self) -> Iterator[Stage]:
-        if self.plan is None:
+        if self.pipeline is None:
             yield Stage(0, self.args.n_layers, True, True)
             return
-        for rank, names in zip(self.plan.ranks, self.plan.modules, strict=True):
+        for rank, names in zip(self.pipeline.ranks, self.pipeline.modules, strict=True):
             layers = sum(name.startswith("layers.") for name in names)
             yield Stage(rank, layers, "tok_embeddings" in names, "output" in names)
 

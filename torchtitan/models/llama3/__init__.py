@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan.models.llama3 import hf
 from torchtitan.models.llama3.args import (
     FLAVORS,
-    TENSOR_PARALLEL_PLAN,
+    TENSOR_PARALLEL_STYLES,
     LlamaArgs,
     init,
     module_flops,
@@ -32,7 +32,7 @@ spec = register(
         init=init,
         module_flops=module_flops,
         tied_modules=tied_modules,
-        tensor_parallel_plan=TENSOR_PARALLEL_PLAN,
+        tensor_parallel_styles=TENSOR_PARALLEL_STYLES,
         tensor_parallel_sizes=tensor_parallel_sizes,
         tiny=tiny,
         hf=hf,

@@ -123,7 +123,7 @@ def tiny(args: LlamaArgs, layers: int, heads: int) -> dict[str, int]:
     return {"n_layers": layers, "n_heads": groups * heads, "n_kv_heads": heads, "dim": width, "ffn_dim": 2 * width}
 
 
-TENSOR_PARALLEL_PLAN: dict[str, ShardingStyle] = {
+TENSOR_PARALLEL_STYLES: dict[str, ShardingStyle] = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "gather_sequence",

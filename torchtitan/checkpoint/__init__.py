@@ -1,0 +1,5 @@
+"""Checkpoints: complete, atomic, verified, independent of the layout that wrote them."""
+
+from torchtitan.checkpoint.manager import Checkpointer, Resumed
+
+__all__ = ["Checkpointer", "Resumed"]

@@ -1,0 +1,193 @@
+"""Checkpoints to and from folders of Hugging Face's format, in one process."""
+
+import importlib.util
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan.checkpoint.commit import committed_steps, damage, read_manifest, step_folder, versions
+from torchtitan.checkpoint.dcp_storage import Reader, alone
+from torchtitan.checkpoint.hf import export_hf, import_hf
+from torchtitan.checkpoint.report import one_step
+from torchtitan.config.load import load_config
+from torchtitan.config.render import to_toml_value
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.models import ModelSpec, get_spec, import_custom
+from torchtitan.models.layers import attention_backend
+from torchtitan.utils.errors import CheckpointError, UserError
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.storage import is_remote
+
+logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it tells of missing GPU kernels
+PROMPT = 64
+"""Tokens of the fixed prompt on which an export is compared to the original."""
+_LOGITS_AGREE = 1e-3
+"""Largest difference of logits, against the largest logit, that rounding explains."""
+
+
+def model_of(manifest: dict[str, Any]) -> tuple[ModelSpec, Any, str]:
+    """What a checkpoint's manifest says of its model: family, hyper-parameters, and the tokenizer's folder."""
+    config = tomli.loads(manifest["config"])
+    if module := config.get("experimental", {}).get("custom_import"):
+        import_custom(module)
+    sizes = dict(manifest["model"])
+    spec = get_spec(sizes.pop("name"))
+    args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
+    return spec, args, config.get("model", {}).get("hf_assets_path", "")
+
+
+def to_hf(
+    source: Path, target: Path, dtype: str | None, assets: str | None, max_file_gb: float, check: bool | None
+) -> None:
+    """Export a checkpoint, and compare what transformers makes of it.
+
+    Args:
+        dtype: of the weights; None: as stored.
+        assets: folder of the tokenizer; None: as the run that wrote the checkpoint had it.
+        check: compare logits; None: if transformers is installed and memory suffices.
+
+    Raises:
+        UserError: no such checkpoint or tokenizer, `target` exists, or the logits differ.
+    """
+    step = one_step(source)
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"{target} exists; delete it, or choose another folder")
+    manifest = read_manifest(step)
+    if problem := next(damage(step, manifest), None):
+        raise CheckpointError(f"{step} is damaged: {problem}")
+    spec, args, recorded = model_of(manifest)
+    tokenizer = _tokenizer(assets or recorded, given=assets is not None)
+    written = export_hf(
+        step,
+        target,
+        spec,
+        args,
+        getattr(torch, dtype) if dtype else None,
+        tokenizer,
+        max_file_bytes=int(max_file_gb * 1e9),
+    )
+    print(f"{step} -> {target}: {str(written).removeprefix('torch.')}, vocabulary {args.vocab_size}")
+    if reason := None if check else _unchecked(step, target):
+        print(f"Not compared with transformers: {reason}")
+    elif check is not False:
+        _compare(step, target, spec, args, written)
+
+
+def _tokenizer(assets: str, given: bool) -> Tokenizer | None:
+    try:
+        return build_tokenizer(assets)
+    except UserError as error:
+        if given:
+            raise
+        print(f"Without tokenizer: {error} (--assets names its folder)")
+        return None
+
+
+def _unchecked(step: Path, target: Path) -> str | None:
+    """Why the export is not compared unless that is asked for."""
+    if is_remote(target):
+        return "it is not on this machine"
+    if importlib.util.find_spec("transformers") is None:
+        return "pip install transformers"
+    about = Reader(step).read_metadata().state_dict_metadata
+    count = sum(value.size.numel() for key, value in about.items() if key.startswith("model."))
+    needed = 5 * count  # one model in float32 at a time
+    free = psutil.virtual_memory().available
+    return f"needs {needed / 1e9:.0f} GB of memory (--check does it anyway)" if needed > free else None
+
+
+def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.dtype) -> None:
+    """Print the largest difference of the logits of our model and theirs, both with the exported weights in float32."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    with torch.device("meta"):
+        ours = spec.build(args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu"))
+    ours.to_empty(device="cpu")
+    with alone():
+        dcp.load({"model": dict(ours.named_parameters())}, storage_reader=Reader(step), no_dist=True)
+    ours.to(dtype).float().init_buffers()
+    tokens = torch.arange(PROMPT)[None] * 7919 % args.vocab_size
+    with torch.no_grad():
+        expected = ours(tokens)
+        del ours
+        theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        gap, size = (theirs(tokens).logits - expected).abs().max().item(), expected.abs().max().item()
+    print(f"Largest logit difference to transformers: {gap:.2g} (logits up to {size:.3g})")
+    if not gap <= _LOGITS_AGREE * size:
+        raise CheckpointError(f"{target}: transformers computes other logits than this project's model")
+
+
+def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
+    """Make a checkpoint `target/step-0` of a Hugging Face folder, and a TOML that trains from it.
+
+    Raises:
+        UserError: `source` is no folder with a model that the family describes, or the checkpoint exists.
+    """
+    try:
+        config = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{source} is no folder of a Hugging Face model: config.json: {error}; "
+            "scripts/download_hf_assets.py downloads one"
+        ) from None
+    if not list(source.glob("*.safetensors")):
+        raise UserError(f"{source} holds no .safetensors files")
+    if 0 in committed_steps(target):
+        raise UserError(f"{step_folder(target, 0)} exists; delete it, or choose another folder")
+    spec = get_spec(family)
+    args = spec.hf.args(config)
+    file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
+    step = step_folder(target, 0)
+    text = _recipe(source, step, spec, args)
+    manifest = {
+        "step": 0,
+        "model_only": True,
+        "versions": versions(),
+        "model": {"name": spec.name, **args.model_dump()},
+        "data": {},
+        "config": text,
+        "train_state": {},
+    }
+    count = import_hf(source, step, spec, args, manifest)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text.encode())
+    load_config(["--config", str(file)])  # what is handed out is legal
+    print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
+    print(f"Train from it: CONFIG_FILE={file} ./run_train.sh --training.dataset ...")
+
+
+def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
+    """The flavor that is nearest to `args`, and `[model.overrides]` that make them of it."""
+    wanted = args.model_dump()
+    del wanted["max_seq_len"]  # follows from training.seq_len
+    changes = {
+        name: {key: "none" if value is None else value for key, value in wanted.items() if sizes[key] != value}
+        for name, sizes in ((name, flavor.model_dump()) for name, flavor in spec.flavors.items())
+    }
+    nearest = min(changes, key=lambda name: len(changes[name]))
+    return nearest, changes[nearest]
+
+
+def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
+    """The TOML of a run that starts from `step`."""
+    flavor, overrides = nearest_flavor(spec, args)
+    checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
+    tables = {
+        "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": os.path.abspath(source)},
+        "model.overrides": overrides,
+        "checkpoint": {"enable": True, "initial_load_path": checkpoint},
+    }
+    lines = [f"# Trains from the weights of {source.name}. Add what differs from the defaults: data, batch, rate."]
+    for name, table in tables.items():
+        if table:
+            lines += ["", f"[{name}]", *(f"{key} = {to_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"

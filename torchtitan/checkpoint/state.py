@@ -1,0 +1,95 @@
+"""The tensors of a run under layout-free names: `model.<fqn>` and `optimizer.<fqn>.<slot>`.
+
+Hyper-parameters (learning rate, weight decay, ...) are not part of it: they come from the configuration, so that
+a changed value takes effect on resume.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan.checkpoint.dcp_storage import Reader
+from torchtitan.optim.optimizer import AnyOptimizer
+from torchtitan.utils.errors import CheckpointError
+
+State = dict[str, Any]
+
+
+def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The weights of a model, or of this rank's stages of it: names are the whole model's."""
+    return {
+        name: _plain(value)
+        for model in models
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """The same memory without torchao's wrapper, which would be pickled, and needed to read the checkpoint."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if not is_traceable_wrapper_subclass(local):
+        return weight
+    inner = getattr(local, local.__tensor_flatten__()[0][0])
+    if not isinstance(weight, DTensor):
+        return inner
+    layout = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, **layout)
+
+
+def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors by parameter name, the real ones, not copies."""
+    state = optimizer.state
+    return {
+        f"{fqn}.{slot}": value
+        for model in models
+        for fqn, param in model.named_parameters()
+        for slot, value in state[param].items()
+        if isinstance(value, Tensor)
+    }
+
+
+def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
+    """Let a fresh optimizer create its tensors, by a step that changes nothing: zero gradient, zero rate."""
+    if any(optimizer.state.values()):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def read_tensors(state: State, path: Path) -> None:
+    """Fill the tensors of `state` in place from a DCP checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing there or has another shape: a checkpoint of another model.
+    """
+    reader = Reader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    wrong = []
+    for name, value in flatten_state_dict(state)[0].items():
+        if name not in stored:
+            wrong.append(f"{name} is missing")
+        elif (size := tuple(getattr(stored[name], "size", ()))) != tuple(value.shape):
+            wrong.append(f"{name} is {list(size)} there and {list(value.shape)} here")
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
+            "Set model.name, model.flavor and [model.overrides] to those in its manifest.json, "
+            "or choose another checkpoint.folder."
+        )
+    dcp.load(state, storage_reader=reader)

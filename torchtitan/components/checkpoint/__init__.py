@@ -1,5 +1,0 @@
-"""Checkpoints: complete, atomic, verified, independent of the layout that wrote them."""
-
-from torchtitan.components.checkpoint.manager import Checkpointer, Resumed
-
-__all__ = ["Checkpointer", "Resumed"]

@@ -1,0 +1,100 @@
+"""Hugging Face data sets by streaming: too large to index, read front to back."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torchtitan.data.retry import Retry
+from torchtitan.utils.errors import UserError
+
+KNOWN = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+}
+
+
+def open_stream(dataset: str, key: str) -> Any:
+    """A streaming data set: a known name, or `org/name[:config][@split]`.
+
+    Raises:
+        UserError: it can't be found or read.
+    """
+    import datasets  # seconds to import: only where it is needed
+
+    datasets.disable_progress_bars()
+    if dataset in KNOWN:
+        path, name, split = KNOWN[dataset]
+    else:
+        rest, _, split = dataset.partition("@")
+        path, _, name = rest.partition(":")
+    if "/" not in path:
+        choices = ", ".join(["demo", "demo_validation", *KNOWN])
+        raise UserError(
+            f"{key}.dataset: no data set {dataset!r}; there are {choices}, any Hugging Face data set as "
+            f'"org/name:config@split", or local files by {key}.dataset_path'
+        )
+    try:
+        return datasets.load_dataset(path, name or None, split=split or "train", streaming=True)
+    except Exception as error:
+        raise UserError(
+            f"{key}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
+            f"Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set {key}.dataset_path to local files."
+        ) from error
+
+
+class StreamCursor:
+    """One lane's reader of a stream: every `lanes`-th shard (or document, if there are too few shards)."""
+
+    def __init__(self, stream: Any, lane: int, lanes: int, infinite: bool, retry: Retry):
+        from datasets.distributed import split_dataset_by_node
+
+        self.stream = split_dataset_by_node(stream, lane, lanes)
+        self.infinite, self.retry, self.lane = infinite, retry, lane
+        self.epoch = 0
+        self.iterator: Iterator[dict[str, Any]] | None = None
+        self.loaded: dict[str, Any] | None = None
+
+    def next(self) -> str | None:
+        """The next document; None at the end of a finite pass."""
+        for _ in range(2):
+            before = self.state_dict()
+            text = self.retry(self._place(before), self._read, partial(self.load_state_dict, before))
+            self.loaded = None
+            if text is not None or not self.infinite:
+                return text
+            self.epoch, self.iterator = self.epoch + 1, None
+        raise UserError(f"{self.retry.key}: a lane of the data set holds no documents; lower the number of lanes")
+
+    def _read(self) -> str | None:
+        if self.iterator is None:
+            self.stream.set_epoch(self.epoch)
+            self.iterator = iter(self.stream)
+        row = next(self.iterator, None)
+        if row is None:
+            return None
+        if "text" not in row:
+            raise UserError(f"{self.retry.key}: no column 'text'; it has {', '.join(row)}")
+        if row["text"] is not None and not isinstance(row["text"], str):
+            raise ValueError(f"column 'text' holds {type(row['text']).__name__}, not text")
+        return row["text"] or ""  # a missing one is an empty document
+
+    def _place(self, state: dict[str, Any]) -> str:
+        """A state in words, as far as `datasets` tells."""
+        words, inner = [f"lane {self.lane}, epoch {self.epoch}"], state["stream"]
+        while isinstance(inner, dict):
+            words += [f"{k.removesuffix('_idx').replace('_', ' ')} {x}" for k, x in inner.items() if k.endswith("_idx")]
+            inner = inner.get("examples_iterable")
+        return ", ".join(words)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.loaded is not None:  # the stream itself knows it only once it has read on
+            return self.loaded
+        return {"epoch": self.epoch, "stream": self.stream.state_dict() if self.iterator is not None else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.loaded = state["epoch"], state
+        self.stream.set_epoch(self.epoch)
+        self.iterator = None
+        if state["stream"] is not None:
+            self.stream.load_state_dict(state["stream"])
+            self.iterator = iter(self.stream)

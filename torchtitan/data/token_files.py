@@ -1,0 +1,118 @@
+"""Pre-tokenized data: a flat file of ids, and a JSON file that says what is in it.
+
+corpus-00000.bin    token ids, uint16 or uint32, documents one after another
+corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
+
+
+def write_token_file(
+    path: Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, about: dict[str, Any]
+) -> dict[str, Any]:
+    """Write `path` (`X.bin`) and `X.json`, atomically; the JSON comes last, so that its presence means "complete".
+
+    Args:
+        about: further entries of the JSON.
+
+    Returns:
+        The JSON's contents.
+    """
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    tokens = count = 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for ids in documents:
+                file.write(np.asarray(ids, dtype).tobytes())
+                tokens, count = tokens + len(ids), count + 1
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    meta = {
+        "dtype": dtype.name,
+        "tokens": tokens,
+        "documents": count,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        **about,
+    }
+    temporary.replace(path)
+    write_whole(path.with_suffix(".json"), json.dumps(meta, indent=1).encode())
+    return meta
+
+
+class TokenFiles:
+    """Token files as one sequence of windows of `seq_len + 1` ids, each overlapping the next by one."""
+
+    def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
+        self.seq_len = seq_len
+        self.files: list[tuple[Path, int, np.dtype[Any], int]] = []
+        """(path, open file, type, tokens). Read by call, not mapped: a failing disk then raises, and kills nobody."""
+        self.vocab_size = tokenizer.vocab_size
+        for file in files:
+            meta = self._meta(file, key)
+            if meta["tokenizer"] != tokenizer.fingerprint:
+                raise UserError(
+                    f"{key}: {file} was made with another tokenizer than model.hf_assets_path names; "
+                    "tokenize it anew, or set model.hf_assets_path to the one it was made with"
+                )
+            size = np.dtype(meta["dtype"]).itemsize * meta["tokens"]
+            if file.stat().st_size != size:
+                raise UserError(
+                    f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (cut off?); tokenize it anew"
+                )
+            if meta["tokens"] > 1:
+                self.files.append((file, os.open(file, os.O_RDONLY), np.dtype(meta["dtype"]), meta["tokens"]))
+        # Ceiling: the last window of a file may be short, and is padded.
+        self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
+        if not len(self):
+            raise UserError(f"{key}: no tokens in {files[0]}{' and the others' if len(files) > 1 else ''}")
+        self.fingerprint = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
+
+    @staticmethod
+    def _meta(file: Path, key: str) -> dict[str, Any]:
+        try:
+            meta = json.loads(file.with_suffix(".json").read_text())
+            return {name: meta[name] for name in ("dtype", "tokens", "tokenizer")}
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{key}: {file} has no complete description {file.with_suffix('.json').name} beside it ({error}); "
+                "make token files with torchtitan tokenize"
+            ) from None
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def window(self, index: int) -> NDArray[np.int64]:
+        """Window `index`; the last one of a file may be shorter than `seq_len + 1`.
+
+        Raises:
+            OSError: the file can't be read, or no longer holds these tokens.
+        """
+        which = int(np.searchsorted(self.ends, index, side="right"))
+        start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
+        path, file, dtype, tokens = self.files[which]
+        count = min(self.seq_len + 1, tokens - start)
+        content = os.pread(file, count * dtype.itemsize, start * dtype.itemsize)
+        if len(content) < count * dtype.itemsize:
+            raise OSError(f"{path} ends before token {start + count} (cut off?)")
+        ids = np.frombuffer(content, dtype).astype(np.int64)
+        if ids.max() >= self.vocab_size:
+            raise OSError(
+                f"{path} holds id {ids.max()} at token {start + int(ids.argmax())}: the tokenizer has no such"
+            )
+        return ids

@@ -1,0 +1,326 @@
+"""A distributed run against one process: both observed, and their difference measured.
+
+The reference is ordinary PyTorch (one module, `F.cross_entropy`, `torch.optim`), and shares with the framework only the
+model's definition, its initial values, and the order of the data.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.config.schema import Config, Optimizer
+from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.models.layers import attention_backend
+from torchtitan.optim.optimizer import OptimizerInBackward
+from torchtitan.optim.schedule import lr_factor
+from torchtitan.parallel.collectives import unsharded
+from torchtitan.parallel.init import materialize
+from torchtitan.train.build import build_data
+from torchtitan.train.preflight import Setup
+from torchtitan.train.trainer import Trainer
+
+
+@dataclass
+class Observation:
+    """What a run did."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Predicted tokens since the start, after each step."""
+    validation_losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step, as the optimizer sees them, in the model's order. Later ones carry earlier mistakes on.
+    `[copies, *shape]`: more than one copy, if ranks that should hold the same disagree."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last step, in the same form."""
+
+
+def observe(config: Config, setup: Setup) -> Observation:
+    """Train as `config` says, on all ranks of the default process group; the answer is the same on every rank."""
+    trainer = Trainer(config, setup)
+    try:
+        gradients = _watch_gradients(trainer)
+        trainer.train()
+    finally:
+        trainer.close()
+    weights = {name: _full(p) for model in trainer.parts.models for name, p in model.named_parameters()}
+    order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
+    out = Observation(gradients=_of_all_ranks(gradients, order), weights=_of_all_ranks(weights, order))
+    for record in _metrics(config):
+        if "validation_loss" in record:
+            out.validation_losses.append(record["validation_loss"])
+        else:
+            out.losses.append(record["loss"])
+            out.grad_norms.append(record["grad_norm"])
+            out.tokens.append(record["tokens"])
+    return out
+
+
+def _metrics(config: Config) -> list[dict[str, Any]]:
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        lines = Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()
+        box = [[json.loads(line) for line in lines]]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Will hold a copy of the first update's gradients."""
+    seen: dict[str, Tensor] = {}
+    optimizer = trainer.parts.optimizer
+    named = [(name, p) for model in trainer.parts.models for name, p in model.named_parameters()]
+    if isinstance(optimizer, OptimizerInBackward):
+        for name, param in named:
+
+            def keep(p: Tensor, name: str = name) -> None:
+                if name not in seen:
+                    seen[name] = _full(p.grad)
+
+            handle = param.register_post_accumulate_grad_hook(keep)
+            param._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # before the update frees it
+        return seen
+    step = optimizer.step
+
+    def keep_and_step() -> Any:
+        if not seen:
+            seen.update({name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named})
+        return step()
+
+    optimizer.step = keep_and_step  # type: ignore[method-assign]
+    return seen
+
+
+def _full(value: Any) -> Tensor:
+    return unsharded(value).detach().cpu().clone()
+
+
+def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
+    """Tensors of the whole model, in its order: the distinct copies that ranks have of each. A stage has only some."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    copies: dict[str, list[Tensor]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        known = copies.setdefault(name, [])
+        if not any(torch.equal(value, other) for other in known):
+            known.append(value)
+    return {n: torch.stack(values) for m in order for n, values in copies.items() if n.startswith(f"{m}.")}
+
+
+# ---- the reference
+
+
+class _OneRank:
+    """Stands in for the mesh where there is none."""
+
+    dp_rank, dp_degree = 0, 1
+
+
+def reference(config: Config, setup: Setup) -> Observation:
+    """The same run in plain PyTorch on this one process, in fp32 and on the CPU.
+
+    Args:
+        config: derived for the distributed run: its global batch is what counts.
+    """
+    device = torch.device("cpu")
+    model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
+    materialize(model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args))
+    settings, training = config.optimizer, config.training
+    optimizers = _optimizers(model, settings)
+    mesh: Any = _OneRank()
+    loader = build_data("training", training, training.global_batch_size, setup.tokenizer, mesh, config.debug.seed)
+    end = setup.tokenizer.eos_id if training.document_mask else None
+    out, tokens = Observation(), 0
+    for step, batch in zip(range(training.steps), loader, strict=False):
+        loss = _mean_loss(model, batch.tokens, batch.labels, end)
+        model.zero_grad()
+        loss.backward()
+        grads = [p.grad.double().norm() for p in model.parameters()]
+        norm = torch.stack(grads).norm().item()
+        if training.max_norm > 0:
+            nn.utils.clip_grads_with_norm_(model.parameters(), training.max_norm, torch.tensor(norm))
+        if step == 0:
+            out.gradients = {name: p.grad.clone()[None] for name, p in model.named_parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler)
+            optimizer.step()
+        tokens += int((batch.labels != IGNORE_INDEX).sum())
+        out.losses.append(loss.item())
+        out.grad_norms.append(norm)
+        out.tokens.append(tokens)
+        if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
+            out.validation_losses.append(_validate(model, config, setup, mesh, end))
+    loader.close()
+    out.weights = {name: p.detach().clone()[None] for name, p in model.named_parameters()}
+    return out
+
+
+def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    of_blocks = [p for name, p in named.items() if p.dim() == 2 and name.startswith("layers.")]
+    by_muon = of_blocks if settings.name == "Muon" else []
+    matrices = [p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)]
+    vectors = [p for p in named.values() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas, eps = (settings.beta1, settings.beta2), settings.eps
+    kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
+    out: list[torch.optim.Optimizer] = [kind(groups, betas=betas, eps=eps)]
+    if by_muon:
+        options = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
+        options["ns_steps"] = settings.muon_ns_steps
+        out += [torch.optim.Muon(by_muon, adjust_lr_fn="match_rms_adamw", **options)]
+    return out
+
+
+def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None) -> Tensor:
+    documents = None
+    if end is not None:
+        before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document begins after the end of another
+        documents = (before == end).cumsum(1)
+    logits = model(tokens, None, documents)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, config: Config, setup: Setup, mesh: Any, end: int | None) -> float:
+    validation, p = config.validation, config.parallelism
+    rows = validation.local_batch_size * p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+    loader = build_data("validation", validation, rows, setup.tokenizer, mesh, config.debug.seed)
+    total = count = 0.0
+    for i, batch in enumerate(loader):
+        if i == validation.steps:
+            break
+        predicted = int((batch.labels != IGNORE_INDEX).sum())
+        total += _mean_loss(model, batch.tokens, batch.labels, end).item() * predicted
+        count += predicted
+    loader.close()
+    return total / count
+
+
+# ---- the difference
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest relative differences that fp32 in another order of additions explains."""
+
+    loss: float = 1e-5
+    grad_norm: float = 1e-5
+    gradient: float = 1e-4
+    """Largest difference within a parameter's gradient, relative to its largest element."""
+    weight: float = 1e-2
+    """Largest difference within a weight, relative to the largest step the optimizer has made. Adam divides by the
+    gradient's size, so an element with next to no gradient moves by a noticeable part of a step either way."""
+
+
+def tolerances_of(config: Config) -> Tolerances:
+    """What the types explain that `config` computes in: the reference is in fp32 throughout."""
+    if config.model.converters:  # operands of products have 3 bits of mantissa
+        return Tolerances(loss=1e-2, grad_norm=5e-2, gradient=0.5, weight=20)
+    if config.optimizer.name == "Muon" or config.optimizer.state_dtype == "bfloat16":  # updates are computed in bf16
+        return Tolerances(loss=1e-4, grad_norm=1e-3, weight=0.5)
+    return Tolerances()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from the reference. All relative, as `Tolerances` has them."""
+
+    loss: float
+    first_loss: float
+    """The first step's: before any update, so a matter of the forward alone."""
+    grad_norm: float
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    validation_loss: float
+    tokens_differ: bool
+
+    @property
+    def gradient(self) -> float:
+        return max(self.gradients.values())
+
+    def problems(self, tolerances: Tolerances) -> list[str]:
+        """What is out of tolerance, in words."""
+        checks = {
+            "loss": (max(self.loss, self.validation_loss), tolerances.loss),
+            "gradient norm": (self.grad_norm, tolerances.grad_norm),
+            "gradients": (self.gradient, tolerances.gradient),
+            "weights": (max(self.weights.values()), tolerances.weight),
+        }
+        found = [f"{what}: off by {value:.1e}" for what, (value, limit) in checks.items() if not value <= limit]
+        return [*found, *(["token counts differ"] if self.tokens_differ else [])]
+
+
+def difference(run: Observation, expected: Observation, peak_lr: float) -> Difference:
+    """How far `run` is from `expected`.
+
+    Raises:
+        AssertionError: they are not observations of the same model and number of steps.
+    """
+    assert run.gradients.keys() == expected.gradients.keys() == run.weights.keys()
+    assert len(run.losses) == len(expected.losses)
+    assert len(run.validation_losses) == len(expected.validation_losses)
+    return Difference(
+        loss=_worst(run.losses, expected.losses),
+        first_loss=_worst(run.losses[:1], expected.losses[:1]),
+        grad_norm=_worst(run.grad_norms, expected.grad_norms),
+        gradients={
+            name: _distance(run.gradients[name], grad) / max(grad.abs().max().item(), 1e-30)
+            for name, grad in expected.gradients.items()
+        },
+        weights={name: _distance(run.weights[name], weight) / peak_lr for name, weight in expected.weights.items()},
+        validation_loss=_worst(run.validation_losses, expected.validation_losses),
+        tokens_differ=run.tokens != expected.tokens,
+    )
+
+
+def _worst(values: Iterable[float], expected: Iterable[float]) -> float:
+    return max((_or_inf(abs(a - b) / abs(b)) for a, b in zip(values, expected, strict=True)), default=0.0)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return _or_inf((a - b).abs().max().item())
+
+
+def _or_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+# ---- data
+
+
+def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
+    """A JSONL file of documents of very different lengths, the same on every machine."""
+    rng = random.Random(seed)
+    words = [
+        "a",
+        "model",
+        "reads",
+        "rows",
+        "of",
+        "tokens",
+        "every",
+        "rank",
+        "sees",
+        "its",
+        "own",
+        "part",
+        "one",
+        "batch",
+    ]
+    with path.open("w") as file:
+        for i in range(documents):
+            text = " ".join(rng.choices(words, k=rng.randint(3, 120)))
+            file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
+    return path

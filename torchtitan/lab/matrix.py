@@ -1,0 +1,280 @@
+"""Measures what works together: `torchtitan matrix --output docs/support-matrix.md`.
+
+A cell is a tiny Llama trained on real gloo ranks, under a layout with a feature or a pipeline schedule, and compared to
+plain PyTorch on one process; or the sentence with which the configuration is refused. Exits with 1 if one is neither.
+"""
+
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config import load_config, resolve
+from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
+from torchtitan.config.stages import SCHEDULES
+from torchtitan.config.support import FEATURES
+from torchtitan.lab.compare import (
+    Difference,
+    Observation,
+    Tolerances,
+    difference,
+    observe,
+    reference,
+    tolerances_of,
+    write_corpus,
+)
+from torchtitan.lab.ranks import RankPool
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
+
+ROWS = 8
+"""Rows of a step, whatever the layout."""
+LEARNING_RATE = 1e-3
+MODEL = {"dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
+LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
+    # pp, dp_replicate, dp_shard, cp, tp
+    (1, 1, 1, 1, 1),
+    (1, 1, 2, 1, 1),
+    (1, 2, 1, 1, 1),
+    (1, 1, 1, 2, 1),
+    (1, 1, 1, 1, 2),
+    (2, 1, 1, 1, 1),
+    (1, 1, 4, 1, 1),
+    (1, 2, 2, 1, 1),
+    (1, 1, 1, 4, 1),
+    (1, 1, 1, 1, 4),
+    (4, 1, 1, 1, 1),
+    (1, 1, 2, 2, 1),
+    (1, 1, 2, 1, 2),
+    (1, 2, 1, 2, 1),
+    (1, 2, 1, 1, 2),
+    (1, 1, 1, 2, 2),
+    (2, 1, 2, 1, 1),
+    (2, 2, 1, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 1, 1, 1, 2),
+    (1, 2, 2, 2, 1),
+    (1, 2, 2, 1, 2),
+    (1, 1, 2, 2, 2),
+    (1, 2, 1, 2, 2),
+    (2, 2, 2, 1, 1),
+    (2, 1, 2, 2, 1),
+    (2, 1, 2, 1, 2),
+    (2, 1, 1, 2, 2),
+    (4, 1, 2, 1, 1),
+    (2, 1, 2, 2, 2),
+)
+SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
+PAIRWISE = {
+    "AC selective op",
+    "AC full",
+    "compile",
+    "chunked loss",
+    "float8",
+    "float8 all-gather",
+    "MXFP8",
+    "Muon",
+    "async TP",
+}
+"""Features measured with every pair of axes, and with all four, but not with each three: they take too long."""
+BAD = ("WRONG", "FAILS")
+NAMED_SCHEDULES = tuple(name for name in SCHEDULES if not name.startswith("PipelineSchedule"))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination."""
+
+    layout: tuple[int, ...]
+    feature: str = "plain"
+    schedule: str = "1F1B"
+
+    @property
+    def world(self) -> int:
+        return torch.Size(self.layout).numel()
+
+    @property
+    def steps(self) -> int:
+        return 10 if self.feature == "plain" else 4
+
+    @property
+    def layers(self) -> int:
+        """Enough for two stages on each of four ranks."""
+        return 8 if self.layout[0] == 4 else 4
+
+    def arguments(self, folder: Path) -> list[str]:
+        """Of the run, whose files go to `folder`."""
+        degrees = dict(zip(AXES, self.layout, strict=True))
+        rows = ROWS // (degrees["dp_replicate"] * degrees["dp_shard"])
+        corpus, held_out = folder.parent / "corpus.jsonl", folder.parent / "held-out.jsonl"
+        sizes = {
+            "job.dump_folder": folder,
+            "training.dataset": "corpus",
+            "training.dataset_path": corpus,
+            "validation.dataset_path": held_out,
+            "training.steps": self.steps,
+            "training.seq_len": 32,
+            "validation.seq_len": 32,
+            "training.local_batch_size": rows,
+            "training.global_batch_size": ROWS,
+            "validation.local_batch_size": rows,
+            "training.mixed_precision_param": "float32",
+            "activation_checkpoint.mode": "none",
+            "optimizer.lr": LEARNING_RATE,
+            "lr_scheduler.warmup_steps": 2,
+            "metrics.log_freq": 1,
+            "parallelism.pipeline_parallel_schedule": self.schedule,
+            "model.overrides.n_layers": self.layers,
+            **{f"model.overrides.{name}": value for name, value in MODEL.items()},
+            **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
+        }
+        return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments]
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """What the difference to one process may be."""
+        return tolerances_of(load_config(list(FEATURES[self.feature].arguments)).config)
+
+    def refusal(self, folder: Path) -> str | None:
+        """The sentence with which the configuration is refused; None if it may run."""
+        try:
+            preflight(resolve(self.arguments(folder), self.world).config, output=False)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+
+def cells() -> Iterator[Cell]:
+    """The whole matrix, by number of ranks."""
+    every = [Cell(layout, feature) for layout in LAYOUTS for feature in FEATURES if _matters(layout, feature)]
+    every += [Cell(layout, schedule=name) for layout in SCHEDULE_LAYOUTS for name in NAMED_SCHEDULES if name != "1F1B"]
+    yield from sorted(every, key=lambda cell: cell.world)
+
+
+def _matters(layout: tuple[int, ...], feature: str) -> bool:
+    if feature in PAIRWISE and sum(degree > 1 for degree in layout) == 3:
+        return False
+    axis = FEATURES[feature].axis
+    return axis is None or layout[AXES.index(axis)] > 1
+
+
+def name_of(layout: tuple[int, ...]) -> str:
+    return layout_name(dict(zip(AXES, layout, strict=True)))
+
+
+# ---- measuring
+
+
+def run_cell(argv: list[str]) -> Observation | None:
+    """The distributed run; called by all ranks, answered by rank 0."""
+    config = resolve(argv, dist.get_world_size()).config
+    run = observe(config, preflight(config))
+    return run if dist.get_rank() == 0 else None
+
+
+def run_reference(argv: list[str]) -> Observation:
+    config = resolve(argv, 1).config
+    return reference(config, preflight(config))
+
+
+class Lab:
+    """Measures cells; keeps the ranks and the references they are compared to."""
+
+    def __init__(self, folder: Path, pools: dict[int, RankPool] | None = None):
+        self.folder = folder
+        self.pools = {} if pools is None else pools
+        self.references: dict[tuple[str, int], Observation] = {}
+        self.runs = 0
+        write_corpus(folder / "corpus.jsonl")
+        write_corpus(folder / "held-out.jsonl", documents=40, seed=1)
+
+    def measure(self, cell: Cell, timeout: float = 240) -> Difference | str:
+        """The difference to one process, or the refusal.
+
+        Raises:
+            RankError: a rank failed or hung.
+        """
+        self.runs += 1
+        folder = self.folder / str(self.runs)
+        if refusal := cell.refusal(folder):
+            return refusal
+        key = cell.feature, cell.layers
+        if key not in self.references:
+            alone = Cell((1,) * len(AXES), cell.feature).arguments(self.folder / f"reference-{self.runs}")
+            alone.append(f"--model.overrides.n_layers={cell.layers}")
+            self.references[key] = self._pool(1).run(run_reference, alone, timeout=timeout)[0]
+        run = self._pool(cell.world).run(run_cell, cell.arguments(folder), timeout=timeout)[0]
+        return difference(run, self.references[key], LEARNING_RATE)
+
+    def _pool(self, world: int) -> RankPool:
+        return self.pools.setdefault(world, RankPool(world))
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+
+# ---- the document
+
+
+def _table(rows: list[tuple[int, ...]], columns: list[str], texts: dict[tuple[tuple[int, ...], str], str]) -> str:
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for layout in rows:
+        lines.append(f"| {name_of(layout)} | " + " | ".join(texts.get((layout, c), "") for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def document(results: dict[Cell, str], notes: list[str]) -> str:
+    """The matrix in Markdown."""
+    features = {(cell.layout, cell.feature): text for cell, text in results.items() if cell.schedule == "1F1B"}
+    schedules = {(cell.layout, cell.schedule): text for cell, text in results.items() if cell.feature == "plain"}
+    footnotes = "\n".join(f"- [{number}] refused: {note}" for number, note in enumerate(notes, 1))
+    model = ", ".join(f"{name} {value}" for name, value in MODEL.items())
+    return f"""# Support matrix
+
+Generated from real runs by `torchtitan matrix --output docs/support-matrix.md`
+(torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
+
+Each cell is a run of a tiny Llama ({model}, 4 layers, with pp 4 8 layers; {ROWS} rows
+of 32 tokens a step, fp32) on as many ranks as the layout has, compared to plain PyTorch on one process: the largest
+relative difference of the loss over all steps,
+and the largest difference within any parameter's gradient of the first step, relative to its largest element.
+10 steps in the column "plain" and for the schedules, 4 elsewhere. Also compared, and within tolerance: gradient norm,
+token counts, weights after the last step, and the validation loss where there is one. A number in brackets: refused
+before anything starts, with the sentence below. An empty cell: the feature has no effect there; or, in the columns from
+"AC selective op" to "Muon" and in "async TP", three axes of which other rows have every pair.
+
+## Layouts and features
+
+{_table(list(LAYOUTS), list(FEATURES), features)}
+
+The schedule of the pipelines above is 1F1B. The optimizer in the backward runs without clipping. "compile" is
+inductor, with selective activation checkpointing by operation. "float8" is rowwise, "float8 all-gather" tensorwise,
+both emulated, as is MXFP8 (which has a wider model). These, and Muon, whose update is computed in bf16, are compared to
+fp32 like the rest, within wider tolerances.
+
+## Pipeline schedules
+
+{_table(list(SCHEDULE_LAYOUTS), list(NAMED_SCHEDULES), schedules)}
+
+## Refused
+
+{footnotes}
+"""
+
+
+def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
+    """The cells and the numbered refusals of a document that `document` made."""
+    sections = text.split("\n## ")
+    results: dict[Cell, str] = {}
+    for section, kind in ((sections[1], "feature"), (sections[2], "schedule")):
+        lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+        columns = lines[0][1:]
+        for name, *cells_of_row in lines[2:]:
+            layout = next(layout for layout in LAYOUTS if name_of(layout) == name)
+            results |= {Cell(layout, **{kind: c}): t for c, t in zip(columns, cells_of_row, strict=True) if t}
+    return results, re.findall(r"- \[\d+\] refused: (.*)", sections[3])

@@ -1,0 +1,226 @@
+"""Does this configuration compute the same as one process? `torchrun ... -m torchtitan parity --config X.toml`.
+
+The model and the rows are made tiny; degrees, schedule and features stay. The run is compared to plain PyTorch on one
+process: loss, gradient norm, every parameter's gradient, token counters, weights after the update. If they differ, each
+mesh axis is tried on its own, to say along which one the mistake is.
+"""
+
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.config import Config, load_config, resolve
+from torchtitan.config.derive import (
+    DEGREE_KEYS,
+    axis_degrees,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    layout_name,
+)
+from torchtitan.config.render import to_toml
+from torchtitan.lab.compare import (
+    Difference,
+    Observation,
+    Tolerances,
+    difference,
+    observe,
+    reference,
+    tolerances_of,
+    write_corpus,
+)
+from torchtitan.train.preflight import Setup, preflight
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of one comparison; the same on every rank."""
+
+    difference: Difference
+    problems: list[str]
+    culprit: str | None
+    """The diverging parameter nearest to the loss: where the backward first goes wrong."""
+    factor: float | None
+    """What its gradient is multiplied by, if that is all that is wrong with it."""
+
+
+def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
+    """Arguments of the same run with a tiny model, few short rows, in fp32; its files go to `folder`."""
+    p, training = config.parallelism, config.training
+    degrees = axis_degrees(p)
+    cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
+    unit = math.lcm(2 * cp, cp * tp)
+    seq_len = unit * max(1, 32 // unit)
+    rows = training.local_batch_size // p.pipeline_parallel_microbatch_size if pp > 1 else 2
+    accumulation = min(2, gradient_accumulation_steps(config))
+    split_by_hand = (
+        p.module_fqns_per_model_part
+        or p.pipeline_parallel_layers_per_stage
+        or p.pipeline_parallel_first_stage_less_layers
+        or p.pipeline_parallel_last_stage_less_layers
+    )
+    layers = (
+        setup.args.n_layers if pp > 1 and split_by_hand else max(2, len(setup.stages.modules) if setup.stages else 2)
+    )
+    tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
+    corpus = write_corpus(folder / "corpus.jsonl")
+    # Written out anew: a flag in an old spelling would contradict the ones added here.
+    written = folder / "config.toml"
+    written.write_text(to_toml(load_config(list(argv)).config), encoding="utf-8")
+    sizes = {
+        **{f"model.overrides.{name}": value for name, value in tiny.items()},
+        "training.dataset": "corpus",
+        "training.dataset_path": corpus,
+        "training.seq_len": seq_len,
+        "training.local_batch_size": rows,
+        "training.global_batch_size": rows * data_parallel_degree(config) * accumulation,
+        "training.steps": STEPS,
+        "training.max_norm": 0,
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "float32",
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "optimizer.state_dtype": "float32",
+        "optimizer.param_groups": "[]",
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.total_steps": "none",
+        "lr_scheduler.decay_ratio": "none",
+    }
+    off = {
+        "job.dump_folder": folder / "out",
+        "metrics.log_freq": 1,
+        "metrics.enable_wandb": "false",
+        "metrics.enable_tensorboard": "false",
+        "profiling.enable_profiling": "false",
+        "profiling.enable_memory_snapshot": "false",
+        "validation.enable": "false",
+        "checkpoint.enable": "false",
+        "checkpoint.load_step": -1,
+        "checkpoint.initial_load_path": "none",
+        "checkpoint.initial_load_in_hf": "false",
+        "checkpoint.last_save_in_hf": "false",
+    }
+    return [f"--job.config_file={written}", *(f"--{key}={value}" for key, value in {**sizes, **off}.items())]
+
+
+def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
+    """Run on all ranks, and on rank 0 once more as one process."""
+    config = resolve(list(argv), dist.get_world_size()).config
+    setup = preflight(config)
+    run = observe(config, setup)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        expected = reference(config, setup)
+        delta = difference(run, expected, config.optimizer.lr)
+        wrong = [name for name, value in delta.gradients.items() if not value <= tolerances.gradient]
+        culprit = wrong[-1] if wrong else None
+        factor = _factor(run, expected, culprit) if culprit else None
+        box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _factor(run: Observation, expected: Observation, name: str) -> float | None:
+    wanted = expected.gradients[name][0].double()
+    got = max(run.gradients[name].double(), key=lambda copy: (copy - wanted).abs().max().item())
+    factor = ((got * wanted).sum() / (wanted * wanted).sum()).item()
+    explained = (got - factor * wanted).norm() <= 1e-3 * got.norm()
+    return factor if explained else None
+
+
+def find_axes(argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances) -> list[str]:
+    """Mesh axes along which the run goes wrong: one, or several that do so only together; empty if none is found.
+
+    An axis is tried alone, all other ranks filled up with a data-parallel axis that has been found right.
+    """
+    world = math.prod(degrees.values())
+
+    def wrong(active: dict[str, int], filler: str) -> bool:
+        tried = dict.fromkeys(DEGREE_KEYS, 1) | active
+        tried[filler] *= world // math.prod(tried.values())
+        data_parallel = tried["dp_replicate"] * tried["dp_shard"]
+        sizes = [f"--parallelism.{DEGREE_KEYS[axis]}={degree}" for axis, degree in tried.items()]
+        return bool(
+            compare([*argv, *sizes, f"--training.global_batch_size={rows * data_parallel}"], tolerances).problems
+        )
+
+    bad_fillers = [filler for filler in ("dp_shard", "dp_replicate") if wrong({}, filler)]
+    if len(bad_fillers) == 2:
+        return ["dp_replicate or dp_shard"]
+    used = [axis for axis, degree in degrees.items() if degree > 1]
+    if bad_fillers and bad_fillers[0] in used:
+        return bad_fillers
+    filler = "dp_replicate" if bad_fillers == ["dp_shard"] else "dp_shard"
+    for count in range(1, len(used) + 1):
+        for axes in itertools.combinations(used, count):
+            if set(axes) != {filler} and wrong({axis: degrees[axis] for axis in axes}, filler):
+                return list(axes)
+    return []
+
+
+def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
+    """One sentence: what diverges, by how much, along which axes."""
+    delta = finding.difference
+    if not finding.problems:
+        return "PASS: the distributed run computes what one process does"
+    along = f", along {' and '.join(axes)}" if axes else ", in this combination of axes only"
+    if len(axes) > 1:
+        along += " together"
+    if finding.culprit is None:
+        return f"FAIL: {'; '.join(finding.problems)}{along} (the first step's gradients are right)"
+    wrong = sum(not value <= tolerances.gradient for value in delta.gradients.values())
+    how = (
+        f"is {finding.factor:.2f}x"
+        if finding.factor is not None
+        else f"is off by {delta.gradients[finding.culprit]:.1e}"
+    )
+    loss = delta.first_loss
+    also = "" if loss <= tolerances.loss else f"; the loss is off by {loss:.1e}, so the forward is wrong too"
+    return (
+        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} parameters diverge, this "
+        f"one nearest to the loss{also})"
+    )
+
+
+def _table(delta: Difference, tolerances: Tolerances) -> str:
+    worst = max(delta.gradients, key=lambda name: delta.gradients[name])
+    rows = [
+        ("loss", delta.loss, tolerances.loss, ""),
+        ("gradient norm", delta.grad_norm, tolerances.grad_norm, ""),
+        ("gradients", delta.gradient, tolerances.gradient, f"  largest: {worst}"),
+        ("weights", max(delta.weights.values()), tolerances.weight, "  of the learning rate"),
+    ]
+    lines = [f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}" for name, value, limit, note in rows]
+    return "\n".join([*lines, f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}"])
+
+
+def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bool, str]:
+    """Compare the run that `argv` configures, on the ranks that call this together.
+
+    Returns:
+        Whether it passes, and the report.
+    """
+    world = dist.get_world_size()
+    config = resolve(list(argv), world).config
+    tolerances = tolerances or tolerances_of(config)
+    setup = preflight(config, output=False)
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        small = shrink(argv, config, setup, Path(folder))
+        used = resolve(small, world).config
+        degrees = axis_degrees(used.parallelism)
+        finding = compare(small, tolerances)
+        axes = find_axes(small, degrees, used.training.local_batch_size, tolerances) if finding.problems else []
+    layout = layout_name(degrees)
+    schedule = f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
+    t = used.training
+    text = (
+        f"{world} rank(s), {layout}{schedule}, against one process; {STEPS} steps of {t.global_batch_size} x "
+        f"{t.seq_len} tokens, fp32\n{_table(finding.difference, tolerances)}\n{verdict(finding, axes, tolerances)}"
+    )
+    return not finding.problems, text

@@ -1,0 +1,209 @@
+"""The run's own account, `<dump_folder>/run.json`: each start, on what it ran, how it ended, and where the time went.
+
+Every second belongs to one kind; what happens inside of something else counts for itself. Goodput is the share of
+`steps`: training that is kept.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.data.tokenizer import PROJECT
+from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.logging import logger
+
+KINDS = {
+    "steps": "steps",
+    "first_step": "first step",
+    "start": "start-up",
+    "restart": "restarts",
+    "repeated": "repeated steps",
+    "data": "waiting for data",
+    "saves": "saves",
+    "validation": "validation",
+    "other": "other",
+}
+"""What time is spent on, as written in the file and in words."""
+
+HEARTBEAT_SECONDS = 1.0
+"""The file is not written more often, however short the steps are."""
+
+
+def git_revision() -> str | None:
+    """The commit of this code, with `-dirty` if files have changed since; None outside of a git repository."""
+    if not (PROJECT / ".git").exists():
+        return None
+    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two runs, each as a manifest has it: `key old -> new`."""
+    out = []
+    for about in ("config", "versions", "ranks", "git"):
+        old, new = _flat(before.get(about), about), _flat(now.get(about), about)
+        out += [
+            f"{key} {_word(old.get(key))} -> {_word(new.get(key))}"
+            for key in {**old, **new}
+            if old.get(key) != new.get(key)
+        ]
+    return out
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    """Dotted keys; those of the configuration, which is TOML, and of the versions by their own names."""
+    if key == "config" and isinstance(value, str):
+        value = tomli.loads(value)
+    if not isinstance(value, dict):
+        return {key: value}
+    prefix = "" if key in ("config", "versions") else f"{key}."
+    return {k: v for name, item in value.items() for k, v in _flat(item, prefix + name).items()}
+
+
+def _word(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value) if isinstance(value, str | list) else str(value)
+
+
+class Ledger:
+    """Keeps the account of one start in the file of the whole run. Rank 0 writes it, and a rank that fails."""
+
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        *,
+        step: int,
+        resumable: bool,
+        writes: bool,
+        began: float,
+        clock: Callable[[], float] = time.time,
+    ):
+        """
+        Args:
+            about: what the file says of this start: ranks, layout, hardware, versions, ...
+            step: where this start goes on; 0 from scratch.
+            resumable: the run saves checkpoints, so that a start from scratch may be a second try.
+            writes: this is rank 0.
+            began: when the process started, in seconds since the epoch.
+        """
+        self.path, self.clock, self.writes = folder / "run.json", clock, writes
+        self.starts: list[dict[str, Any]] = self._earlier(step, resumable) if writes else []
+        self.furthest = max((start["step"] for start in self.starts), default=0)
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.kind, self.since = "start", began
+        if self.starts and self.starts[-1]["end"] != "completed":
+            self.kind, self.since = "restart", min(began, self.starts[-1]["last_seen"])
+        own = {"time": began, "resumed_step": step, "step": step, "last_seen": began, "end": None}
+        self.starts.append({**own, **about, "seconds": self.seconds})
+        if writes:
+            self._write(self.starts)
+
+    def _earlier(self, step: int, resumable: bool) -> list[dict[str, Any]]:
+        """The run's earlier starts. The file of another run is set aside, as its metrics are."""
+        if not self.path.exists():
+            return []
+        try:
+            starts = self._read()
+            starts[-1]["end"] = starts[-1]["end"] or "killed"
+            if step or (resumable and starts[-1]["end"] not in ("completed", "interrupted")):
+                return starts
+        except (ValueError, LookupError, TypeError) as error:
+            logger.warning(f"{self.path} can't be read ({error}): set aside")
+        self.path.rename(self.path.with_name(f"run-{time.strftime('%Y%m%d-%H%M%S')}.json"))
+        return []
+
+    # ---- where time goes
+
+    @contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Time within counts as `kind`."""
+        outer = self._switch(kind)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Time within is that of step `number`."""
+        first = self.kind in ("start", "restart")
+        if first:
+            self._switch("other")
+        with self.spend("first_step" if first else "repeated" if number <= self.furthest else "steps"):
+            yield
+        self.furthest = max(self.furthest, number)
+
+    def _switch(self, kind: str) -> str:
+        now = self.clock()
+        self.seconds[self.kind] += max(0.0, now - self.since)
+        before, self.kind, self.since = self.kind, kind, now
+        return before
+
+    # ---- the file
+
+    def heartbeat(self, step: int) -> None:
+        """Note that `step` is done, and that the run is alive."""
+        self.starts[-1]["step"] = step
+        if self.writes and self.clock() >= self.starts[-1]["last_seen"] + HEARTBEAT_SECONDS:
+            self._write(self.starts)
+
+    def end(self, step: int, last_step: int, error: BaseException | None = None) -> None:
+        """Write how this start ended; of a failure, what the rank says that has the cause."""
+        if error is None:
+            reason = "completed" if step >= last_step else "preempted"
+        elif isinstance(error, KeyboardInterrupt):
+            reason = "interrupted"
+        elif from_another_rank(error):
+            reason = "failed: another rank stopped"
+        else:
+            reason = f"failed: {str(error).strip() or type(error).__name__}".splitlines()[0]
+        starts = []
+        with suppress(OSError, ValueError, LookupError):
+            starts = self._read()
+        if self.writes:
+            told = starts[-1]["end"] if starts and error is not None and from_another_rank(error) else None
+            self.starts[-1] |= {"step": step, "end": told or reason}
+            self._write(self.starts)
+        elif starts and isinstance(error, Exception) and not from_another_rank(error):
+            starts[-1]["end"] = reason
+            self._write(starts)
+
+    def goodput(self) -> str:
+        """The whole run's account in one line."""
+        good, seconds = _account(self.starts)
+        parts = (f"{KINDS[kind]} {_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values()))
+        return f"Goodput {good:.1f} %: {', '.join(parts)}; {len(self.starts)} start(s)"
+
+    def _read(self) -> list[dict[str, Any]]:
+        return json.loads(self.path.read_text())["starts"]
+
+    def _write(self, starts: list[dict[str, Any]]) -> None:
+        if starts is self.starts:
+            self._switch(self.kind)
+            starts[-1]["last_seen"] = self.since
+        good, seconds = _account(starts)
+        record = {"format": 1, "goodput": {"percent": good, "seconds": seconds}, "starts": starts}
+        try:
+            write_whole(self.path, json.dumps(record, indent=1).encode())
+        except OSError as error:  # an account is not worth the run
+            logger.warning(f"can't write {self.path}: {error.strerror}")
+
+
+def _account(starts: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
+    """Goodput in percent, and the seconds of each kind over all starts."""
+    seconds = {kind: sum(start["seconds"][kind] for start in starts) for kind in KINDS}
+    return 100 * seconds["steps"] / (sum(seconds.values()) or 1.0), seconds
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.1f} s"

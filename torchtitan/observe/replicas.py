@@ -1,0 +1,78 @@
+"""Do ranks that hold copies of the same tensor hold the same bytes?
+
+Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor parallelism) and
+every plain tensor. They stay equal bit for bit in a healthy run, since each rank computes them from the same reduced
+gradients: a difference is a faulty device, or a mistake in the layout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.derive import AXES
+from torchtitan.parallel.mesh import Mesh
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 20
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed number
+
+
+def fingerprint(value: Tensor) -> Tensor:
+    """64-bit hash of a tensor's bytes: an int64 scalar on its device.
+
+    The elements, read as integers, times coefficients that depend on their place, summed modulo 2^64. Integers add up
+    to the same in any order; the coefficients are odd, so that the change of one element always changes the sum.
+    """
+    flat = value.detach().contiguous().view(_INTEGERS[value.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start, part in enumerate(flat.split(_CHUNK)):
+        places = torch.arange(start * _CHUNK, start * _CHUNK + len(part), device=flat.device)
+        total += ((places * _ODD) | 1).mul_(part).sum()
+    return total
+
+
+def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> list[str]:
+    """Copies that differ, in words: the tensor, the mesh axis, the ranks. The same list on every rank.
+
+    Args:
+        tensors: by name; ranks along an axis (other than pp) must have the same ones, in the same order.
+    """
+    own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
+    hashes = torch.stack([fingerprint(value).to(device) for value in own])
+    copies: dict[str, tuple[dist.ProcessGroup, list[int]]] = {}
+    for index, value in enumerate(tensors.values()):
+        for axis, group in _copied_along(value, mesh):
+            copies.setdefault(axis, (group, []))[1].append(index)
+    names, found = list(tensors), []
+    for axis, (group, indices) in sorted(copies.items()):
+        parts = [torch.empty_like(hashes[indices]) for _ in range(group.size())]
+        dist.all_gather(parts, hashes[indices], group=group)
+        ranks = dist.get_process_group_ranks(group)
+        for index, column in zip(indices, torch.stack(parts, 1).tolist(), strict=True):
+            if len(set(column)) > 1:
+                found.append(f"{names[index]} differs along {axis}: {_versions(ranks, column)}")
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return list(dict.fromkeys(text for rank in everywhere for text in rank))
+
+
+def _copied_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    if isinstance(value, DTensor):
+        own = value.device_mesh
+        names = own.mesh_dim_names or ()
+        axes = [(n, own.get_group(n)) for n, p in zip(names, value.placements, strict=True) if p.is_replicate()]
+    else:
+        axes = [(axis, mesh.group(axis)) for axis in AXES if axis != "pp"]
+    return ((axis, group) for axis, group in axes if group.size() > 1)
+
+
+def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
+    """Which ranks agree with which, the fewest first."""
+    by_value: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        by_value.setdefault(value, []).append(rank)
+    sets = sorted(by_value.values(), key=len)
+    return " against ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in sets)

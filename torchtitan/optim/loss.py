@@ -1,0 +1,84 @@
+"""The loss: a sum over tokens, so that dividing by the global token count is exact under every layout."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.parallel.collectives import unsharded
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+"""Logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of the tokens' losses."""
+Project = Callable[[Tensor, Tensor], Tensor]
+"""Final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the token cross-entropies, in fp32.
+
+    Args:
+        logits: `[batch, seq, vocab]`; a DTensor if sharded over the vocabulary, and then within `loss_context`.
+        labels: `[batch, seq]`; `IGNORE_INDEX` counts nothing.
+    """
+    loss = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return unsharded(loss)
+
+
+def chunked_loss_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, project: Project, loss: LossSum, chunks: int, tp_degree: int
+) -> Tensor:
+    """`loss(project(hidden, weight), labels)` for a slice of the sequence at a time: only one slice's logits exist.
+
+    The gradients are computed along with the loss, while a slice's logits are there, and not by a second projection in
+    the backward. The weight's are added up in fp32.
+
+    Args:
+        hidden: `[batch, seq / tp_degree, dim]`: this rank's part, where the sequence is sharded.
+        labels: `[batch, seq]`.
+        chunks: number of slices; must divide `seq / tp_degree`.
+    """
+    slices = list(_slices(hidden, labels, chunks, tp_degree))
+    if not torch.is_grad_enabled():
+        return torch.stack([loss(project(h, weight), y) for h, y in slices]).sum()
+    return _ChunkedLoss.apply(hidden, weight, slices, project, loss)
+
+
+def _slices(hidden: Tensor, labels: Tensor, chunks: int, tp_degree: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A slice of each rank's part of the sequence, and the labels of them all: projecting gathers the ranks' parts."""
+    parts = labels.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
+    yield from zip(hidden.chunk(chunks, dim=1), (part.flatten(1, 2) for part in parts), strict=True)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        slices: list[tuple[Tensor, Tensor]],
+        project: Project,
+        loss: LossSum,
+    ) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        of_hidden: list[Tensor] = []
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for part, labels in slices:
+            part, whole = part.detach().requires_grad_(), weight.detach().requires_grad_()
+            with torch.enable_grad():
+                value = loss(project(part, whole), labels)
+            gradients = torch.autograd.grad(value, (part, whole))
+            total += value.detach()
+            of_hidden.append(gradients[0])
+            of_weight += gradients[1]
+        ctx.save_for_backward(torch.cat(of_hidden, dim=1), of_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * upstream[0], of_weight * upstream[0], None, None, None

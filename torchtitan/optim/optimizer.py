@@ -1,0 +1,168 @@
+"""The optimizer of all parameters."""
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from torchtitan.config import schema
+
+
+class AnyOptimizer(Protocol):
+    """What the trainer uses of a `torch.optim.Optimizer`."""
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class _Joined:
+    """Several optimizers that look like one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return {
+            param: optimizer.state[param]
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+class OptimizerInBackward(_Joined):
+    """Updates each parameter as soon as its gradient is complete, and frees the gradient.
+
+    One optimizer per parameter, called by a hook. `step` updates what still has a gradient: nothing, after a backward.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]):
+        self._of = {p: make([group | {"params": [p]}]) for group in groups for p in group["params"]}
+        super().__init__(list(self._of.values()))
+        self._norms: list[Tensor] = []
+        for param in self._of:
+            param.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self._norms.append(torch.linalg.vector_norm(param.grad, dtype=torch.float64))
+        self._of[param].step()
+        self._of[param].zero_grad()
+
+    def take_norms(self) -> list[Tensor]:
+        """2-norms of the gradients since the last call."""
+        norms, self._norms = self._norms, []
+        return norms
+
+
+class NarrowAdam(torch.optim.Optimizer):
+    """Adam or AdamW that stores its two means in bf16. It computes in the parameter's type, a parameter at a time."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, decoupled: bool, **settings: Any):
+        super().__init__(groups, settings)
+        self._decoupled = decoupled
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu")
+            for slot in ("exp_avg", "exp_avg_sq"):
+                state[slot] = torch.zeros_like(param, dtype=torch.bfloat16)
+        wide = {slot: state[slot].to(param.dtype) for slot in ("exp_avg", "exp_avg_sq")}
+        adam(
+            [param],
+            [param.grad],
+            [wide["exp_avg"]],
+            [wide["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=self._decoupled,
+        )
+        for slot, value in wide.items():
+            state[slot].copy_(value)
+
+
+def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) -> AnyOptimizer:
+    """The optimizer of all parameters.
+
+    Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) is
+    for the matrices of the blocks; embedding, output and vectors have AdamW beside it.
+    """
+    named = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
+    groups: dict[tuple[bool, float, float], dict[str, Any]] = {}
+    for name, param in named:
+        decay, scale = optimizer.weight_decay if param.dim() > 1 else 0.0, 1.0
+        if rule := next((rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern)), None):
+            decay, scale = decay if rule.weight_decay is None else rule.weight_decay, rule.lr_scale
+        muon = optimizer.name == "Muon" and param.dim() == 2 and name.startswith("layers.")
+        group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr_scale": scale, "muon": muon}
+        groups.setdefault((muon, decay, scale), group)["params"].append(param)
+    make = partial(_make, optimizer)
+    if optimizer.early_step_in_backward:
+        return OptimizerInBackward(list(groups.values()), make)
+    kinds = [[group for group in groups.values() if group["muon"] is muon] for muon in (False, True)]
+    made = [make(kind) for kind in kinds if kind]
+    return made[0] if len(made) == 1 else _Joined(made)
+
+
+def _make(optimizer: schema.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """One optimizer for groups of one kind."""
+    if groups[0]["muon"]:
+        return torch.optim.Muon(
+            groups,
+            lr=optimizer.lr,
+            momentum=optimizer.muon_momentum,
+            ns_steps=optimizer.muon_ns_steps,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    decoupled = optimizer.name != "Adam"
+    settings = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "fused": optimizer.implementation == "fused",
+        "foreach": optimizer.implementation == "foreach",
+    }
+    if optimizer.state_dtype == "bfloat16":
+        return NarrowAdam(groups, decoupled=decoupled, **settings)
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **settings)

@@ -1,0 +1,91 @@
+"""Entry point: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key value ...]`.
+
+Runs without torchrun too, as one process. Everything is checked before torch is imported.
+"""
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from torchtitan.config import Resolved, resolve
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import DEBUG_ENV
+from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.signals import StopRequest, die_with_parent
+
+COMMAND_ENV = "TORCHTITAN_COMMAND"
+"""The command that a person gave, where the launcher's own arguments are not it."""
+LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
+"""Process that is to end, rather than start this rank anew, once a request to stop is honored."""
+
+
+def main(argv: list[str]) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    if os.environ.get(DEBUG_ENV) != "1":  # else torch prints C++ stacks on every rank when one is gone
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it anew
+    stop.listen()
+    init_logging(rank)
+    resolved = resolve(argv, world)
+    for warning in resolved.warnings:
+        logger.warning(warning)
+    setup = preflight(resolved.config)
+    logger.info(f"{resolved.config.job.description}: {world} rank(s), results in {resolved.config.job.dump_folder}")
+
+    from torchtitan.train.trainer import Trainer  # torch, only now that the configuration is known to be right
+
+    trainer = Trainer(resolved.config, setup, stop)
+    try:
+        progress = trainer.train()
+    except BaseException as error:
+        trainer.close(error)
+        raise
+    trainer.close()
+    if trainer.stopped:
+        stop.ignore()
+        if launcher := os.environ.get(LAUNCHER_ENV):
+            os.kill(int(launcher), signal.SIGTERM)
+        return _stopped(rank, f"after step {progress.step}")
+    if rank == 0:
+        _summarize(resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss)
+    return 0
+
+
+def _stopped(rank: int, when: str) -> int:
+    """Say how to go on; the exit status."""
+    if rank == 0:
+        print(f"Stopped {when}, as asked. To go on:\n  {_command()}", file=sys.stderr, flush=True)
+    return os.EX_TEMPFAIL
+
+
+def _command() -> str:
+    """What a person types to start this run again."""
+    if command := os.environ.get(COMMAND_ENV):
+        return command
+    if "TORCHELASTIC_RUN_ID" in os.environ and (agent := Path(f"/proc/{os.getppid()}/cmdline")).exists():
+        return shlex.join(agent.read_text().rstrip("\0").split("\0"))
+    return shlex.join(sys.orig_argv)
+
+
+def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None) -> None:
+    """Say what was made and what to do next."""
+    config = resolved.config
+    dump = config.job.dump_folder
+    if first is None:
+        logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to go on.")
+        return
+    logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
+    logger.info(f"  metrics     {dump}/metrics.jsonl")
+    logger.info(f"  config      {dump}/config.toml")
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        folder = config.checkpoint.folder
+        logger.info(f"  checkpoint  {folder if '://' in folder else f'{dump}/{folder}'}/step-{step}")
+        if not config.checkpoint.last_save_model_only:
+            more = config.training.steps * 2
+            logger.info(f"Train on from here: the same command with --training.steps {more}")
+    else:
+        logger.info("No checkpoint was saved: set checkpoint.enable = true to keep the model")

@@ -1,0 +1,141 @@
+"""Everything that can be checked before a process group or a GPU is taken. Imports no torch."""
+
+import fnmatch
+import glob
+import importlib.util
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.derive import divisors
+from torchtitan.config.schema import Config
+from torchtitan.config.stages import PipelineStages, pipeline_stages
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.models import ModelSpec, get_spec, import_custom
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.storage import is_url, storage_path, storage_problem
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the configuration names, found and checked."""
+
+    spec: ModelSpec
+    args: Any
+    tokenizer: Tokenizer
+    stages: PipelineStages | None
+    """The pipeline; None without pipeline parallelism."""
+
+
+def preflight(config: Config, *, output: bool = True) -> Setup:
+    """Find the model, tokenizer, data and folders that `config` names.
+
+    Args:
+        output: also make the dump folder, and see that it can be written to.
+
+    Raises:
+        ConfigError: all that is missing or doesn't fit together.
+    """
+    problems = [*_check_paths(config), *_check_packages(config)]
+    spec = args = tokenizer = stages = None
+    try:
+        if config.experimental.custom_import:
+            import_custom(config.experimental.custom_import)
+        spec = get_spec(config.model.name)
+        lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
+        args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
+        problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
+        problems += _check_patterns(config, spec.hf.names(args))
+        stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+    except UserError as error:
+        problems.append(str(error))
+    if tokenizer and args and tokenizer.vocab_size > args.vocab_size:
+        problems.append(
+            f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries but {config.model.flavor} only "
+            f"{args.vocab_size}: set [model.overrides] vocab_size = {tokenizer.vocab_size}, or another tokenizer"
+        )
+    if output and not problems:  # last, as it makes the folder
+        problems += _check_dump_folder(config)
+    if problems or spec is None or tokenizer is None:
+        raise ConfigError(problems)
+    return Setup(spec, args, tokenizer, stages)
+
+
+def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """Sizes that the tensor-parallel degree does not divide."""
+    degree = config.parallelism.tensor_parallel_degree
+    if wrong := {name: size for name, size in sizes.items() if size % degree}:
+        every = math.gcd(*sizes.values())
+        legal = ", ".join(map(str, divisors(every)))
+        yield (
+            f"parallelism.tensor_parallel_degree: {degree} does not divide "
+            f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
+            f"it can be {legal}"
+        )
+
+
+def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
+    """A group that matches nothing is a typing error, and would be trained like the rest without a word."""
+    names = list(parameters)
+    for group in config.optimizer.param_groups:
+        if not fnmatch.filter(names, group.pattern):
+            hint = did_you_mean(group.pattern, names, cutoff=0.3)
+            yield f"optimizer.param_groups: pattern {group.pattern!r} matches no parameter{hint}"
+
+
+def _check_paths(config: Config) -> Iterator[str]:
+    paths = {"training": config.training.dataset_path}
+    if config.validation.enable:
+        paths["validation"] = config.validation.dataset_path
+    for name, path in paths.items():
+        # A name with a scheme (hf://, s3://) is a remote file, which only the loader can look up.
+        if path and "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
+            yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+    checkpoint = config.checkpoint
+    path = checkpoint.initial_load_path or ""
+    if not checkpoint.enable:
+        return
+    if checkpoint.initial_load_in_hf and is_url(path):
+        yield (
+            f"checkpoint.initial_load_path: safetensors are read from a local folder only, not from {path!r}; download "
+            "them, or make a checkpoint of them there with `torchtitan ckpt from-hf`"
+        )
+    elif path and not is_url(path) and not storage_path(path).is_dir():
+        yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
+    for key, name in (("folder", checkpoint.folder), ("initial_load_path", path)):
+        if problem := storage_problem(name):
+            yield f"checkpoint.{key}: {problem}"
+
+
+def _check_packages(config: Config) -> Iterator[str]:
+    ac = config.activation_checkpoint
+    draws = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
+    if draws and importlib.util.find_spec("matplotlib") is None:
+        yield (
+            "activation_checkpoint.visualize_memory_budget_pareto draws with the package matplotlib; install it, "
+            "or set the key to false"
+        )
+
+
+def _check_dump_folder(config: Config) -> Iterator[str]:
+    folder = Path(config.job.dump_folder)
+    if is_url(config.job.dump_folder):
+        yield (
+            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, as logs grow line by line there; set "
+            "checkpoint.folder to the URL"
+        )
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        yield f"job.dump_folder: can't write to {str(folder)!r} ({error.strerror}); choose another folder"
