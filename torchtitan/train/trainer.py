@@ -23,7 +23,6 @@ from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, uses
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.rows import merge_states
-from torchtitan.data.tokenizer import resolve_assets_path
 from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Spike
 from torchtitan.observe.ledger import Ledger, changed_settings, git_revision
@@ -39,6 +38,7 @@ from torchtitan.train.guarding import RunGuard
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Progress
 from torchtitan.train.step import StepResult, forward_backward, max_over_ranks
+from torchtitan.utils.assets import find_asset
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
 from torchtitan.utils.errors import HangError, NonFiniteError, UserError
 from torchtitan.utils.files import write_whole
@@ -149,7 +149,7 @@ class Trainer:
                 logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
             return
         if config.enable and config.initial_load_in_hf:
-            folder = Path(config.initial_load_path or resolve_assets_path(self.config.model.hf_assets_path))
+            folder = Path(config.initial_load_path or find_asset(self.config.model.hf_assets_path))
             load_hf(self.parts.models, folder, self.setup.spec.hf.names(self.setup.args))
             logger.info(f"Starting from the Hugging Face weights in {folder}")
         elif config.enable and config.initial_load_path:
