@@ -106,8 +106,11 @@ def shrink(line: str) -> str:
 def ran(tmp_path_factory) -> dict[str, tuple[int, str]]:
     """Command to its exit status and what it printed. Two pages at a time: most commands use one core."""
     folder = workspace(tmp_path_factory.mktemp("docs"))
+    bin = tmp_path_factory.mktemp("bin")
+    (bin / "torchtitan").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
+    (bin / "torchtitan").chmod(0o755)
     env = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{folder}",
         "OMP_NUM_THREADS": "1",
     }
