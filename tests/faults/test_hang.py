@@ -23,7 +23,7 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Comm
 from torchtitan.config.support import torch_is_before_2_13
 from torchtitan.observe import watch as watching
-from torchtitan.observe.diagnosis import read_case
+from torchtitan.observe.evidence import read_case
 from torchtitan.observe.watch import Watch
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
