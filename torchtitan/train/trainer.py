@@ -3,21 +3,19 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 import torchtitan
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.checkpoint.hf import load_hf
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
-from torchtitan.data.tokenizer import resolve_assets_path
 from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
-from torchtitan.observe.ledger import Ledger, changed_settings
+from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.metrics import Metrics
 from torchtitan.observe.profiler import Profiler
 from torchtitan.observe.replicas import check_replicas
@@ -30,15 +28,16 @@ from torchtitan.train.build import build, set_determinism
 from torchtitan.train.evaluate import evaluate
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, write_config
+from torchtitan.train.restore import restore
 from torchtitan.train.state import Progress, RunState, seed_step
 from torchtitan.train.step import StepResult, max_over_ranks, prepare_weights, train_step
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
 from torchtitan.utils.errors import HangError, UserError
+from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
-from torchtitan.utils.storage import storage_path
 
 
 class Trainer:
@@ -59,12 +58,7 @@ class Trainer:
         set_determinism(config.debug)
         check_hardware(config, self.device)
         self.owns_process_group = not dist.is_initialized()
-        self.watch: Watch | None = None
-        if self.owns_process_group:
-            configure_flight_recorder(config.comm, config.job.dump_folder)
-            init_distributed(config.comm, self.device)
-            if config.comm.trace_buf_size:
-                self.watch = Watch(config.comm, config.job.dump_folder, axis_degrees(config.parallelism))
+        self.watch = self._connect() if self.owns_process_group else None
         self.stop = stop or StopRequest()
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
@@ -86,27 +80,9 @@ class Trainer:
         self.progress = Progress()
         self.state = RunState(self.progress, self.parts.schedule, self.parts.loader, self.guard)
         note("loading a checkpoint")
-        self._restore()
+        restore(config, setup, self.parts.models, self.checkpointer, self.state)
         write_config(config)
-        self.stragglers = Stragglers(config.guard)
-        self.profiler = Profiler(config.profiling, config.job.dump_folder)
-        self.metrics = Metrics(
-            config.metrics,
-            config.job,
-            config.model_dump(),
-            start_step=self.progress.step,
-            total_steps=config.training.steps,
-            flops_per_token=setup.spec.flops_per_token(setup.args, config.training.seq_len),
-            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
-        )
-        self.ledger = Ledger(
-            Path(config.job.dump_folder),
-            describe_start(about, config.parallelism),
-            step=self.progress.step,
-            resumable=self.checkpointer.saving,
-            writes=dist.get_rank() == 0,
-            began=torchtitan.IMPORTED if self.owns_process_group else began,
-        )
+        self._observe(about, torchtitan.IMPORTED if self.owns_process_group else began)
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
             self._limit_collectives,
             self._report,
@@ -117,6 +93,41 @@ class Trainer:
             self._collect_garbage,
         )
         """What follows an update, in order."""
+
+    def _connect(self) -> Watch | None:
+        """Start the process group and the watch over it."""
+        comm, folder = self.config.comm, self.config.job.dump_folder
+        configure_flight_recorder(comm, folder)
+        init_distributed(comm, self.device)
+        return Watch(comm, folder, axis_degrees(self.config.parallelism)) if comm.trace_buf_size else None
+
+    def _observe(self, about: dict[str, Any], began: float) -> None:
+        """Start what measures and reports the run.
+
+        Args:
+            about: from `describe_run`.
+            began: when this start began, in seconds since the epoch.
+        """
+        config = self.config
+        self.stragglers = Stragglers(config.guard)
+        self.profiler = Profiler(config.profiling, config.job.dump_folder)
+        self.metrics = Metrics(
+            config.metrics,
+            config.job,
+            config.model_dump(),
+            start_step=self.progress.step,
+            total_steps=config.training.steps,
+            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
+            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+        )
+        self.ledger = Ledger(
+            Path(config.job.dump_folder),
+            describe_start(about, config.parallelism),
+            step=self.progress.step,
+            resumable=self.checkpointer.saving,
+            writes=dist.get_rank() == 0,
+            began=began,
+        )
 
     # ---- the loop
 
@@ -131,7 +142,7 @@ class Trainer:
         """
         steps = self.config.training.steps
         try:
-            with self._frozen_gc(), self.profiler.capture_oom():
+            with frozen_gc(), self.profiler.capture_oom():
                 batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
                 self.stopped = bool(AnyRank(self.stop.requested, self.device).answer() > 0)
                 begin("other", "between two steps")
@@ -251,23 +262,6 @@ class Trainer:
 
     # ---- checkpoints
 
-    def _restore(self) -> None:
-        config = self.config.checkpoint
-        if resumed := self.checkpointer.resume():
-            self.state.load(resumed.train_state, set(config.exclude_from_loading))
-            if changed := changed_settings(resumed.manifest, self.checkpointer.about):
-                logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
-        elif config.enable and config.initial_load_in_hf:
-            folder = Path(config.initial_load_path or resolve_assets_path(self.config.model.hf_assets_path))
-            load_hf(self.parts.models, folder, self.setup.spec.hf.names(self.setup.args))
-            logger.info(f"Starting from the Hugging Face weights in {folder}")
-        elif config.enable and config.initial_load_path:
-            if initial := self.checkpointer.load_initial(storage_path(config.initial_load_path)):
-                self.state.load(initial.train_state, set())
-            logger.info(f"Starting from {config.initial_load_path}")
-        else:
-            logger.info(f"Starting from scratch, seed {self.config.debug.seed}")
-
     def _save(self) -> None:
         config, step = self.config.checkpoint, self.progress.step
         last = step == self.config.training.steps
@@ -279,20 +273,6 @@ class Trainer:
     def _wait_staged(self) -> None:
         with phase("saves", "waiting for a copy of the weights"):
             self.checkpointer.wait_staged()
-
-    # ---- memory
-
-    @contextmanager
-    def _frozen_gc(self) -> Iterator[None]:
-        """Collect garbage only every `gc_freq` steps, on all ranks at once, so that no rank makes the others wait."""
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
-            yield
-        finally:
-            gc.enable()
-            gc.unfreeze()
 
     def _out_of_memory(self, error: BaseException) -> UserError:
         return UserError(
