@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.commit import MANIFEST, committed_steps, read_manifest, step_folder
 from torchtitan.checkpoint.dcp_storage import Reader, alone
-from torchtitan.config.load import FIELDS
+from torchtitan.config.keys import FIELDS
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.storage import patiently
 from torchtitan.utils.text import aligned
