@@ -15,8 +15,8 @@ from tests.runs import write_corpus
 from torchtitan.commands import tokenize
 from torchtitan.config.schema import DataLoader
 from torchtitan.data.documents import DemoDocuments, LocalDocuments
-from torchtitan.data.loader import build_loader, merge_states
-from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.loader import build_loader
+from torchtitan.data.rows import IGNORE_INDEX, merge_states
 from torchtitan.data.shuffle import permute
 from torchtitan.data.token_files import write_token_file
 from torchtitan.data.tokenizer import build_tokenizer
@@ -266,7 +266,7 @@ BAD = {
     "wrong column": (lambda d, c: write(d / "w.jsonl", '{"content": "a"}\n'), "no column 'text'.*content"),
     "numbers for text": (lambda d, c: write(d / "n.jsonl", '{"text": 1}\n'), "column 'text' .* int64, not text"),
     "unequal columns": (unequal_columns, "don't all have the same columns"),
-    "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must be all of one kind"),
+    "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must all have the same format"),
     "cut token file": (cut_tokens, "tokens-00001.bin has .* bytes instead of"),
     "tokens of another tokenizer": (foreign_tokens, "another tokenizer"),
     "token file alone": (lambda d, c: write(d / "x.bin", b"\0\0"), "no complete description x.json"),
@@ -281,8 +281,8 @@ def test_bad_data_is_named_with_the_key(tmp_path, corpora, case):
     assert "training.dataset_path" in str(error.value)
 
 
-def test_unknown_dataset_lists_what_there_is():
-    with pytest.raises(UserError, match=r"training.dataset: no data set 'wikitext'.*demo"):
+def test_unknown_dataset_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"training.dataset: no dataset 'wikitext'.*demo"):
         loader(None, dataset="wikitext")
 
 
