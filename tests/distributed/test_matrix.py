@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.support import FEATURES, torch_is_before_2_13
+from torchtitan.config.support import FEATURES
 from torchtitan.lab.matrix import (
     LAYOUTS,
     NAMED_SCHEDULES,
@@ -17,6 +17,7 @@ from torchtitan.lab.matrix import (
     name_of,
     read_document,
 )
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)
