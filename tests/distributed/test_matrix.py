@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.support import torch_is_before_2_13
 from torchtitan.lab.matrix import (
     FEATURES,
     LAYOUTS,
@@ -18,6 +17,7 @@ from torchtitan.lab.matrix import (
     name_of,
     read_document,
 )
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)

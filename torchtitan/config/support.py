@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
 
 from torchtitan.config.derive import gradient_accumulation_steps
 from torchtitan.config.schema import Config
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 FLOAT8 = ("float8", "quantize.linear.float8")
 MX = ("mx", "quantize.linear.mx")
@@ -39,16 +38,6 @@ def _splits_backward(config: Config) -> bool:
     return p.pipeline_parallel_degree > 1 and (
         bool(p.pipeline_parallel_schedule_csv) or p.pipeline_parallel_schedule in _SPLITTING
     )
-
-
-@cache
-def torch_is_before_2_13() -> bool:
-    """Of the installed torch, without importing it."""
-    try:
-        release = metadata.version("torch")
-    except metadata.PackageNotFoundError:  # a machine that only checks configurations
-        return False
-    return tuple(int(part) for part in release.split(".")[:2]) < (2, 13)
 
 
 _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
