@@ -170,7 +170,7 @@ def test_two_signals_to_the_launcher(tmp_path, ranks_):
     assert status == os.EX_TEMPFAIL, err
     (step,) = committed_steps(tmp_path / "out/checkpoint")
     assert err.splitlines()[-2] == f"Stopped after step {step}, as asked. To resume:"
-    assert shlex.split(err.splitlines()[-1])[1:3] == ["-m", "torchtitan", "train"]
+    assert shlex.split(err.splitlines()[-1])[1:4] == ["-m", "torchtitan", "train"]
 
 
 BLOCKED = """
