@@ -192,8 +192,8 @@ def test_a_schedule_from_a_file(tmp_path):
     [
         ("0F0,0B0\n", 1, "has 1 rows, one per rank"),
         ("0F0,1F0,1B0,0B0\n\n", 1, ":2: rank 1 computes nothing"),
-        ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is no computation"),
-        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "without communication"),
+        ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is not a computation"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "leave out communication"),
         (GOOD, 4, "the schedule has 2 microbatches, but training.local_batch_size 4"),
         ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", 2, "stage 0, microbatch 1 has F; it needs F and B"),
         ("0F0,0F0,0B0\n1F0,1B0\n", 1, "stage 0, microbatch 0 has FFB"),
