@@ -91,7 +91,7 @@ def test_other_ways_to_cut(extra, expected):
     assert [name for stage in stages for name in stage] == ALL
 
 
-# ---- refusals: (arguments, options, text of the one problem, arguments that mend it)
+# ---- refusals: (arguments, options, text of the one problem, arguments that fix it)
 
 REFUSED = [
     (["--parallelism.pipeline_parallel_microbatch_size=3"], {},
@@ -133,7 +133,8 @@ REFUSED = [
      [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
     ([f"--parallelism.module_fqns_per_model_part={[ALL[4:], ALL[:4]]}"], {}, "layers.3 is out of order",
      [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
-    ([], {"flavor": "1B"}, "shares one weight between tok_embeddings and output", ["--model.overrides.tie_embeddings=false"]),
+    ([], {"flavor": "1B"}, "shares one weight between tok_embeddings and output",
+     ["--model.overrides.tie_embeddings=false"]),
 ]  # fmt: skip
 
 

@@ -69,7 +69,7 @@ CASES = {
     "low_precision_blocks_are_full": [
         (1, [*FLOAT8, "--training.seq_len=40", "--training.local_batch_size=1"], "a multiple of 16 tokens",
          ["--training.local_batch_size=2"]),
-        (1, ["--model.converters=mx", "--training.seq_len=30", "--training.local_batch_size=1"], "a multiple of 32 tokens",
+        (1, ["--model.converters=mx", "--training.seq_len=30", "--training.local_batch_size=1"], "multiple of 32",
          ["--training.seq_len=64"]),
     ],
     "schedule_is_named": [
@@ -139,7 +139,7 @@ CASES = {
          ["--validation.dataloader.num_workers=1"]),
     ],
     "data_fails_before_collectives": [
-        (1, ["--training.dataloader.timeout_seconds=60", "--comm.train_timeout_seconds=60"], "set it to 30 instead of 60, or",
+        (1, ["--training.dataloader.timeout_seconds=60", "--comm.train_timeout_seconds=60"], "to 30 instead of 60, or",
          ["--training.dataloader.timeout_seconds=30"]),
         (1, ["--validation.dataloader.timeout_seconds=200"], "to 50 instead of 200",
          ["--comm.train_timeout_seconds=300"]),
@@ -226,7 +226,7 @@ def test_derived_values_and_their_formulas():
     ],
 )
 def test_elastic_degrees_follow_the_ranks(copies, shards, others, world, expected):
-    """Copies go first; a shard degree that is wanted is not undercut while there are ranks."""
+    """Replicas are given up first; sharding stays at its target while enough ranks remain."""
     config = resolve(
         [
             *ELASTIC,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -112,7 +114,8 @@ class ModelSpec:
             raise ConfigError(explain_errors(error, type(base), lambda key: f"model.overrides.{key}")) from None
 
 
-_BUILT_IN = {"llama3": "torchtitan.models.llama3"}
+_BUILT_IN = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg}
+"""Families in folders beside this file."""
 _registry: dict[str, ModelSpec] = {}
 
 
@@ -129,9 +132,9 @@ def get_spec(name: str) -> ModelSpec:
         ConfigError: no such family.
     """
     if name not in _registry and name in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[name])
+        importlib.import_module(f"torchtitan.models.{name}")
     if name not in _registry:
-        known = ", ".join(sorted(_BUILT_IN.keys() | _registry.keys()))
+        known = ", ".join(sorted(_BUILT_IN | _registry.keys()))
         raise ConfigError(
             [
                 f"model.name: no model family {name!r}; known: {known}; register others from a "
