@@ -175,7 +175,7 @@ def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s
 
 KILLED = """
 import os, signal, sys
-from torchtitan import train
+from torchtitan.train.entry import main
 from torchtitan.checkpoint import dcp_storage
 
 def die_before_the_second_commit(path, value, write=dcp_storage.write_json):
@@ -184,7 +184,7 @@ def die_before_the_second_commit(path, value, write=dcp_storage.write_json):
     write(path, value)
 
 dcp_storage.write_json = die_before_the_second_commit
-train.main(sys.argv[1:])
+main(sys.argv[1:])
 """
 
 
