@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.support import FEATURES
 from torchtitan.lab.matrix import (
+    FEATURES,
     LAYOUTS,
     NAMED_SCHEDULES,
     SCHEDULE_LAYOUTS,

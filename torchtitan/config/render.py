@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from torchtitan.config.load import fields_of
+from torchtitan.config.keys import fields_of
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, did_you_mean
 

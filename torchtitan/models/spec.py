@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ValidationError
 
+from torchtitan.config.messages import explain_errors
 from torchtitan.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,8 +111,6 @@ class ModelSpec:
         try:
             return type(base).model_validate(base.model_dump() | dict(overrides) | derived)
         except ValidationError as error:
-            from torchtitan.config.load import explain_errors
-
             raise ConfigError(explain_errors(error, type(base), lambda key: f"model.overrides.{key}")) from None
 
 
