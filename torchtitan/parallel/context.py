@@ -41,12 +41,8 @@ def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
     """Attention over the part of a row that each rank of `mesh` holds."""
     if mesh.size("cp") == 1:
         return attention_backend(device.type)
-    return ring_attention_backend(mesh.group("cp"), p.context_parallel_rotate_method, is_balanced(p))
-
-
-def is_balanced(p: Parallelism) -> bool:
-    """Whether context parallelism balances the work of a causal mask."""
-    return bool(p.context_parallel_load_balancer)
+    balanced = bool(p.context_parallel_load_balancer)
+    return ring_attention_backend(mesh.group("cp"), p.context_parallel_rotate_method, balanced)
 
 
 def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:

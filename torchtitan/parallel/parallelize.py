@@ -17,7 +17,7 @@ from torchtitan.parallel.context import build_attention
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.pipeline import keep_modules, own_stages
+from torchtitan.parallel.pipeline import keep_modules, stage_modules
 from torchtitan.parallel.quantize import quantize
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.logging import logger
@@ -51,7 +51,7 @@ def parallelize(
     configure_compiler(config, mesh)
     attend = build_attention(mesh, p, device)  # context parallelism
     models, parameters = [], 0
-    for modules in own_stages(stages, mesh.rank("pp")):
+    for modules in stage_modules(stages, mesh.rank("pp")):
         with torch.device("meta"):
             model: Any = spec.build(args, attend)
         parameters = sum(weight.numel() for weight in model.parameters())

@@ -39,8 +39,8 @@ _FORWARD = {
 }
 
 
-def own_stages(stages: PipelineStages | None, rank: int) -> list[tuple[str, ...] | None]:
-    """Module names of each stage of a pipeline rank; without a pipeline one stage of all modules, None."""
+def stage_modules(stages: PipelineStages | None, rank: int) -> list[tuple[str, ...] | None]:
+    """Names of the modules on each stage of a pipeline rank. Without a pipeline, one stage of all modules: `[None]`."""
     return [None] if stages is None else [stages.modules[index] for index in stages.stages_of(rank)]
 
 

@@ -16,7 +16,7 @@ from torchtitan.optim.loss import LossSum, cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.compile import compiled_loss
-from torchtitan.parallel.context import is_balanced, local_positions
+from torchtitan.parallel.context import local_positions
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
@@ -96,7 +96,8 @@ def build_compute(
 ) -> Compute:
     """Runs `models` on batches of `[training]` or `[validation]`."""
     p, training = config.parallelism, config.training
-    positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), is_balanced(p)).to(device)
+    balanced = bool(p.context_parallel_load_balancer)
+    positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
     model_loss = ModelLoss(
         compiled_loss(loss, config.compile),
         chunks=training.loss_chunks,

@@ -1,7 +1,8 @@
 """Workarounds for faults in torch and torchao, one function each.
 
-Every docstring states the fault, the releases it was seen in, and when to delete the function. torch is imported inside
-the functions, because the configuration asks for its version without loading it.
+Every docstring states the fault, the releases it was seen in, and when to delete the function. Those of DCP's staging
+are methods of one class, so they stand there: `torchtitan.checkpoint.staging`. torch is imported inside the functions,
+because the configuration asks for its version without loading it.
 """
 
 import logging
