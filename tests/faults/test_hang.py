@@ -115,7 +115,7 @@ def test_a_rank_that_does_not_enter_a_collective(ranks, tmp_path, capsys, caplog
 
 def starve(trainer, folder):
     if dist.get_rank() == 1:
-        reader = trainer.parts.loader.reader
+        reader = trainer.parts.loader.source.reader
 
         def slow(rows):
             lanes = reader(rows)
@@ -130,7 +130,7 @@ def starve(trainer, folder):
             lanes.step = read
             return lanes
 
-        trainer.parts.loader.reader = slow
+        trainer.parts.loader.source.reader = slow
 
 
 def hang_in_data(argv):

@@ -1,7 +1,7 @@
 """Explain why a run hangs or has failed.
 
-DIR is the run's dump folder, or the folder in it (`comm.save_traces_folder`) where ranks write reports: when a collective
-times out, when a rank raises an exception, and on SIGUSR2.
+DIR is the run's dump folder, or the folder in it (`comm.save_traces_folder`) where ranks write reports: when a
+collective times out, when a rank raises an exception, and on SIGUSR2.
 """
 
 import argparse
