@@ -6,7 +6,6 @@ Each file and the command line is one layer: `{dotted key: Setting}`, with old s
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +23,7 @@ from torchtitan.config.keys import FIELDS, Setting, place, prefixes
 from torchtitan.config.messages import explain_errors
 from torchtitan.config.schema import Config
 from torchtitan.config.toml_file import read_toml
+from torchtitan.utils.assets import find_config
 from torchtitan.utils.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
     given: dict[str, Setting] = {}
     flags = rename_old_keys(dict(config_flags(argv, problems)), problems, warnings)
     if file := flags.get("job.config_file"):
-        given |= read_toml(Path(str(file.value)), "--job.config_file", problems, warnings)
+        given |= read_toml(find_config(str(file.value)), "--job.config_file", problems, warnings)
     given |= flags
     microbatch_size(given, problems, warnings)
     known = drop_unsupported(given, _SUGGESTED, problems)

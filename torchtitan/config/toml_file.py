@@ -9,6 +9,7 @@ import tomli
 
 from torchtitan.config.compat import RENAMED_SECTIONS, UNSUPPORTED, rename_old_keys
 from torchtitan.config.keys import FIELDS, Setting, prefixes
+from torchtitan.utils.assets import find_config
 
 _TABLES = {table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]} | RENAMED_SECTIONS.keys()
 
@@ -54,7 +55,8 @@ def read_toml(
         bases = []
     given: dict[str, Setting] = {}
     for base in bases:
-        given |= read_toml(path.parent / base, at, problems, warnings, (*seen, path.resolve()))
+        found = find_config(base, path.parent)
+        given |= read_toml(found, at, problems, warnings, (*seen, path.resolve()))
     own = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
     return given | rename_old_keys(own, problems, warnings)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli
 
-from torchtitan.data.tokenizer import PROJECT
+from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
@@ -39,9 +39,9 @@ HEARTBEAT_SECONDS = 1.0
 
 def git_revision() -> str | None:
     """The commit of this code, with `-dirty` if files have changed since; None outside a git repository."""
-    if not (PROJECT / ".git").exists():
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():
         return None
-    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -8,10 +8,10 @@ from torch import nn
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf import load_hf
 from torchtitan.config.schema import Config
-from torchtitan.data.tokenizer import resolve_assets_path
 from torchtitan.observe.ledger import changed_settings
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import RunState
+from torchtitan.utils.assets import find_asset
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
 
@@ -31,7 +31,7 @@ def restore(
         if changed := changed_settings(resumed.manifest, checkpointer.about):
             logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
     elif section.enable and section.initial_load_in_hf:
-        folder = Path(section.initial_load_path or resolve_assets_path(config.model.hf_assets_path))
+        folder = Path(section.initial_load_path or find_asset(config.model.hf_assets_path))
         load_hf(models, folder, setup.spec.hf.names(setup.args))
         logger.info(f"Starting from the Hugging Face weights in {folder}")
     elif section.enable and section.initial_load_path:
