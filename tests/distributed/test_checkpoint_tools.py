@@ -23,7 +23,7 @@ TIED = [*LLAMA_31, "--model.overrides.tie_embeddings=true"]
 
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
-    """Steps 2, 4, 6 of a run on two ranks; returns its folder of checkpoints and what it was."""
+    """The folder of checkpoints 2, 4 and 6 of a run on two ranks, and the run's results."""
     folder = tmp_path_factory.mktemp("run")
     result = ranks(2, train, arguments(folder, *SAVE, steps=6))[0]
     return folder / "out/checkpoint", result
@@ -33,7 +33,7 @@ def copy_of(run, tmp_path):
     return shutil.copytree(run[0], tmp_path / "copy")
 
 
-def test_inspect_tells_what_is_there(run, capsys):
+def test_inspect(run, capsys):
     folder, result = run
     assert ckpt.main(["inspect", str(folder), "--json"]) == 0
     steps = json.loads(capsys.readouterr().out)
@@ -55,7 +55,7 @@ def test_inspect_tells_what_is_there(run, capsys):
     assert "model.overrides.dim = 64" in capsys.readouterr().out
 
 
-def test_verify_names_every_damaged_file(run, tmp_path, capsys):
+def test_verify_lists_every_damaged_file(run, tmp_path, capsys):
     folder = copy_of(run, tmp_path)
     assert ckpt.main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.count("OK") == 3
@@ -69,7 +69,7 @@ def test_verify_names_every_damaged_file(run, tmp_path, capsys):
     assert "step-2: OK" in out
     for text in (
         "__0_0.distcp has",
-        "__1_0.distcp has another checksum",
+        "__1_0.distcp has a wrong checksum",
         ".metadata: No such file",
         ".step-8.tmp: left",
     ):
@@ -99,7 +99,7 @@ def test_diff_sees_other_shapes_and_keys(run, ranks, tmp_path, capsys):
     assert "model.layers.1.ffn_norm.weight: only in a" in out
 
 
-def test_prune_keeps_what_is_asked_and_what_can_be_resumed(ranks, tmp_path, capsys):
+def test_prune_keeps_the_newest_resumable(ranks, tmp_path, capsys):
     extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
     ranks(1, train, arguments(tmp_path, *extra, "--checkpoint.last_save_model_only", steps=6))
     folder = tmp_path / "out/checkpoint"
@@ -160,7 +160,7 @@ def test_each_weight_keeps_its_own_type(tmp_path, run):
         assert torch.equal(weight, mixed[name]), name
 
 
-def test_from_hf_says_why_a_folder_is_no_llama(tmp_path, run):
+def test_from_hf_explains_why_a_folder_is_not_a_llama(tmp_path, run):
     folder = tmp_path / "model"
     folder.mkdir()
 
@@ -191,8 +191,8 @@ def test_from_hf_says_why_a_folder_is_no_llama(tmp_path, run):
 
 
 @pytest.mark.parametrize("flavor", get_spec("llama3").flavors)
-def test_config_json_tells_the_flavor(flavor):
-    """In the spelling of transformers 4, which is what exports have, and of 5."""
+def test_config_json_gives_the_flavor(flavor):
+    """In the format of transformers 4, which exports use, and of 5."""
     spec = get_spec("llama3")
     args = spec.flavors[flavor]
     config = spec.hf.config(args, "bfloat16")
@@ -210,16 +210,17 @@ def test_llama_30_is_an_override_of_31(tmp_path):
     assert spec.args(flavor, overrides) == old
 
 
-def test_somebody_elses_checkpoints_are_not_replaced(ranks, tmp_path):
+def test_checkpoints_of_another_program_are_not_replaced(ranks, tmp_path):
     theirs = tmp_path / "out/checkpoint/step-3"
     theirs.mkdir(parents=True)
     (theirs / ".metadata").write_bytes(b"of another trainer")
-    with pytest.raises(AssertionError, match=r"step-3 in .* without manifest.json: no checkpoint that can be resumed"):
+    message = r"step-3 in .* without manifest.json, and no checkpoint that can be resumed"
+    with pytest.raises(AssertionError, match=message):
         ranks(1, train, arguments(tmp_path, *SAVE))
     assert (theirs / ".metadata").is_file()
 
 
-def test_bad_input_is_told(tmp_path, run):
+def test_bad_input(tmp_path, run):
     folder = str(run[0])
     damaged = copy_of(run, tmp_path) / "step-4"
     (damaged / "__1_0.distcp").write_bytes(b"")
@@ -229,7 +230,7 @@ def test_bad_input_is_told(tmp_path, run):
         (["to-hf", folder, folder], "exists; delete it"),
         (["to-hf", str(damaged), str(tmp_path / "x")], "step-4 is damaged: __1_0.distcp has 0 bytes"),
         (["to-hf", folder, str(tmp_path / "x"), "--assets", str(tmp_path)], "holds neither tokenizer.json"),
-        (["inspect", "nosuch://bucket/run"], "no storage is known by nosuch://"),
+        (["inspect", "nosuch://bucket/run"], "unknown storage nosuch://"),
     ):
         with pytest.raises(UserError, match=match):
             ckpt.main(argv)
@@ -244,7 +245,7 @@ from torchtitan.checkpoint.hf import load_hf
 from torchtitan.checkpoint.state import model_state, read_tensors
 from torchtitan.models import get_spec
 from torchtitan.checkpoint import convert
-    from torchtitan.commands import ckpt
+from torchtitan.commands import ckpt
 
 def status(key):
     return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if key in l)
@@ -273,7 +274,7 @@ print(json.dumps(peaks))
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Each tool, and each way of loading, needs memory for a few tensors; the model has hundreds."""
+    """Each command, and each way of loading, needs memory for a few tensors; the model has hundreds."""
     config = {
         "model_type": "llama",
         "vocab_size": 256,

@@ -1,4 +1,4 @@
-"""Generated text against plain forwards, transformers, other batches, other ranks; and the tool, as users meet it."""
+"""Generated text against plain forwards, transformers, other batches and ranks; and the command."""
 
 import contextlib
 import io
@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.runs import arguments, train
-from torchtitan.commands import generate as tool
+from torchtitan.commands import generate as command
+from torchtitan.generate import source as sources
 from torchtitan.generate.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
@@ -51,7 +52,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward(tied):
     assert len({token for row in expected for token in row}) > 8, "a model that repeats itself proves nothing"
     generate = generator(model)
     assert [row.tokens for row in generate(PROMPTS, GREEDY, 20)] == expected
-    assert [row.tokens for row in generate(PROMPTS[1:3], GREEDY, 20)] == expected[1:3], "its memory is used again"
+    assert [row.tokens for row in generate(PROMPTS[1:3], GREEDY, 20)] == expected[1:3], "the cache is reused"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.5, top_k=20, top_p=0.9, seed=4)], ids=["all", "few"])
@@ -77,7 +78,7 @@ def test_transformers_generates_the_same():
         assert row.tokens == out[0, len(row.prompt) :].tolist()
 
 
-def test_texts_end_each_for_its_own_reason():
+def test_reasons_for_the_end_of_a_text():
     model = build()
     free = [row.tokens for row in generator(model)(PROMPTS, GREEDY, 12)]
     stop = next(token for token in free[0] if token not in free[2])
@@ -116,13 +117,13 @@ def on_two_ranks(tied, sampling):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tensor_parallel_ranks_write_what_one_process_writes(ranks, tied):
+def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, tied):
     for sampling in (GREEDY, Sampling(1.0)):
         expected = [row.tokens for row in generator(build(tie_embeddings=tied))(PROMPTS, sampling, 12)]
         assert ranks(2, on_two_ranks, tied, sampling) == [expected, expected]
 
 
-# ---- the tool
+# ---- the command
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +135,17 @@ def run(ranks, tmp_path_factory):
     return folder / "out"
 
 
-def speak(capsys, *argv):
-    status = run_main(tool.main, [str(a) for a in argv])
+def generate_text(capsys, *argv):
+    status = run_main(command.main, [str(a) for a in argv])
     return status, *capsys.readouterr()
 
 
-def test_every_form_of_the_model_says_the_same(run, capsys):
+def test_every_format_of_a_model_gives_the_same_text(run, capsys):
     ask = ["--prompt=def main(", "--prompt=import", "--temperature=0", "--max-new-tokens=8", "--json"]
     folders = [run, run / "checkpoint", run / "checkpoint/step-4", run / "checkpoint/step-4-hf"]
     answers = []
     for folder in folders:
-        status, out, err = speak(capsys, "--checkpoint", folder, *ask)
+        status, out, err = generate_text(capsys, "--checkpoint", folder, *ask)
         assert status == 0, err
         answers.append(json.loads(out))
     assert [a["continuations"] for a in answers] == [answers[0]["continuations"]] * 4
@@ -153,48 +154,48 @@ def test_every_form_of_the_model_says_the_same(run, capsys):
     assert (first["prompt"], second["prompt"]) == ("def main(", "import")
     assert len(first["tokens"]) == 8
     assert first["end"] == "length"
-    before = json.loads(speak(capsys, "--checkpoint", run / "checkpoint/step-2", *ask)[1])
+    before = json.loads(generate_text(capsys, "--checkpoint", run / "checkpoint/step-2", *ask)[1])
     assert before["continuations"] != answers[0]["continuations"], "another step's weights"
 
 
 @pytest.mark.parametrize("form", ["step-4", "step-4-hf"])
 def test_weights_are_read_in_the_type_asked_for(run, form):
-    source = tool.find(str(run / "checkpoint" / form))
-    tokenizer = tool.open_tokenizer(source, None)
-    wide, narrow = (tool.load(source, tokenizer, 16, 1, d, 1).model.state_dict() for d in ("float32", "bfloat16"))
+    source = sources.find(str(run / "checkpoint" / form))
+    tokenizer = sources.open_tokenizer(source, None)
+    wide, narrow = (sources.load(source, tokenizer, 16, 1, d, 1).model.state_dict() for d in ("float32", "bfloat16"))
     for name, weight in wide.items():
         assert torch.equal(weight.bfloat16(), narrow[name]), name
 
 
 def on_this_rank(argv):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert tool.main(argv) == 0
+        assert command.main(argv) == 0
     return out.getvalue()
 
 
 def test_two_ranks_share_a_checkpoint(ranks, run, capsys):
     ask = [f"--checkpoint={run}", "--prompt=def main(", "--max-new-tokens=12", "--json"]
-    expected = json.loads(speak(capsys, *ask)[1])["continuations"]
+    expected = json.loads(generate_text(capsys, *ask)[1])["continuations"]
     out, silent = ranks(2, on_this_rank, ask)
     assert json.loads(out)["continuations"] == expected
     assert silent == ""
 
 
-def test_one_prompt_streams_and_several_are_told_apart(run, capsys, tmp_path):
+def test_one_prompt_streams_and_several_are_separated(run, capsys, tmp_path):
     ask = ["--checkpoint", run, "--max-new-tokens=20"]
-    expected = json.loads(speak(capsys, *ask, "--prompt=def", "--json")[1])["continuations"][0]["text"]
-    status, out, err = speak(capsys, *ask, "--prompt=def")
+    expected = json.loads(generate_text(capsys, *ask, "--prompt=def", "--json")[1])["continuations"][0]["text"]
+    status, out, err = generate_text(capsys, *ask, "--prompt=def")
     assert (status, out) == (0, f"def{expected}\n")
     assert "20 tokens" in err
     assert "tokens/s" in err
     (tmp_path / "prompts").write_text("def\n\nclass A:\n")
-    out = speak(capsys, *ask, "--prompts-file", tmp_path / "prompts", "--batch-size=1")[1]
+    out = generate_text(capsys, *ask, "--prompts-file", tmp_path / "prompts", "--batch-size=1")[1]
     assert out.startswith(f"def{expected}\n---")
     assert "\nclass A:" in out
 
 
 BAD = {
-    "nothing there": ([], "nowhere does not exist"),
+    "missing": ([], "nowhere does not exist"),
     "empty": (["--checkpoint=."], "holds no complete checkpoint"),
     "top_p": (["--top-p=1.5"], "--top-p: got 1.5, must be above 0 and at most 1"),
     "temperature": (["--temperature=-1"], "--temperature: got -1"),
@@ -204,7 +205,7 @@ BAD = {
     "file": (["--checkpoint=RUN", "--prompts-file=nowhere"], "--prompts-file: can't read nowhere"),
     "no weights": (["--checkpoint=other"], "no .safetensors files"),
     "other model": (["--checkpoint=other"], "model_type is 'gpt2', must be 'llama'"),
-    "damaged": (["--checkpoint=damaged"], "is not as long as it was written"),
+    "damaged": (["--checkpoint=damaged"], "has the wrong size"),
 }
 
 
@@ -235,7 +236,7 @@ def test_bad_input_is_one_message(run, capsys, tmp_path, monkeypatch, case):
         shard.write_bytes(b"cut")
     argv = [a.replace("RUN", str(run)) for a in extra]
     argv += [] if any(a.startswith("--checkpoint") for a in argv) else ["--checkpoint=nowhere"]
-    status, out, err = speak(capsys, *argv)
+    status, out, err = generate_text(capsys, *argv)
     assert status != 0
     assert text in err
     assert "Traceback" not in err

@@ -66,7 +66,7 @@ def remote(env, action, *args):
 
 @pytest.fixture(scope="module")
 def ranks(ranks):
-    """With time for a server that shares the machine's few cores with its clients."""
+    """With a longer timeout: the server shares a few cores with its clients."""
     return functools.partial(ranks, timeout=200)
 
 
@@ -89,11 +89,11 @@ def test_resume_from_a_bucket_on_other_ranks(ranks, tmp_path, s3, uninterrupted,
     assert not (tmp_path / "out/checkpoint").exists()
     other = ["--parallelism.tensor_parallel_degree=2"] if mode == "async" else []
     run = ranks(2 if other else 1, train_remote, s3, arguments(tmp_path, *extra, *other, steps=8))[0]
-    assert [r["step"] for r in run["metrics"]] == list(range(1, 9)), "went on from step 6"
+    assert [r["step"] for r in run["metrics"]] == list(range(1, 9)), "resumed from step 6"
     assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
 
 
-def test_retention_damage_and_the_toolbox(ranks, tmp_path, s3, capsys):
+def test_retention_damage_and_the_commands(ranks, tmp_path, s3, capsys):
     url = "s3://runs/kept"
     folder = storage_path(url)
     extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
@@ -126,7 +126,7 @@ def test_retention_damage_and_the_toolbox(ranks, tmp_path, s3, capsys):
     assert run["progress"]["step"] == 5
     assert committed_steps(folder) == [4, 5]
     assert not leftovers(folder)
-    assert ckpt.main(["verify", url]) == 0, "went on from step 3, and step 4 is written anew"
+    assert ckpt.main(["verify", url]) == 0, "resumed from step 3, and step 4 was saved again"
     assert (folder / "step-8/.metadata").is_file(), "not ours to delete"
     ckpt.main(["prune", url, "--keep-latest", "1"])
     assert committed_steps(folder) == [5]
@@ -134,12 +134,12 @@ def test_retention_damage_and_the_toolbox(ranks, tmp_path, s3, capsys):
 
 
 def failing(env, argv):
-    """Train with a server that goes away after three steps."""
+    """Train with a server that is unreachable after three steps."""
     os.environ.update(env)
     import torchtitan.utils.storage as storage
     from torchtitan.train.trainer import Trainer
 
-    storage._DELAYS = (0.01,)
+    storage._ATTEMPTS, storage._PAUSE = 2, 0.01
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     real = type(trainer.checkpointer.folder).open
@@ -175,7 +175,7 @@ def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s
 
 KILLED = """
 import os, signal, sys
-from torchtitan import train
+from torchtitan.train.entry import main
 from torchtitan.checkpoint import dcp_storage
 
 def die_before_the_second_commit(path, value, write=dcp_storage.write_json):
@@ -184,7 +184,7 @@ def die_before_the_second_commit(path, value, write=dcp_storage.write_json):
     write(path, value)
 
 dcp_storage.write_json = die_before_the_second_commit
-train.main(sys.argv[1:])
+main(sys.argv[1:])
 """
 
 
@@ -225,13 +225,13 @@ def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3,
             preflight(resolve(argv, world).config)
         return str(error.value)
 
-    assert "checkpoint.folder: no storage is known by s4://" in problems("--checkpoint.folder=s4://bucket/run")
+    assert "checkpoint.folder: unknown storage s4://" in problems("--checkpoint.folder=s4://bucket/run")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert "pip install gcsfs" in problems("--checkpoint.folder=gs://bucket/run")
     assert "pip install gcsfs" in problems("--checkpoint.initial_load_path=gs://bucket/run/step-1")
     hf = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=s3://runs/hf"]
-    assert "from a local folder only" in problems(*hf)
-    assert "memory:// of its own" in problems("--checkpoint.folder=memory://run", world=2)
+    assert "must be in a local folder" in problems(*hf)
+    assert "has its own memory://" in problems("--checkpoint.folder=memory://run", world=2)
     assert "must be a local folder" in problems("--job.dump_folder=s3://runs/out")
     assert not Path("s3:").exists()
     with pytest.raises(
@@ -241,12 +241,12 @@ def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3,
 
 
 class NoCredentialsError(Exception):
-    """As the S3 client's: no OSError."""
+    """Like the S3 client's, not an OSError."""
 
 
 def test_transient_errors_pass_and_lasting_ones_do_not(monkeypatch):
     pauses, path = [], storage_path("memory://x")
-    monkeypatch.setattr("torchtitan.utils.storage.time.sleep", pauses.append)
+    monkeypatch.setattr("time.sleep", pauses.append)
     errors = iter([ConnectionError("reset"), TimeoutError("slow"), None])
 
     def flaky():
@@ -262,7 +262,7 @@ def test_transient_errors_pass_and_lasting_ones_do_not(monkeypatch):
         patiently(path, flaky)
     with pytest.raises(FileNotFoundError):
         patiently(path, lambda: (path / "nothing").read_text())
-    assert len(pauses) == 2, "another attempt would not help"
+    assert len(pauses) == 2, "not retried"
     errors = iter([ConnectionError("reset")] * 9)
     with pytest.raises(ConnectionError):
         patiently(path, flaky)

@@ -1,4 +1,4 @@
-"""Stop anywhere, go on under another layout: the curve continues as if nothing had happened."""
+"""Stop anywhere and resume under another layout: the loss curve is unchanged."""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.checkpoint.manager import _Stager
+from torchtitan.checkpoint.staging import Stager
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 
@@ -52,7 +52,7 @@ def test_finished_run_has_nothing_to_do(ranks, tmp_path):
     assert len(again["metrics"]) == len(first["metrics"])
 
 
-def test_load_step_and_what_may_be_excluded(ranks, tmp_path):
+def test_load_step_and_exclude_from_loading(ranks, tmp_path):
     whole = ranks(1, train, arguments(tmp_path, *SAVE, steps=6))[0]
     again = ranks(1, train, arguments(tmp_path, *SAVE, "--checkpoint.load_step=3", steps=6))[0]
     assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
@@ -68,10 +68,10 @@ def test_another_model_is_refused(ranks, tmp_path):
     ranks(1, train, arguments(tmp_path, *SAVE))
     with pytest.raises(AssertionError, match="holds another model") as error:
         ranks(1, train, arguments(tmp_path, *SAVE, "--model.overrides.ffn_dim=128"))
-    assert "[96, 64] there and [128, 64] here" in str(error.value)
+    assert "[96, 64] in the checkpoint, [128, 64] in the model" in str(error.value)
 
 
-def test_old_checkpoints_go_and_the_last_resumable_stays(ranks, tmp_path):
+def test_old_checkpoints_are_deleted_but_not_the_last_resumable(ranks, tmp_path):
     extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
     ranks(2, train, arguments(tmp_path, *extra, "--checkpoint.last_save_model_only", steps=5))
     folder = tmp_path / "out/checkpoint"
@@ -80,7 +80,7 @@ def test_old_checkpoints_go_and_the_last_resumable_stays(ranks, tmp_path):
     manifest = json.loads((folder / "step-5/manifest.json").read_text())
     assert manifest["model_only"]
     run = ranks(2, train, arguments(tmp_path, *extra, steps=6))[0]
-    assert run["progress"]["step"] == 6, "goes on from step 4, as step 5 holds only weights"
+    assert run["progress"]["step"] == 6, "resumes from step 4, as step 5 holds only weights"
 
 
 def test_model_only_export_is_plain_dcp_in_the_dtype_asked_for(ranks, tmp_path):
@@ -105,7 +105,7 @@ def test_start_from_another_runs_weights(ranks, tmp_path):
     assert [r["step"] for r in run["metrics"]] == [5, 6]
 
 
-def test_hf_export_loads_in_transformers_and_comes_back(ranks, tmp_path):
+def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     transformers = pytest.importorskip("transformers")
     extra = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
     run = ranks(2, train, arguments(tmp_path, *extra))[0]
@@ -133,8 +133,8 @@ def test_hf_export_loads_in_transformers_and_comes_back(ranks, tmp_path):
 
 
 def recorded(argv):
-    """Train, and return the rows of every step in the global order too."""
-    from torchtitan.train import trainer as module
+    """Train; also returns the rows of every step, in the global order."""
+    from torchtitan.train import step as module
 
     steps, real = [], module.forward_backward
 
@@ -169,7 +169,7 @@ CHAIN = {
 
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
 def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode):
-    """Each layout goes on where the one before stopped; together they are the run that never stopped."""
+    """Each layout resumes from the previous one; together they equal one uninterrupted run."""
     size = ["--model.overrides.n_layers=4", "--lr_scheduler.total_steps=10", f"--checkpoint.async_mode={mode}"]
     whole_argv = [*size, f"--job.dump_folder={tmp_path / 'whole'}"]
     whole = ranks(1, recorded, arguments(tmp_path, *whole_argv, steps=10, local_batch=8))[0]
@@ -199,7 +199,7 @@ def test_an_optimizer_in_the_backward_resumes_as_a_plain_one_and_back(ranks, tmp
 
 
 def test_hugging_face_weights_go_in_and_out_of_every_layout(ranks, tmp_path):
-    """Exported by pipeline stages of tensor-parallel ranks, and read by other ones."""
+    """Exported under pipeline and tensor parallelism, and loaded under every layout."""
     out = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_layers=4"]
     layout = CHAIN["pp 2 x tp 2"][1]
     run = ranks(4, train, arguments(tmp_path, *out, *layout, steps=2, local_batch=4))[0]
@@ -214,8 +214,8 @@ def test_hugging_face_weights_go_in_and_out_of_every_layout(ranks, tmp_path):
 
 
 def test_a_copy_waits_for_the_update(monkeypatch):
-    """On CUDA the optimizer's step is only enqueued when a save begins; another stream would copy old weights."""
-    stager = _Stager(StagingOptions(*[False] * 4))
+    """On CUDA the optimizer's step is only enqueued when a save begins; another stream would copy the old weights."""
+    stager = Stager(StagingOptions(*[False] * 4))
     order = []
     stager._staging_stream = SimpleNamespace(wait_stream=order.append)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: "after the update")

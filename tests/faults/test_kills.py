@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: what was saved stays, nothing looks like a checkpoint but isn't, and the curve goes on."""
+"""SIGKILL at any moment: saved checkpoints survive, none looks complete but isn't, and the loss curve continues."""
 
 import os
 import shutil
@@ -69,7 +69,7 @@ def in_the_manifest(trainer):
 
 
 def between_the_renames(trainer):
-    """The old checkpoint of the same step is out of the way, the new one not yet there."""
+    """After the old checkpoint of the same step was renamed, before the new one is."""
     real = Path.rename
 
     def broken(self, target):
@@ -93,7 +93,7 @@ def in_a_deletion(trainer):
 
 
 def killed(argv, moment):
-    """Train until `moment`. The process is gone then, and with it what was patched."""
+    """Train until `moment`, which kills the process and thereby undoes the patches."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     globals()[moment](trainer)
@@ -131,7 +131,7 @@ def test_a_killed_rank_loses_no_checkpoint(ranks, tmp_path, uninterrupted, momen
 @pytest.mark.e2e
 @pytest.mark.parametrize("delay", [0.0, 0.1])
 def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, delay):
-    """A real process, killed at some moment while it saves step after step."""
+    """A real process, killed while it saves after every step."""
     argv = [*arguments(tmp_path, steps=500), "--checkpoint.enable", "--checkpoint.interval=1"]
     folder = tmp_path / "out/checkpoint"
     with (tmp_path / "log").open("w") as log:

@@ -1,4 +1,4 @@
-"""Storage that fills up, can't be written to, or gives back something else."""
+"""Storage that is full, read-only, or corrupts files."""
 
 import ctypes
 import os
@@ -24,12 +24,12 @@ def flip_a_bit(shard):
     shard.write_bytes(content)
 
 
-def cut_off(shard):
+def truncate(shard):
     os.truncate(shard, shard.stat().st_size // 2)
 
 
 def told(argv):
-    """Train, and return what was logged too."""
+    """Train; also returns the log."""
     lines, level = [], logger.level
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         logger.setLevel("INFO")
@@ -38,8 +38,8 @@ def told(argv):
     return run | {"log": "\n".join(lines)}
 
 
-@pytest.mark.parametrize(("harm", "what"), [(flip_a_bit, "has another checksum"), (cut_off, "bytes instead of")])
-def test_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path, uninterrupted, harm, what):
+@pytest.mark.parametrize(("harm", "what"), [(flip_a_bit, "has a wrong checksum"), (truncate, "bytes instead of")])
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded(ranks, tmp_path, uninterrupted, harm, what):
     ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=6))
     folder = tmp_path / "out/checkpoint"
     shard = max((folder / "step-6").glob("*.distcp"), key=lambda p: p.stat().st_size)
@@ -58,7 +58,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path, u
 
 
 def full_disk(argv):
-    """Train where no file may grow past 100 kB, as if the disk were full; the limit is real, the error the OS's own."""
+    """Train with a limit of 100 kB per file, which fails like a full disk, with an error of the operating system."""
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -91,25 +91,24 @@ def test_full_disk_leaves_earlier_checkpoints_intact(ranks, tmp_path, mode):
 
 
 def set_file_user(uid):
-    """Give up root's right to write everywhere, which tests in a container often have, or take it back."""
+    """Drop root's right to write everywhere, which tests in a container often have, or restore it."""
     if os.geteuid() == 0:
         ctypes.CDLL(None).setfsuid(uid)
 
 
 def locked_while_training(argv):
-    """Train in a folder that can no longer be written to from step 4 on."""
+    """Train; after step 4 the folder is read-only."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    after_step, folder = trainer._after_step, Path(config.job.dump_folder, "checkpoint")
+    folder = Path(config.job.dump_folder, "checkpoint")
 
-    def lock():
+    def lock(_):
         if trainer.progress.step == 4:
             folder.chmod(0o555)
             dist.barrier()
             set_file_user(65534)
-        after_step()
 
-    trainer._after_step = lock
+    trainer.after_step = (lock, *trainer.after_step)
     try:
         trainer.train()
     except Exception as error:
@@ -123,13 +122,13 @@ def locked_while_training(argv):
 
 @pytest.fixture
 def public():
-    """A folder that every user can write to."""
+    """A folder writable by every user."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o777)
         yield Path(name)
 
 
-def test_a_folder_that_becomes_read_only_is_named_with_the_last_good_checkpoint(ranks, public):
+def test_a_folder_that_becomes_read_only_is_reported_with_the_last_good_checkpoint(ranks, public):
     ranks(2, train, arguments(public, *SAVE, steps=3))
     for path in [public, *public.rglob("*")]:
         path.chmod(0o777)

@@ -1,4 +1,4 @@
-"""One global order of rows: against a naive packer, for any number of ranks and workers, across resumes."""
+"""The global order of rows: against a naive packer, for any number of ranks and workers, across resumes."""
 
 import gzip
 import itertools
@@ -15,8 +15,8 @@ from tests.runs import write_corpus
 from torchtitan.commands import tokenize
 from torchtitan.config.schema import DataLoader
 from torchtitan.data.documents import DemoDocuments, LocalDocuments
-from torchtitan.data.loader import build_loader, merge_states
-from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.loader import build_loader
+from torchtitan.data.rows import IGNORE_INDEX, merge_states
 from torchtitan.data.shuffle import permute
 from torchtitan.data.token_files import write_token_file
 from torchtitan.data.tokenizer import build_tokenizer
@@ -51,7 +51,7 @@ def take(loader, count):
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """The same kind of text in each form that can be read."""
+    """The same text in every format."""
     folder = tmp_path_factory.mktemp("corpora")
     jsonl = write_corpus(folder / "corpus.jsonl", documents=23)
     (folder / "shards").mkdir()
@@ -63,7 +63,7 @@ def corpora(tmp_path_factory):
 
 
 def open_kind(kind, corpora, *args, **kwargs):
-    """`stream` streams the compressed shards through `datasets`, as it does a hub data set's."""
+    """`stream` reads the compressed shards as `datasets` streams a hub dataset."""
     return loader(corpora[kind], *args, dataset=str(corpora["shards"]) if kind == "stream" else "files", **kwargs)
 
 
@@ -136,7 +136,7 @@ def test_resume_at_any_step_under_another_degree(corpora, kind, before, after, a
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
 @pytest.mark.parametrize("chain", [[1, 1, 1, 1, 1, 1, 1, 1], [3, 4, 2, 5]])
 def test_resuming_again_and_again_changes_nothing(corpora, kind, chain):
-    """A position saved soon after a resume, inside the document that the resume began with, is as good as any."""
+    """Positions may be saved soon after a resume, inside its first document."""
     whole = take(open_kind(kind, corpora), sum(chain))
     state, got = None, []
     for steps in chain:
@@ -190,7 +190,7 @@ def test_padding_is_never_a_label(corpora):
     assert tokens.min() >= 0
 
 
-def test_demo_is_real_text_with_a_held_out_part():
+def test_demo_is_real_text_with_held_out_files():
     train, held_out = DemoDocuments(validation=False), DemoDocuments(validation=True)
     assert not set(train.files) & set(held_out.files)
     assert len(held_out) == pytest.approx(len(train) / 19, rel=0.02)
@@ -199,7 +199,7 @@ def test_demo_is_real_text_with_a_held_out_part():
     assert any("import" in train[i] for i in range(20))
 
 
-def test_c4_test_is_an_alias_of_the_demo_and_says_so(caplog, monkeypatch):
+def test_c4_test_is_a_logged_alias_of_the_demo(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     with caplog.at_level("INFO", "torchtitan"):
         alias = loader(None, dataset="c4_test")
@@ -227,9 +227,9 @@ def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
     assert not any(name.startswith(".") for name in contents)
     (tmp_path / "tokens-00002.json").unlink()
     tokenize.main(argv)
-    assert "4 of 5 parts are there already" in capsys.readouterr().out
+    assert "4 of 5 parts are already done" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == contents
-    with pytest.raises(UserError, match="is of another input"):
+    with pytest.raises(UserError, match="was made from another input"):
         tokenize.main([*argv[:1], "demo", *argv[2:]])
 
 
@@ -266,7 +266,7 @@ BAD = {
     "wrong column": (lambda d, c: write(d / "w.jsonl", '{"content": "a"}\n'), "no column 'text'.*content"),
     "numbers for text": (lambda d, c: write(d / "n.jsonl", '{"text": 1}\n'), "column 'text' .* int64, not text"),
     "unequal columns": (unequal_columns, "don't all have the same columns"),
-    "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must be all of one kind"),
+    "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must all have the same format"),
     "cut token file": (cut_tokens, "tokens-00001.bin has .* bytes instead of"),
     "tokens of another tokenizer": (foreign_tokens, "another tokenizer"),
     "token file alone": (lambda d, c: write(d / "x.bin", b"\0\0"), "no complete description x.json"),
@@ -281,8 +281,8 @@ def test_bad_data_is_named_with_the_key(tmp_path, corpora, case):
     assert "training.dataset_path" in str(error.value)
 
 
-def test_unknown_dataset_lists_what_there_is():
-    with pytest.raises(UserError, match=r"training.dataset: no data set 'wikitext'.*demo"):
+def test_unknown_dataset_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"training.dataset: no dataset 'wikitext'.*demo"):
         loader(None, dataset="wikitext")
 
 
@@ -303,7 +303,7 @@ def test_position_in_other_data_is_refused(tmp_path, corpora, change, key):
     assert "exclude_from_loading" in str(error.value)
 
 
-def test_token_files_go_on_under_another_batch_size(corpora):
+def test_token_files_resume_under_another_batch_size(corpora):
     whole = torch.cat([tokens for tokens, *_ in take(loader(corpora["tokens"], rows=4), 12)])
     state = take(loader(corpora["tokens"], rows=4), 4)[-1][2]
     resumed = loader(corpora["tokens"], rows=8)
@@ -346,7 +346,7 @@ def test_too_few_documents_for_the_batch_are_reported(tmp_path, caplog, monkeypa
     assert "1 document(s) for 8 rows per step" in caplog.text
 
 
-def test_a_failed_part_leaves_no_file(tmp_path):
+def test_a_failed_write_leaves_no_file(tmp_path):
     def documents():
         yield [1, 2, 3]
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Both kinds of tokenizer: same ids from the same merges, special tokens, and what is said of bad folders."""
+"""Both kinds of tokenizer: same ids from the same merges, special tokens, and errors for bad folders."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ TEXTS = [
 
 
 def byte_alphabet():
-    """GPT-2's printable stand-ins for bytes, the other way round."""
+    """GPT-2's printable stand-ins for bytes, inverted."""
     keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in keep]
     return {chr(b): b for b in keep} | {chr(256 + i): b for i, b in enumerate(rest)}
@@ -60,7 +60,7 @@ def test_tiktoken_and_tokenizers_give_the_same_ids(llama_folder):
         assert tiktoken.decode(tiktoken.encode(text)) == text
 
 
-def test_llama3_special_tokens_have_their_places(llama_folder):
+def test_llama3_special_tokens_have_their_ids(llama_folder):
     tokenizer = build_tokenizer(str(llama_folder))
     base = tokenizer.vocab_size - 256
     assert tokenizer.bos_id == base
@@ -80,8 +80,8 @@ def test_text_never_becomes_a_special_token(which, llama_folder):
     assert tokenizer.decode(ids) == "a<|end_of_text|>b"
 
 
-def test_documents_are_never_cut_short(tmp_path):
-    """Some tokenizer.json carry a truncation for fine-tuning."""
+def test_documents_are_never_truncated(tmp_path):
+    """Some `tokenizer.json` files set a truncation for fine-tuning."""
     shutil.copytree(find_asset(SHIPPED), tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
@@ -89,7 +89,7 @@ def test_documents_are_never_cut_short(tmp_path):
     assert build_tokenizer(str(tmp_path)).encode("hello " * 99) == build_tokenizer(SHIPPED).encode("hello " * 99)
 
 
-def test_a_changed_model_file_is_read_anew(tmp_path):
+def test_a_changed_model_file_is_read_again(tmp_path):
     file = tmp_path / "tokenizer.model"
     for size in (256, 257):
         tokens = [bytes([i]) for i in range(256)] + [b"ab"]
@@ -97,12 +97,12 @@ def test_a_changed_model_file_is_read_anew(tmp_path):
         assert build_tokenizer(str(file)).vocab_size == size + 256
 
 
-def test_a_million_blanks_are_a_document_too(llama_folder):
+def test_a_million_blanks_can_be_encoded(llama_folder):
     tokenizer, text = build_tokenizer(str(llama_folder)), "a" + " " * 1_500_000 + "b"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_json_goes_before_model(tmp_path, llama_folder):
+def test_json_takes_precedence_over_model(tmp_path, llama_folder):
     shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
     shutil.copy(find_asset(SHIPPED) / "tokenizer.json", tmp_path)
     assert build_tokenizer(str(tmp_path)).path.name == "tokenizer.json"

@@ -1,5 +1,6 @@
 """Checkpoints: complete, atomic, verified, independent of the layout that wrote them."""
 
-from torchtitan.checkpoint.manager import Checkpointer, Resumed
+from torchtitan.checkpoint.manager import Checkpointer
+from torchtitan.checkpoint.resume import Resumed
 
 __all__ = ["Checkpointer", "Resumed"]

@@ -1,15 +1,15 @@
-"""How a checkpoint becomes one, and what makes it whole.
+"""The layout of a folder of checkpoints, and how saves and deletions stay atomic.
 
-In a folder: written under a hidden name, checksummed, fsynced, renamed.
+In a local folder, a checkpoint is written under a hidden name, checksummed, fsynced and renamed.
 
-    .step-100.tmp/   being written; no reader ever looks at it
+    .step-100.tmp/   being written; readers ignore it
     step-100/        complete: DCP's shards and `.metadata`, and `manifest.json` with the size and CRC-32 of each file
     .step-90.old/    being deleted
 
-At a URL, where nothing can be renamed: written under its own name, `manifest.json` last; without that it is none. To
-delete it, the manifest goes first. `.incomplete` marks what is being written or deleted.
+Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json` last; without it, it
+doesn't count as one. Deletion removes the manifest first. `.incomplete` marks a checkpoint being written or deleted.
 
-`dcp_storage.py` does this inside DCP's storage writer, so that a save in a background thread commits in the same way.
+`dcp_storage.py` commits from DCP's storage writer, so a save in a background thread commits in the same way.
 """
 
 import json
@@ -42,6 +42,20 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(patiently(folder, lambda: [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]))
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at `path`, or those in the folder `path`, oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if patiently(path, lambda: (path / MANIFEST).is_file()):
+        return [path]
+    if steps := committed_steps(path):
+        return [step_folder(path, step) for step in steps]
+    kind = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+    raise CheckpointError(f"{path} {kind}; give a step-N folder, or a folder of them")
+
+
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     try:
         paths = list(folder.iterdir())
@@ -62,7 +76,7 @@ def crc32(path: Path) -> int:
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or a folder's list of names, to the disk."""
+    """Force a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -71,7 +85,7 @@ def fsync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, and fsync it."""
+    """Write a JSON file and fsync it."""
     text = json.dumps(value, indent=1)
     patiently(path, lambda: path.write_text(text))
     if not is_remote(path):
@@ -79,12 +93,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def temporary_folder(final: Path) -> Path:
-    """Where what becomes `final` is written: beside it under a hidden name, or at a URL already there."""
+    """Where `final` is written: beside it under a hidden name, or in place at a URL."""
     return final if is_remote(final) else final.with_name(f".{final.name}.tmp")
 
 
 def begin(final: Path) -> None:
-    """Make room for what becomes `final`. At a URL, what is there under its name goes."""
+    """Prepare to write `final`. At a URL, this deletes the previous checkpoint of that name."""
     if not is_remote(final):
         delete_tree(temporary_folder(final))
         return
@@ -93,7 +107,7 @@ def begin(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Give a completely written folder its name. Whatever had that name before goes away only afterwards."""
+    """Give a completely written folder its name, then delete the previous checkpoint of that name."""
     if is_remote(final):
         patiently(final, lambda: (final / _MARK).unlink(missing_ok=True))
         return
@@ -109,13 +123,13 @@ def commit(final: Path) -> None:
 
 
 def discard(final: Path) -> None:
-    """Delete what a failed save of `final` left, and nothing complete."""
+    """Delete the remains of a failed save of `final`, never a complete checkpoint."""
     if not (is_remote(final) and (final / MANIFEST).is_file()):
         delete_tree(temporary_folder(final))
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, if it is there, so that no reader sees half of it: out of sight first, then file by file."""
+    """Delete a checkpoint if it exists. It is hidden first, so no reader sees half of it."""
     old = path
     if is_remote(path):
         if patiently(path, lambda: (path / MANIFEST).is_file()):
@@ -123,25 +137,25 @@ def remove(path: Path) -> None:
             patiently(path, lambda: (path / MANIFEST).unlink(missing_ok=True))
     else:
         old = path.with_name(f".{path.name}.old")
-        with suppress(FileNotFoundError):  # another process was faster
+        with suppress(FileNotFoundError):  # another process deleted it
             path.rename(old)
     patiently(path, lambda: delete_tree(old))
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What saves and deletions that were interrupted, or are still at work, have left."""
+    """Folders of saves and deletions that were interrupted or are in progress."""
     if is_remote(folder):
         return sorted(p for _, p in _steps(folder) if (p / _MARK).is_file() and not (p / MANIFEST).is_file())
     return sorted([*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")])
 
 
 def unknown(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint that this project never completed, nor began: somebody else's."""
+    """Folders named like checkpoints that this project didn't write: those of another program, or damaged ones."""
     return sorted(p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / _MARK).is_file())
 
 
 def clean(folder: Path) -> list[str]:
-    """Delete what an interrupted save or deletion left behind, and return its names."""
+    """Delete the remains of interrupted saves and deletions; returns their names."""
     found = leftovers(folder)
     for path in found:
         delete_tree(path)
@@ -149,10 +163,7 @@ def clean(folder: Path) -> list[str]:
 
 
 def disposable(folder: Path, keep_latest: int, keep_every: int = 0) -> list[int]:
-    """Steps to delete so that the newest `keep_latest` stay, and the multiples of `keep_every`.
-
-    The newest checkpoint that can be resumed stays in any case.
-    """
+    """Steps to delete. The newest `keep_latest`, multiples of `keep_every` and the newest resumable checkpoint stay."""
     steps = committed_steps(folder)
     resumable = (s for s in reversed(steps) if not read_manifest(step_folder(folder, s))["model_only"])
     kept = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
@@ -160,7 +171,7 @@ def disposable(folder: Path, keep_latest: int, keep_every: int = 0) -> list[int]
 
 
 def versions() -> dict[str, str]:
-    """What wrote a checkpoint."""
+    """Versions of the software, for manifests."""
     return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -177,13 +188,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> Iterator[str]:
-    """What is wrong with a checkpoint's files; rank `part` of `parts` reads every `parts`-th file."""
+    """Problems with a checkpoint's files. Part `part` of `parts` checks every `parts`-th file."""
     for name, expected in list(manifest["files"].items())[part::parts]:
         try:
             size = patiently(path, lambda file=path / name: file.stat().st_size)  # type: ignore[misc]
             if size != expected["bytes"]:
                 yield f"{name} has {size} bytes instead of {expected['bytes']}"
             elif patiently(path, lambda file=path / name: crc32(file)) != expected["crc32"]:  # type: ignore[misc]
-                yield f"{name} has another checksum than when it was written"
+                yield f"{name} has a wrong checksum"
         except OSError as error:
             yield f"{name}: {error.strerror or error}"

@@ -1,7 +1,6 @@
-"""Checkpoints to and from folders of Hugging Face's format, in one process."""
+"""Conversion of checkpoints to and from Hugging Face folders, in one process."""
 
 import importlib.util
-import json
 import logging
 import os
 from pathlib import Path
@@ -12,10 +11,16 @@ import tomli
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.checkpoint.commit import committed_steps, damage, read_manifest, step_folder, versions
+from torchtitan.checkpoint.commit import (
+    checkpoints_at,
+    committed_steps,
+    damage,
+    read_manifest,
+    step_folder,
+    versions,
+)
 from torchtitan.checkpoint.dcp_storage import Reader, alone
-from torchtitan.checkpoint.hf import export_hf, import_hf
-from torchtitan.checkpoint.report import one_step
+from torchtitan.checkpoint.hf import HFExport, import_hf, read_hf_config
 from torchtitan.config.load import load_config
 from torchtitan.config.render import to_toml_value
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -25,15 +30,15 @@ from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it tells of missing GPU kernels
+logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it warns about missing GPU kernels
 PROMPT = 64
-"""Tokens of the fixed prompt on which an export is compared to the original."""
+"""Tokens in the prompt that an export and the original are compared on."""
 _LOGITS_AGREE = 1e-3
-"""Largest difference of logits, against the largest logit, that rounding explains."""
+"""Largest difference of logits that rounding explains, relative to the largest logit."""
 
 
 def model_of(manifest: dict[str, Any]) -> tuple[ModelSpec, Any, str]:
-    """What a checkpoint's manifest says of its model: family, hyper-parameters, and the tokenizer's folder."""
+    """Family, hyper-parameters and tokenizer folder of the model that a manifest describes."""
     config = tomli.loads(manifest["config"])
     if module := config.get("experimental", {}).get("custom_import"):
         import_custom(module)
@@ -46,17 +51,18 @@ def model_of(manifest: dict[str, Any]) -> tuple[ModelSpec, Any, str]:
 def to_hf(
     source: Path, target: Path, dtype: str | None, assets: str | None, max_file_gb: float, check: bool | None
 ) -> None:
-    """Export a checkpoint, and compare what transformers makes of it.
+    """Export a checkpoint, then compare the logits of transformers' model with ours.
 
     Args:
-        dtype: of the weights; None: as stored.
-        assets: folder of the tokenizer; None: as the run that wrote the checkpoint had it.
-        check: compare logits; None: if transformers is installed and memory suffices.
+        source: a checkpoint, or a folder of which the newest is taken.
+        dtype: of the exported weights; None: as stored.
+        assets: folder of the tokenizer; None: that of the run.
+        check: whether to compare; None: if transformers is installed and memory suffices.
 
     Raises:
         UserError: no such checkpoint or tokenizer, `target` exists, or the logits differ.
     """
-    step = one_step(source)
+    step = checkpoints_at(source)[-1]
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} exists; delete it, or choose another folder")
     manifest = read_manifest(step)
@@ -64,20 +70,14 @@ def to_hf(
         raise CheckpointError(f"{step} is damaged: {problem}")
     spec, args, recorded = model_of(manifest)
     tokenizer = _tokenizer(assets or recorded, given=assets is not None)
-    written = export_hf(
-        step,
-        target,
-        spec,
-        args,
-        getattr(torch, dtype) if dtype else None,
-        tokenizer,
-        max_file_bytes=int(max_file_gb * 1e9),
-    )
-    print(f"{step} -> {target}: {str(written).removeprefix('torch.')}, vocabulary {args.vocab_size}")
-    if reason := None if check else _unchecked(step, target):
+    wanted = getattr(torch, dtype) if dtype else None
+    export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9))
+    export.write()
+    print(f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary {args.vocab_size}")
+    if reason := None if check else _reason_not_to_compare(step, target):
         print(f"Not compared with transformers: {reason}")
     elif check is not False:
-        _compare(step, target, spec, args, written)
+        _compare(step, target, spec, args, export.dtype)
 
 
 def _tokenizer(assets: str, given: bool) -> Tokenizer | None:
@@ -86,12 +86,11 @@ def _tokenizer(assets: str, given: bool) -> Tokenizer | None:
     except UserError as error:
         if given:
             raise
-        print(f"Without tokenizer: {error} (--assets names its folder)")
+        print(f"Exporting without a tokenizer: {error} (--assets sets its folder)")
         return None
 
 
-def _unchecked(step: Path, target: Path) -> str | None:
-    """Why the export is not compared unless that is asked for."""
+def _reason_not_to_compare(step: Path, target: Path) -> str | None:
     if is_remote(target):
         return "it is not on this machine"
     if importlib.util.find_spec("transformers") is None:
@@ -100,11 +99,15 @@ def _unchecked(step: Path, target: Path) -> str | None:
     count = sum(value.size.numel() for key, value in about.items() if key.startswith("model."))
     needed = 5 * count  # one model in float32 at a time
     free = psutil.virtual_memory().available
-    return f"needs {needed / 1e9:.0f} GB of memory (--check does it anyway)" if needed > free else None
+    return f"needs {needed / 1e9:.0f} GB of memory (--check compares anyway)" if needed > free else None
 
 
 def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.dtype) -> None:
-    """Print the largest difference of the logits of our model and theirs, both with the exported weights in float32."""
+    """Print the largest difference of our model's and transformers' logits, both with the exported weights in float32.
+
+    Raises:
+        CheckpointError: it is more than rounding.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -123,24 +126,16 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
         gap, size = (theirs(tokens).logits - expected).abs().max().item(), expected.abs().max().item()
     print(f"Largest logit difference to transformers: {gap:.2g} (logits up to {size:.3g})")
     if not gap <= _LOGITS_AGREE * size:
-        raise CheckpointError(f"{target}: transformers computes other logits than this project's model")
+        raise CheckpointError(f"{target}: transformers computes different logits than this project's model")
 
 
 def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
-    """Make a checkpoint `target/step-0` of a Hugging Face folder, and a TOML that trains from it.
+    """Convert a Hugging Face folder to the checkpoint `target/step-0`, and write a TOML that trains from it.
 
     Raises:
-        UserError: `source` is no folder with a model that the family describes, or the checkpoint exists.
+        UserError: `source` is not a model of this family, or the checkpoint exists.
     """
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{source} is no folder of a Hugging Face model: config.json: {error}; "
-            "scripts/download_hf_assets.py downloads one"
-        ) from None
-    if not list(source.glob("*.safetensors")):
-        raise UserError(f"{source} holds no .safetensors files")
+    config = read_hf_config(source)
     if 0 in committed_steps(target):
         raise UserError(f"{step_folder(target, 0)} exists; delete it, or choose another folder")
     spec = get_spec(family)
@@ -160,13 +155,13 @@ def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
     count = import_hf(source, step, spec, args, manifest)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
-    load_config(["--config", str(file)])  # what is handed out is legal
+    load_config(["--config", str(file)])  # raises if the file isn't valid
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     print(f"Train from it: CONFIG_FILE={file} ./run_train.sh --training.dataset ...")
 
 
 def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
-    """The flavor that is nearest to `args`, and `[model.overrides]` that make them of it."""
+    """The flavor nearest to `args`, and the `[model.overrides]` that turn it into them."""
     wanted = args.model_dump()
     del wanted["max_seq_len"]  # follows from training.seq_len
     changes = {

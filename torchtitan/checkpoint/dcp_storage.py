@@ -1,4 +1,4 @@
-"""Reader and writer of `torch.distributed.checkpoint` (DCP) for folders and URLs: checksummed, committed, retried."""
+"""Storage reader and writer for `torch.distributed.checkpoint` (DCP): folders and URLs, checksums, commits, retries."""
 
 import io
 import pickle
@@ -11,7 +11,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, SavePlan, SavePlanner
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -22,7 +32,7 @@ from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 
 class _SummedStream:
-    """A file being written, with the size and CRC-32 of what went into it."""
+    """A file being written, with the size and CRC-32 of its contents."""
 
     def __init__(self, file: IO[bytes]):
         self.file, self.bytes, self.crc32 = file, 0, 0
@@ -37,7 +47,7 @@ class _SummedStream:
 
 
 class _Files(FileSystemBase):
-    """DCP's access to files, by path or by URL. Keeps the checksums of what it wrote."""
+    """DCP's access to files, by path or by URL. Keeps the checksums of written files."""
 
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, int]] = {}
@@ -76,16 +86,13 @@ class _Files(FileSystemBase):
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """Where a tensor went, as DCP's coordinator gets it from every rank; with the sums of the file it is in."""
+    """Where a tensor was written, as every rank reports it to DCP's coordinator, with the checksum of that file."""
 
     file: dict[str, int]
 
 
 class CommittingWriter(FileSystemWriter):
-    """DCP storage writer whose `finish` commits the checkpoint.
-
-    Every rank checksums what it writes; the coordinator, once all are done, writes the manifest and commits.
-    """
+    """Every rank checksums its files; once all are done, the coordinator writes the manifest and commits."""
 
     def __init__(
         self,
@@ -101,14 +108,14 @@ class CommittingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:  # the others write only after its plan has reached them
+        if is_coordinator:  # the others write only once they have its plan
             begin(self.final)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             results = patiently(self.final, lambda: super(CommittingWriter, self).write_data(plan, planner).wait())
         except Exception as error:
-            # DCP pickles the exception to tell the other ranks, which loses what it was caused by.
+            # DCP sends the exception to the other ranks by pickle, which drops its cause.
             raise root_cause(error) from None
         future: Future[list[WriteResult]] = Future()
         sums = self.fs.sums
@@ -128,7 +135,7 @@ class CommittingWriter(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """DCP storage reader of a path or URL that reads `.metadata` only once."""
+    """Reads `.metadata` only once, however often it loads."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
@@ -145,15 +152,24 @@ class Reader(FileSystemReader):
         return patiently(self.path, lambda: super(Reader, self).read_data(plan, planner))
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """One tensor's bytes. Fetched at once from remote storage, where each of many small reads is a request."""
+        """One tensor's bytes. From remote storage they are fetched in one request."""
         if not is_remote(self.path):
             return super()._slice_file(file, sinfo)
         file.seek(sinfo.offset)
         return io.BytesIO(file.read(sinfo.length))
 
 
+def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = None) -> Tensor:
+    """One whole tensor of a checkpoint, in its stored dtype or in `dtype`."""
+    about = reader.read_metadata().state_dict_metadata[key]
+    out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
+    with alone():
+        dcp.load({key: out}, storage_reader=reader, no_dist=True)
+    return out
+
+
 def root_cause(error: BaseException) -> BaseException:
-    """The operating system's own error, where torch's writer wraps it in one about its internals."""
+    """The operating system's error, if torch's writer wrapped it in another."""
     chain = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
@@ -162,7 +178,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Around DCP's calls with `no_dist=True`, which warn that there is only one process."""
+    """Silence DCP's warning that `no_dist=True` means one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is")
         yield

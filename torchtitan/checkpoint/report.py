@@ -1,46 +1,26 @@
-"""What is in a checkpoint, and how two differ. Reads one tensor at a time."""
+"""What a checkpoint holds, and how two of them differ. Reads one tensor at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import tomli
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from torchtitan.checkpoint.commit import MANIFEST, committed_steps, read_manifest, step_folder
-from torchtitan.checkpoint.dcp_storage import Reader, alone
+from torchtitan.checkpoint.commit import read_manifest
+from torchtitan.checkpoint.dcp_storage import Reader, read_tensor
 from torchtitan.config.keys import FIELDS
-from torchtitan.utils.errors import CheckpointError
-from torchtitan.utils.storage import patiently
 from torchtitan.utils.text import aligned
 
 _PIECE = 1 << 24
 """Elements compared at a time."""
 
 
-def steps_in(path: Path) -> list[Path]:
-    """The checkpoint at `path`, or those of the folder `path`, oldest first.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
-    if patiently(path, lambda: (path / MANIFEST).is_file()):
-        return [path]
-    if steps := committed_steps(path):
-        return [step_folder(path, step) for step in steps]
-    kind = "holds no complete checkpoint" if path.is_dir() else "does not exist"
-    raise CheckpointError(f"{path} {kind}; give a step-N folder, or a folder of them")
-
-
-def one_step(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest of the folder `path`."""
-    return steps_in(path)[-1]
-
-
 def settings(toml: str) -> dict[str, Any]:
-    """A run's configuration by dotted key, where it differs from the defaults."""
+    """A run's configuration by dotted key, without the defaults."""
     given: Any = tomli.loads(toml)
     out = {}
     for key, info in FIELDS.items():
@@ -53,8 +33,33 @@ def settings(toml: str) -> dict[str, Any]:
     return out
 
 
-def summary(step: Path) -> dict[str, Any]:
-    """A checkpoint in figures, from its manifest and its metadata; reads no tensor."""
+@dataclass(frozen=True)
+class Summary:
+    """A checkpoint in figures."""
+
+    path: str
+    step: int
+    saved: str | None
+    """Time of the save, ISO 8601."""
+    resumable: bool
+    """False if it holds only weights."""
+    model: dict[str, Any]
+    parameters: int
+    bytes: dict[str, dict[str, int]]
+    """Of the tensors, by part (`model`, `optimizer`) and dtype."""
+    files: int
+    file_bytes: int
+    train_state: dict[str, Any]
+    data: dict[str, Any]
+    versions: dict[str, str]
+    git: str | None
+    ranks: int | None
+    config: dict[str, Any]
+    """By dotted key, without the defaults."""
+
+
+def summarize(step: Path) -> Summary:
+    """Summarize a checkpoint from its manifest and metadata; reads no tensor."""
     manifest = read_manifest(step)
     parts: dict[str, dict[str, int]] = {}
     count = 0
@@ -64,63 +69,66 @@ def summary(step: Path) -> dict[str, Any]:
         name = str(about.properties.dtype).removeprefix("torch.")
         sizes[name] = sizes.get(name, 0) + about.size.numel() * about.properties.dtype.itemsize
         count += about.size.numel() if part == "model" else 0
-    return {
-        "path": str(step),
-        "step": manifest["step"],
-        "saved": manifest.get("saved"),
-        "resumable": not manifest["model_only"],
-        "model": manifest["model"],
-        "parameters": count,
-        "bytes": parts,
-        "files": len(manifest["files"]),
-        "file_bytes": sum(file["bytes"] for file in manifest["files"].values()),
-        "train_state": manifest["train_state"],
-        "data": manifest["data"],
-        "versions": manifest["versions"],
-        "git": manifest.get("git"),
-        "ranks": manifest.get("ranks"),
-        "config": settings(manifest["config"]),
-    }
+    return Summary(
+        path=str(step),
+        step=manifest["step"],
+        saved=manifest.get("saved"),
+        resumable=not manifest["model_only"],
+        model=manifest["model"],
+        parameters=count,
+        bytes=parts,
+        files=len(manifest["files"]),
+        file_bytes=sum(file["bytes"] for file in manifest["files"].values()),
+        train_state=manifest["train_state"],
+        data=manifest["data"],
+        versions=manifest["versions"],
+        git=manifest.get("git"),
+        ranks=manifest.get("ranks"),
+        config=settings(manifest["config"]),
+    )
 
 
-def overview(found: list[dict[str, Any]]) -> str:
-    """Summaries for people: a table of several, all of a single one."""
+def overview(found: Sequence[Summary]) -> str:
+    """A table of several checkpoints, or all about a single one."""
     if len(found) == 1:
         return "\n".join(_page(found[0]))
     rows = [("step", "saved", "parameters", "size", "weights", "tokens", "resumable")]
     for s in found:
-        tokens = s["train_state"].get("progress", {}).get("tokens")
+        tokens = s.train_state.get("progress", {}).get("tokens")
         rows.append(
             (
-                str(s["step"]),
-                s["saved"] or "unknown",
-                f"{s['parameters']:,}",
-                _size(s["file_bytes"]),
-                ", ".join(s["bytes"].get("model", {})),
+                str(s.step),
+                s.saved or "unknown",
+                f"{s.parameters:,}",
+                _size(s.file_bytes),
+                ", ".join(s.bytes.get("model", {})),
                 "" if tokens is None else f"{tokens:,}",
-                "yes" if s["resumable"] else "weights only",
+                "yes" if s.resumable else "weights only",
             )
         )
     return aligned(rows)
 
 
-def _page(s: dict[str, Any]) -> Iterator[str]:
-    yield s["path"]
-    yield f"  step         {s['step']}" + ("" if s["resumable"] else " (weights only: can't be resumed)")
-    yield f"  saved        {s['saved'] or 'unknown'}"
-    yield f"  model        {s['model']['name']}, {s['parameters']:,} parameters"
-    for part, sizes in s["bytes"].items():
-        yield f"  {part:12} " + ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())
-    yield f"  files        {s['files']}, {_size(s['file_bytes'])}"
-    position = dict(s["train_state"].get("data", {}))
-    position.pop("fingerprint", None)  # is the data, below
+def _page(s: Summary) -> Iterator[str]:
+    yield s.path
+    rows = [
+        ("step", f"{s.step}" + ("" if s.resumable else " (weights only: can't be resumed)")),
+        ("saved", s.saved or "unknown"),
+        ("model", f"{s.model['name']}, {s.parameters:,} parameters"),
+    ]
+    for part, sizes in s.bytes.items():
+        rows.append((part, ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())))
+    rows.append(("files", f"{s.files}, {_size(s.file_bytes)}"))
+    yield indent(aligned(rows), "  ")
+    position = dict(s.train_state.get("data", {}))
+    position.pop("fingerprint", None)  # shown as "data"
     position |= {k: f"{len(v)} positions (--json lists them)" for k, v in position.items() if isinstance(v, dict)}
     for title, table in (
-        ("written by", s["versions"] | {key: s[key] for key in ("git", "ranks") if s[key]}),
-        ("model", s["model"]),
-        ("state", s["train_state"] | {"data": position}),
-        ("data", s["data"]),
-        ("configuration, where it differs from the defaults", s["config"]),
+        ("written by", s.versions | {name: value for name, value in (("git", s.git), ("ranks", s.ranks)) if value}),
+        ("model", s.model),
+        ("state", s.train_state | {"data": position}),
+        ("data", s.data),
+        ("configuration, without the defaults", s.config),
     ):
         if table:
             yield f"  {title}"
@@ -132,17 +140,17 @@ def _size(count: int) -> str:
 
 
 def flat(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted key."""
+    """Nested tables as one table, by dotted key."""
     if not isinstance(table, dict) or not table:
         return {prefix[:-1]: table} if prefix else {}
     return {k: v for key, value in table.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
-    """(part, difference in words) of two checkpoints; parts are `config`, `train_state` and `tensors`.
+    """The differences of two checkpoints, as (`config`, `train_state` or `tensors`; description).
 
     Args:
-        tolerance: tensors with no larger |a - b| are equal.
+        tolerance: tensors whose largest |a - b| is not above it are equal.
     """
     first, second = read_manifest(a), read_manifest(b)
     for part, x, y in (
@@ -164,17 +172,8 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
             yield "tensors", f"{key}: {text}"
 
 
-def read_tensor(reader: Reader, key: str) -> Tensor:
-    """One whole tensor of a checkpoint, in the type that it is stored in."""
-    about = reader.read_metadata().state_dict_metadata[key]
-    out = torch.empty(about.size, dtype=about.properties.dtype)
-    with alone():
-        dcp.load({key: out}, storage_reader=reader, no_dist=True)
-    return out
-
-
 def _distance(a: Tensor, b: Tensor, tolerance: float) -> str | None:
-    """How far two tensors of one shape are apart, a piece at a time; None: not farther than `tolerance`."""
+    """The distance of two tensors of the same shape, in words, computed in pieces; None if within `tolerance`."""
     largest = squares = norm = 0.0
     for x, y in zip(a.flatten().split(_PIECE), b.flatten().split(_PIECE), strict=True):
         x, y = x.double(), y.double()

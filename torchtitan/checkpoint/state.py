@@ -1,7 +1,7 @@
 """The tensors of a run under layout-free names: `model.<fqn>` and `optimizer.<fqn>.<slot>`.
 
-Hyper-parameters (learning rate, weight decay, ...) are not part of it: they come from the configuration, so that
-a changed value takes effect on resume.
+Hyper-parameters (learning rate, weight decay, ...) are not included: they come from the configuration, so changes take
+effect on resume.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights of a model, or of this rank's stages of it: names are the whole model's."""
+    """The weights of a model or of this rank's pipeline stages, by the names they have in the whole model."""
     return {
         name: _plain(value)
         for model in models
@@ -33,7 +33,7 @@ def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """The same memory without torchao's wrapper, which would be pickled, and needed to read the checkpoint."""
+    """The same memory without torchao's wrapper, which would be pickled into the checkpoint."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if not is_traceable_wrapper_subclass(local):
         return weight
@@ -45,7 +45,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors by parameter name, the real ones, not copies."""
+    """The optimizer's tensors by parameter name, not copied."""
     state = optimizer.state
     return {
         f"{fqn}.{slot}": value
@@ -57,7 +57,7 @@ def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dic
 
 
 def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
-    """Let a fresh optimizer create its tensors, by a step that changes nothing: zero gradient, zero rate."""
+    """Make a new optimizer create its tensors, by a step with zero gradients and zero learning rate."""
     if any(optimizer.state.values()):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -75,7 +75,7 @@ def read_tensors(state: State, path: Path) -> None:
     """Fill the tensors of `state` in place from a DCP checkpoint.
 
     Raises:
-        CheckpointError: a tensor is missing there or has another shape: a checkpoint of another model.
+        CheckpointError: a tensor is missing or has another shape, so the checkpoint is of another model.
     """
     reader = Reader(path)
     stored = reader.read_metadata().state_dict_metadata
@@ -84,12 +84,12 @@ def read_tensors(state: State, path: Path) -> None:
         if name not in stored:
             wrong.append(f"{name} is missing")
         elif (size := tuple(getattr(stored[name], "size", ()))) != tuple(value.shape):
-            wrong.append(f"{name} is {list(size)} there and {list(value.shape)} here")
+            wrong.append(f"{name} is {list(size)} in the checkpoint, {list(value.shape)} in the model")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
             f"{path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
-            "Set model.name, model.flavor and [model.overrides] to those in its manifest.json, "
+            "Set model.name, model.flavor and [model.overrides] to the values in its manifest.json, "
             "or choose another checkpoint.folder."
         )
     dcp.load(state, storage_reader=reader)

@@ -37,7 +37,9 @@ def _dispatch(argv: list[str]) -> int | None:
         width = max(map(len, COMMANDS)) + 2
         print("usage: torchtitan COMMAND ...\n\ncommands:")
         print("\n".join(f"  {command:<{width}}{text}" for command, text in COMMANDS.items()))
-        print("\n`torchtitan COMMAND --help` lists the options of a command, `torchtitan --version` prints the version.")
+        print(
+            "\n`torchtitan COMMAND --help` lists the options of a command, `torchtitan --version` prints the version."
+        )
         return 0
     if name == "--version":
         print(f"torchtitan {__version__}")

@@ -1,56 +1,40 @@
-"""Look at, check, compare, thin out and convert checkpoints: `torchtitan ckpt COMMAND --help`.
+"""Inspect, verify, compare, prune and convert checkpoints, without a GPU.
 
-    inspect outputs/run/checkpoint             what there is; of one step: what is in it
-    verify  outputs/run/checkpoint             checksums of every file
-    diff    A/step-100 B/step-100              configuration, counters and tensors
-    prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
-    to-hf   outputs/run/checkpoint exported/   a folder that transformers loads
-    from-hf assets/hf/Llama-3.2-1B started/    a checkpoint, and a TOML that trains from it
+    torchtitan ckpt inspect outputs/run/checkpoint             # list the checkpoints; for one step, its contents
+    torchtitan ckpt verify  outputs/run/checkpoint             # compare every file with its checksum
+    torchtitan ckpt diff    A/step-100 B/step-100              # compare configuration, counters and tensors
+    torchtitan ckpt prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
+    torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export a folder that transformers loads
+    torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint, and a TOML that trains from it
 
-Where a step is asked for, a folder of steps means its newest. URLs (s3://, gs://) do for folders, too (but for
-what from-hf reads). Needs no GPU and
-no torchrun; of tensors, only one or two are in memory at a time.
+Where one checkpoint is needed, a folder of them means the newest. Folders may be URLs (s3://, gs://), except the source
+of from-hf. At most two tensors are in memory at a time.
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.storage import storage_path, storage_problem
+from torchtitan.utils.storage import path_argument
 from torchtitan.utils.text import count
 
 
-def folder(name: str) -> Path:
-    """A path or URL from the command line.
-
-    Raises:
-        UserError: a URL of storage that can't be used here.
-    """
-    if problem := storage_problem(name):
-        raise UserError(problem)
-    return storage_path(name)
-
-
 def inspect(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.report import overview, steps_in, summary
+    from torchtitan.checkpoint.commit import checkpoints_at
+    from torchtitan.checkpoint.report import overview, summarize
 
-    where = folder(options.path)
-    found = [summary(step) for step in steps_in(where)]
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print(overview(found))
+    found = [summarize(step) for step in checkpoints_at(options.path)]
+    print(json.dumps([dataclasses.asdict(s) for s in found], indent=1) if options.json else overview(found))
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import damage, leftovers, read_manifest
-    from torchtitan.checkpoint.report import steps_in
+    from torchtitan.checkpoint.commit import checkpoints_at, damage, leftovers, read_manifest
 
-    where = folder(options.path)
     bad = 0
-    for step in steps_in(where):
+    for step in checkpoints_at(options.path):
         manifest = read_manifest(step)
         problems = list(damage(step, manifest))
         bad += bool(problems)
@@ -58,15 +42,16 @@ def verify(options: argparse.Namespace) -> int:
         print(f"{step}: " + ("damaged" if problems else f"OK, {len(manifest['files'])} files, {size:,} bytes"))
         for problem in problems:
             print(f"  {problem}")
-    for path in leftovers(where):
-        print(f"{path}: left by an interrupted save (or one is running); the run's next start deletes it")
+    for path in leftovers(options.path):
+        print(f"{path}: left by an interrupted save, or a save in progress; the run's next start deletes it")
     return 1 if bad else 0
 
 
 def diff(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.report import compare, one_step
+    from torchtitan.checkpoint.commit import checkpoints_at
+    from torchtitan.checkpoint.report import compare
 
-    a, b = (one_step(folder(name)) for name in (options.a, options.b))
+    a, b = (checkpoints_at(path)[-1] for path in (options.a, options.b))
     print(f"a: {a}\nb: {b}")
     found = 0
     for part, text in compare(a, b, options.tolerance):
@@ -80,13 +65,12 @@ def diff(options: argparse.Namespace) -> int:
 def prune(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import committed_steps, disposable, remove, step_folder
 
-    where = folder(options.path)
-    gone = disposable(where, options.keep_latest, options.keep_every)
+    gone = disposable(options.path, options.keep_latest, options.keep_every)
     for step in gone:
-        print(f"{'would delete' if options.dry_run else 'deleting'} {step_folder(where, step)}")
+        print(f"{'would delete' if options.dry_run else 'deleting'} {step_folder(options.path, step)}")
         if not options.dry_run:
-            remove(step_folder(where, step))
-    kept = [step for step in committed_steps(where) if step not in gone]
+            remove(step_folder(options.path, step))
+    kept = [step for step in committed_steps(options.path) if step not in gone]
     print(f"kept: {', '.join(map(str, kept)) or 'none; there are no checkpoints here'}")
     return 0
 
@@ -94,19 +78,18 @@ def prune(options: argparse.Namespace) -> int:
 def to_hf(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint import convert
 
-    source, target = folder(options.source), folder(options.target)
-    convert.to_hf(source, target, options.dtype, options.assets, options.max_file_gb, options.check)
+    convert.to_hf(options.source, options.target, options.dtype, options.assets, options.max_file_gb, options.check)
     return 0
 
 
 def from_hf(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint import convert
 
-    convert.from_hf(Path(options.source), folder(options.target), options.model, options.toml)
+    convert.from_hf(options.source, options.target, options.model, options.toml)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan ckpt",
         description=__doc__,
@@ -114,55 +97,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("inspect", help="what a checkpoint, or each of a folder, holds")
-    command.add_argument("path", help="a step, or a folder of steps")
-    command.add_argument("--json", action="store_true", help="for programs")
+    command = commands.add_parser("inspect", help="list checkpoints, or the contents of one")
+    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=inspect)
 
     command = commands.add_parser("verify", help="compare every file with its checksum; exit code 1 if one differs")
-    command.add_argument("path", help="a step, or a folder of steps")
+    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
     command.set_defaults(run=verify)
 
     command = commands.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
-    command.add_argument("a")
-    command.add_argument("b")
+    command.add_argument("a", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("b", type=path_argument, help="checkpoint, or folder of them")
     command.add_argument("--tolerance", type=float, default=0.0, help="largest |a - b| of equal tensors (default: 0)")
     parts = ["config", "train_state", "tensors"]
-    command.add_argument("--only", nargs="+", choices=parts, default=parts, help="what to compare (default: all)")
+    command.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to compare (default: all)")
     command.set_defaults(run=diff)
 
     command = commands.add_parser("prune", help="delete old checkpoints, never the newest that can be resumed")
-    command.add_argument("path", help="a folder of steps")
+    command.add_argument("path", type=path_argument, help="folder of checkpoints")
     command.add_argument("--keep-latest", type=count, required=True, metavar="K", help="keep the K newest")
-    command.add_argument("--keep-every", type=count, default=0, metavar="N", help="and every multiple of N")
-    command.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    command.add_argument("--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     command.set_defaults(run=prune)
 
-    command = commands.add_parser("to-hf", help="export as Hugging Face safetensors")
-    command.add_argument("source", help="a step, or a folder of steps")
-    command.add_argument("target", help="folder to make")
-    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as stored")
+    command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
+    command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("target", type=path_argument, help="folder to create")
+    dtypes = ["float32", "bfloat16", "float16"]
+    command.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: as stored)")
     command.add_argument("--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)")
-    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest size of a file (default: 5)")
+    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest file size (default: %(default)s)")
     command.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="load the export with transformers and compare logits (default: if it is installed and memory suffices)",
+        help="compare the logits of transformers' model (default: if it is installed and memory suffices)",
     )
     command.set_defaults(run=to_hf)
 
-    command = commands.add_parser("from-hf", help="start a run from a Hugging Face folder")
-    command.add_argument("source", help="folder with config.json and safetensors")
-    command.add_argument("target", help="folder to make: the checkpoint step-0, and train.toml")
-    command.add_argument("--model", default="llama3", help="model family, as model.name (default: llama3)")
-    command.add_argument("--toml", help="TOML file to make (default: train.toml in the target)")
+    command = commands.add_parser("from-hf", help="convert a Hugging Face model, to start a run from")
+    command.add_argument("source", type=Path, help="folder with config.json and safetensors")
+    command.add_argument("target", type=path_argument, help="folder to create, for step-0 and train.toml")
+    command.add_argument("--model", default="llama3", help="model family, as in model.name (default: %(default)s)")
+    command.add_argument("--toml", help="TOML file to write (default: train.toml in the target)")
     command.set_defaults(run=from_hf)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
     try:
+        options = parser().parse_args(argv)
         return options.run(options)
     except OSError as error:  # a folder that can't be read or written, a bucket that doesn't answer
         raise UserError(str(error)) from error

@@ -1,7 +1,7 @@
 """Print a completion script for the shell: commands, options, configuration keys and TOML files.
 
-    eval "$(torchtitan completion bash)"     in ~/.bashrc
-    eval "$(torchtitan completion zsh)"      in ~/.zshrc, after compinit
+eval "$(torchtitan completion bash)"     in ~/.bashrc
+eval "$(torchtitan completion zsh)"      in ~/.zshrc, after compinit
 """
 
 import argparse

@@ -14,7 +14,7 @@ from torchtitan.utils.logging import logger
 FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
-# Tests differ between distributions, and tables of encodings are no text; without them the size is stable.
+# Tests differ between distributions, and tables of encodings are not text.
 _NOT_DEMO = {"test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip", "turtledemo", "__pycache__"}
 _HELD_OUT_EVERY = 20
 
@@ -31,7 +31,7 @@ class Documents(Protocol):
 
 
 class DemoDocuments:
-    """The text of Python's own standard library: real prose and code on every machine, with nothing to download.
+    """The source files of Python's standard library: real text on every machine, without a download.
 
     Every 20th file is held out, for `demo_validation`.
     """
@@ -57,7 +57,7 @@ class DemoDocuments:
 class LocalDocuments:
     """JSONL, text or Parquet files, memory-mapped by the `datasets` library, which indexes them once per node.
 
-    A text file is one document; the other formats hold one per line or row, in the column `text`.
+    A text file is one document; other formats hold one per line or row, in the column `text`.
     """
 
     def __init__(self, path: str | Sequence[str], key: str):
@@ -66,7 +66,7 @@ class LocalDocuments:
         if len(kinds) != 1 or None in kinds:
             names = ", ".join(sorted({file.name for file in self.files})[:3])
             raise UserError(
-                f"{key}: files must be all of one kind of {', '.join(FORMATS)} (also .gz, .zst); got {names}"
+                f"{key}: files must all have the same format, one of {', '.join(FORMATS)} (also .gz, .zst); got {names}"
             )
         self.table = self._load(str(kinds.pop()), self.files, key)
         columns = self.table.column_names
@@ -80,7 +80,7 @@ class LocalDocuments:
 
     @staticmethod
     def _load(kind: str, files: Sequence[Path], key: str) -> Any:
-        import datasets  # seconds to import: only where it is needed
+        import datasets  # takes seconds
 
         datasets.disable_progress_bars()
         datasets.utils.logging.set_verbosity_error()
@@ -88,13 +88,13 @@ class LocalDocuments:
         try:
             return datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train", **options)
         except Exception as error:
-            if len(files) > 1:  # say which one
+            if len(files) > 1:  # name the one that fails
                 for file in files:
                     LocalDocuments._load(kind, [file], key)
                 raise UserError(f"{key}: the files don't all have the same columns: {_innermost(error)}") from error
             if files[0].stat().st_size == 0 or "EmptyDataset" in type(error).__name__:
                 raise UserError(f"{key}: {files[0]} is empty") from None
-            raise UserError(f"{key}: can't read {files[0]} (damaged or cut off?): {_innermost(error)}") from error
+            raise UserError(f"{key}: can't read {files[0]} (damaged or truncated?): {_innermost(error)}") from error
 
     def __len__(self) -> int:
         return len(self.table)
@@ -104,7 +104,7 @@ class LocalDocuments:
 
 
 def find_files(path: str | Sequence[str], key: str) -> list[Path]:
-    """Files that `path` (a file, folder or glob; or several) names, sorted.
+    """The files that `path` names: a file, folder or glob, or several of them. Sorted within each.
 
     Raises:
         UserError: there are none.
@@ -134,21 +134,21 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def open_documents(dataset: str, dataset_path: str | None, key: str) -> Documents | None:
-    """The random-access collection that the configuration names, or None if it names a stream.
+def open_documents(dataset: str, dataset_path: str | None, section: str) -> Documents | None:
+    """Open the local files or demo text that the configuration names; None if it names a stream.
 
     Raises:
-        UserError: files that are missing, damaged, of unknown kind, or empty.
+        UserError: files are missing, damaged, empty, or of an unknown format.
     """
     documents: Documents
     if dataset_path is not None:
-        documents = LocalDocuments(dataset_path, f"{key}.dataset_path")
+        documents = LocalDocuments(dataset_path, f"{section}.dataset_path")
     elif dataset in ("demo", "c4_test", "demo_validation"):
         if dataset == "c4_test":
-            logger.info(f'{key}.dataset: "c4_test" is the demo text here: the standard library\'s')
+            logger.info(f'{section}.dataset: "c4_test" is an alias of "demo": the source of Python\'s standard library')
         documents = DemoDocuments(validation=dataset == "demo_validation")
     else:
         return None
     if len(documents) == 0:
-        raise UserError(f"{key}.dataset_path: {dataset_path or dataset} holds no documents")
+        raise UserError(f"{section}.dataset_path: {dataset_path or dataset} holds no documents")
     return documents

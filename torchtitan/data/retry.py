@@ -1,10 +1,10 @@
-"""Reads that may fail: tried again, and named."""
+"""Reads that may fail: retried, and named in warnings and errors."""
 
-import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
@@ -15,41 +15,54 @@ T = TypeVar("T")
 
 @dataclass
 class Retry:
-    """Tries each read several times, with growing pauses."""
+    """Retries the reads of one data source, with growing pauses."""
 
-    key: str
-    """Of the configuration: `training.dataset` or `validation.dataset`."""
+    section: str
+    """`training` or `validation`."""
     source: str
-    """The data set's name, or its files."""
+    """The dataset's name or path."""
     options: schema.DataLoader
     doing: str = field(default="opening it", init=False)
-    """What is being read, for whoever waits for it."""
+    """The read in progress, for the error about a stall."""
 
-    def __call__(self, what: str, read: Callable[[], T], before_again: Callable[[], None] = lambda: None) -> T:
-        """`read()`, until it succeeds.
+    def __call__(self, what: str, read: Callable[[], T], reset: Callable[[], None] = lambda: None) -> T:
+        """Return `read()`.
 
         Args:
             what: names what is read.
-            before_again: undoes what a failed read has changed.
+            reset: undoes what a failed attempt changed.
 
         Raises:
-            UserError: it fails every time.
+            UserError: every attempt failed; or `read` raised it, which is not retried.
         """
         self.doing = f"reading {what}"
-        for attempt in itertools.count(1):
-            try:
-                return read()
-            except UserError:
-                raise  # no accident
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}".splitlines()[0]
-                if attempt > self.options.retries:
-                    raise UserError(
-                        f"{self.key}: reading failed: {what} of {self.source}: {cause} ({attempt} attempts). Mend the "
-                        f"source, or allow more ({self.key.removesuffix('dataset')}dataloader.retries)."
-                    ) from error
-                self.doing = f"reading {what}, which failed {attempt} times ({cause})"
-                logger.warning(f"{self.key}: {what} of {self.source}: {cause}; trying again")
-            time.sleep(self.options.retry_pause_seconds * 2 ** (attempt - 1))
-            before_again()
-        raise AssertionError("unreachable")
+
+        def before_attempt(state: RetryCallState) -> None:
+            if state.attempt_number > 1:
+                reset()
+
+        def warn(state: RetryCallState) -> None:
+            assert state.outcome is not None
+            cause = _first_line(state.outcome.exception())
+            self.doing = f"reading {what}, which failed {state.attempt_number} times ({cause})"
+            logger.warning(f"{self.section}.dataset: {what} of {self.source}: {cause}; trying again")
+
+        attempt = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, UserError)),
+            stop=stop_after_attempt(self.options.retries + 1),
+            wait=wait_exponential(multiplier=self.options.retry_pause_seconds),
+            before=before_attempt,
+            before_sleep=warn,
+        )
+        try:
+            return attempt(read)
+        except RetryError as error:
+            last = error.last_attempt
+            raise UserError(
+                f"{self.section}.dataset: reading failed: {what} of {self.source}: {_first_line(last.exception())} "
+                f"({last.attempt_number} attempts). Repair the source, or raise {self.section}.dataloader.retries."
+            ) from last.exception()
+
+
+def _first_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

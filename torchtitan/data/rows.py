@@ -1,18 +1,20 @@
-"""The one global order of rows, whoever reads them.
+"""The one global order of rows, whichever rank reads them.
 
-A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows overlap by one id, so that
-each id is predicted once. Missing ids at the end of finite data are `IGNORE_INDEX`. A reader is given the range of the
-step's rows that it is to deliver; what a row contains does not depend on that range, hence not on the layout.
+A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows overlap by one id, so
+every id is predicted once. Missing ids at the end of finite data are `IGNORE_INDEX`. A reader delivers a range of the
+step's rows; the contents of a row depend neither on that range nor on the layout.
 
     token files   row r of step s is window permutation(s * G + r); the position is one number
-    text          G rows are spread over L lanes; a lane reads documents of its own, one after another, and cuts rows
-                  out of [bos] text [eos] [bos] text [eos] ...; the position is one small record per lane
+    text          G rows are spread over L lanes; a lane reads its own documents, one after another, and cuts rows from
+                  [bos] text [eos] [bos] text [eos] ...; the position is one small record per lane
 
-Random-access text has a lane per row. A stream has as many as its shards allow; a reader that needs only some of a
-lane's rows walks through the others too.
+Random-access text has one lane per row. A stream has as many as its shards allow; a reader that needs only some rows
+of a lane reads past the others.
 """
 
+import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,23 +33,28 @@ Row = NDArray[np.int64]
 
 
 class RowReader(ABC):
-    """Delivers some rows of every step, in order."""
+    """Reads some rows of every step, in order."""
 
     @abstractmethod
     def step(self) -> list[Row] | None:
-        """The next step's rows; None once all data of a finite pass is used up."""
+        """The next step's rows; None at the end of a finite pass."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last step delivered. Readers' records merge by `merge_states`."""
+        """Position after the last step. `merge_states` joins the readers' positions."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a merged position."""
 
+    def steps(self) -> Iterator[tuple[list[Row], dict[str, Any]]]:
+        """The rows of each remaining step, and the position after it."""
+        while (rows := self.step()) is not None:
+            yield rows, self.state_dict()
+
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One layout-free position out of what the readers of the same step report."""
+    """The layout-free position that the positions of all readers of a step make up."""
     lanes: dict[str, Any] = {}
     for state in states:
         lanes |= state.get("lanes", {})
@@ -73,7 +80,7 @@ class TokenReader(RowReader):
     def _row(self, index: int) -> Row:
         epoch, slot = divmod(index, len(self.files))
         if not self.infinite:
-            return _padded(self._window(slot) if epoch == 0 else np.empty(0, np.int64), self.files.seq_len)
+            return _padded(self._window(slot), self.files.seq_len) if epoch == 0 else blank_row(self.files.seq_len)
         return _padded(self._window(permute(slot, len(self.files), self.seed, epoch)), self.files.seq_len)
 
     def _window(self, index: int) -> Row:
@@ -87,7 +94,7 @@ class TokenReader(RowReader):
 
 
 class Cursor(Protocol):
-    """A lane's sequence of documents."""
+    """The sequence of documents of a lane."""
 
     def next(self) -> str | None: ...
 
@@ -97,7 +104,7 @@ class Cursor(Protocol):
 
 
 class DocumentCursor:
-    """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each epoch in an order of its own."""
+    """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled differently."""
 
     def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool, retry: Retry):
         self.documents, self.position, self.lanes, self.seed = documents, lane, lanes, seed
@@ -119,9 +126,9 @@ class DocumentCursor:
 
 
 class Lane:
-    """Cuts rows out of a cursor's documents.
+    """Cuts rows from a cursor's documents.
 
-    Its state is the cursor's before the current document, and the place in it: the rest is made again from the text.
+    Its state is the cursor's before the current document and the offset in that document, which is tokenized again.
     """
 
     def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
@@ -144,9 +151,9 @@ class Lane:
             self.offset += len(part)
             if missing:
                 self.document = None
-        if missing >= self.seq_len:  # at most the one id that was predicted already
+        if missing >= self.seq_len:  # only the last row's last id is left
             return None
-        # The last id is an input only; the next row begins with it.
+        # The next row begins with this row's last id.
         self.offset -= 1
         return _padded(np.concatenate(parts), self.seq_len)
 
@@ -170,7 +177,7 @@ class Lane:
 
 
 class LaneReader(RowReader):
-    """Rows of text, `rows_per_lane` consecutive ones of each step from each lane."""
+    """Rows of text: of each step, `rows_per_lane` consecutive ones from each lane."""
 
     def __init__(self, lanes: dict[int, Lane], rows: range, rows_per_lane: int):
         self.lanes, self.rows, self.rows_per_lane = lanes, rows, rows_per_lane
@@ -183,7 +190,7 @@ class LaneReader(RowReader):
                 ids = lane.row()
                 left |= ids is not None
                 if row in self.rows:
-                    out.append(_padded(np.empty(0, np.int64), lane.seq_len) if ids is None else ids)
+                    out.append(blank_row(lane.seq_len) if ids is None else ids)
         return out if left else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,6 +204,17 @@ class LaneReader(RowReader):
 def lanes_of(rows: range, rows_per_lane: int) -> range:
     """Lanes that hold any of `rows`."""
     return range(rows.start // rows_per_lane, -(-rows.stop // rows_per_lane)) if len(rows) else range(0)
+
+
+def split_rows(rows: range, count: int) -> list[range]:
+    """`rows` in `count` consecutive parts, as even as possible."""
+    cuts = [rows.start + len(rows) * i // count for i in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def blank_row(seq_len: int) -> Row:
+    """A row without labels."""
+    return np.full(seq_len + 1, IGNORE_INDEX)
 
 
 def _padded(ids: Row, seq_len: int) -> Row:

@@ -1,8 +1,11 @@
-"""Hugging Face data sets by streaming: too large to index, read front to back."""
+"""Datasets too large to index, streamed from the Hugging Face hub."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+import torch.utils.data
 
 from torchtitan.data.retry import Retry
 from torchtitan.utils.errors import UserError
@@ -13,13 +16,13 @@ KNOWN = {
 }
 
 
-def open_stream(dataset: str, key: str) -> Any:
-    """A streaming data set: a known name, or `org/name[:config][@split]`.
+def open_stream(dataset: str, section: str) -> Any:
+    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`.
 
     Raises:
         UserError: it can't be found or read.
     """
-    import datasets  # seconds to import: only where it is needed
+    import datasets  # takes seconds
 
     datasets.disable_progress_bars()
     if dataset in KNOWN:
@@ -30,26 +33,38 @@ def open_stream(dataset: str, key: str) -> Any:
     if "/" not in path:
         choices = ", ".join(["demo", "demo_validation", *KNOWN])
         raise UserError(
-            f"{key}.dataset: no data set {dataset!r}; there are {choices}, any Hugging Face data set as "
-            f'"org/name:config@split", or local files by {key}.dataset_path'
+            f"{section}.dataset: no dataset {dataset!r}; choose from {choices}, name any Hugging Face dataset as "
+            f'"org/name:config@split", or set {section}.dataset_path to local files'
         )
     try:
         return datasets.load_dataset(path, name or None, split=split or "train", streaming=True)
     except Exception as error:
         raise UserError(
-            f"{key}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
-            f"Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set {key}.dataset_path to local files."
+            f"{section}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
+            f"Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set {section}.dataset_path to local files."
         ) from error
 
 
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Within, `datasets` doesn't divide a stream among DataLoader's workers: the lanes divide it already."""
+    real = torch.utils.data.get_worker_info
+    torch.utils.data.get_worker_info = lambda: None
+    try:
+        yield
+    finally:
+        torch.utils.data.get_worker_info = real
+
+
 class StreamCursor:
-    """One lane's reader of a stream: every `lanes`-th shard (or document, if there are too few shards)."""
+    """The documents of one lane of a stream: every `lanes`-th shard, or document if there are too few shards."""
 
     def __init__(self, stream: Any, lane: int, lanes: int, infinite: bool, retry: Retry):
         from datasets.distributed import split_dataset_by_node
 
         self.stream = split_dataset_by_node(stream, lane, lanes)
         self.infinite, self.retry, self.lane = infinite, retry, lane
+        self.key = f"{retry.section}.dataset"
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
         self.loaded: dict[str, Any] | None = None
@@ -63,23 +78,24 @@ class StreamCursor:
             if text is not None or not self.infinite:
                 return text
             self.epoch, self.iterator = self.epoch + 1, None
-        raise UserError(f"{self.retry.key}: a lane of the data set holds no documents; lower the number of lanes")
+        raise UserError(f"{self.key}: lane {self.lane} of the dataset has no documents; lower the batch size")
 
     def _read(self) -> str | None:
         if self.iterator is None:
             self.stream.set_epoch(self.epoch)
             self.iterator = iter(self.stream)
-        row = next(self.iterator, None)
+        with _undivided():
+            row = next(self.iterator, None)
         if row is None:
             return None
         if "text" not in row:
-            raise UserError(f"{self.retry.key}: no column 'text'; it has {', '.join(row)}")
+            raise UserError(f"{self.key}: no column 'text'; it has {', '.join(row)}")
         if row["text"] is not None and not isinstance(row["text"], str):
             raise ValueError(f"column 'text' holds {type(row['text']).__name__}, not text")
-        return row["text"] or ""  # a missing one is an empty document
+        return row["text"] or ""  # null is an empty document
 
     def _place(self, state: dict[str, Any]) -> str:
-        """A state in words, as far as `datasets` tells."""
+        """The position in words, as far as `datasets` gives it."""
         words, inner = [f"lane {self.lane}, epoch {self.epoch}"], state["stream"]
         while isinstance(inner, dict):
             words += [f"{k.removesuffix('_idx').replace('_', ' ')} {x}" for k, x in inner.items() if k.endswith("_idx")]
@@ -87,7 +103,7 @@ class StreamCursor:
         return ", ".join(words)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.loaded is not None:  # the stream itself knows it only once it has read on
+        if self.loaded is not None:  # the stream returns it only after the next read
             return self.loaded
         return {"epoch": self.epoch, "stream": self.stream.state_dict() if self.iterator is not None else None}
 

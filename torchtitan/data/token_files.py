@@ -1,6 +1,6 @@
-"""Pre-tokenized data: a flat file of ids, and a JSON file that says what is in it.
+"""Pre-tokenized data: flat files of ids, each described by a JSON file.
 
-corpus-00000.bin    token ids, uint16 or uint32, documents one after another
+corpus-00000.bin    token ids, uint16 or uint32, document after document
 corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
 """
 
@@ -21,13 +21,13 @@ from torchtitan.utils.files import write_whole
 def write_token_file(
     path: Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write `path` (`X.bin`) and `X.json`, atomically; the JSON comes last, so that its presence means "complete".
+    """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are complete.
 
     Args:
-        about: further entries of the JSON.
+        about: further entries of the JSON file.
 
     Returns:
-        The JSON's contents.
+        The contents of the JSON file.
     """
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     tokens = count = 0
@@ -61,26 +61,27 @@ class TokenFiles:
     def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
         self.seq_len = seq_len
         self.files: list[tuple[Path, int, np.dtype[Any], int]] = []
-        """(path, open file, type, tokens). Read by call, not mapped: a failing disk then raises, and kills nobody."""
+        """(path, open file, dtype, number of tokens). Not memory-mapped: a failing disk would kill the process."""
         self.vocab_size = tokenizer.vocab_size
         for file in files:
             meta = self._meta(file, key)
             if meta["tokenizer"] != tokenizer.fingerprint:
                 raise UserError(
-                    f"{key}: {file} was made with another tokenizer than model.hf_assets_path names; "
-                    "tokenize it anew, or set model.hf_assets_path to the one it was made with"
+                    f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
+                    "tokenize the text again, or set model.hf_assets_path to that tokenizer"
                 )
             size = np.dtype(meta["dtype"]).itemsize * meta["tokens"]
             if file.stat().st_size != size:
                 raise UserError(
-                    f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (cut off?); tokenize it anew"
+                    f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (truncated?); "
+                    "tokenize the text again"
                 )
             if meta["tokens"] > 1:
                 self.files.append((file, os.open(file, os.O_RDONLY), np.dtype(meta["dtype"]), meta["tokens"]))
-        # Ceiling: the last window of a file may be short, and is padded.
+        # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
-            raise UserError(f"{key}: no tokens in {files[0]}{' and the others' if len(files) > 1 else ''}")
+            raise UserError(f"{key}: no tokens in {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}")
         self.fingerprint = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
 
     @staticmethod
@@ -91,17 +92,17 @@ class TokenFiles:
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"{key}: {file} has no complete description {file.with_suffix('.json').name} beside it ({error}); "
-                "make token files with torchtitan tokenize"
+                "write token files with torchtitan tokenize"
             ) from None
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def window(self, index: int) -> NDArray[np.int64]:
-        """Window `index`; the last one of a file may be shorter than `seq_len + 1`.
+        """The `seq_len + 1` ids of window `index`; fewer for the last of a file.
 
         Raises:
-            OSError: the file can't be read, or no longer holds these tokens.
+            OSError: the file can't be read, or has changed since it was opened.
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
@@ -109,10 +110,11 @@ class TokenFiles:
         count = min(self.seq_len + 1, tokens - start)
         content = os.pread(file, count * dtype.itemsize, start * dtype.itemsize)
         if len(content) < count * dtype.itemsize:
-            raise OSError(f"{path} ends before token {start + count} (cut off?)")
+            raise OSError(f"{path} ends before token {start + count} (truncated?)")
         ids = np.frombuffer(content, dtype).astype(np.int64)
         if ids.max() >= self.vocab_size:
             raise OSError(
-                f"{path} holds id {ids.max()} at token {start + int(ids.argmax())}: the tokenizer has no such"
+                f"{path} has id {ids.max()} at token {start + int(ids.argmax())}, "
+                f"but the tokenizer has only {self.vocab_size}"
             )
         return ids

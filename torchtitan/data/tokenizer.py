@@ -1,6 +1,6 @@
-"""Tokenizers: Hugging Face `tokenizer.json`, or Llama 3's tiktoken `.model`, whichever lies in the folder.
+"""Tokenizers: Hugging Face's `tokenizer.json` or Llama 3's tiktoken `.model`.
 
-Ordinary text never becomes a special token: only `bos` and `eos` add those. Imports no torch.
+Text never becomes a special token; only `bos` and `eos` add those. Imports no torch.
 """
 
 import base64
@@ -31,10 +31,10 @@ LLAMA3_SPECIAL = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-"""Llama 3's named special tokens among its 256, counted from the end of the ranks; the others are reserved."""
+"""The named ones of Llama 3's 256 special tokens, counted from the end of the ranks; the others are reserved."""
 
 _PIECE = 25_000
-"""Characters encoded at a time where a text can't be encoded whole."""
+"""Characters encoded at a time if the whole text can't be."""
 
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
@@ -51,18 +51,18 @@ class Tokenizer(ABC):
     def __init__(self, path: Path):
         self.path = path
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
-        """Hash of the tokenizer's file: two runs with the same one see the same ids."""
+        """Hash of the tokenizer's file: the same hash means the same ids."""
 
     @abstractmethod
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of `text`, with the special tokens asked for around it."""
+        """Ids of `text`, between the special tokens asked for."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens spelled out."""
 
     def encode_document(self, text: str) -> list[int]:
-        """A whole document as training sees it: begin-of-text (if there is one), text, end-of-text."""
+        """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
         return self.encode(text, bos=self.bos_id is not None, eos=True)
 
     def _wrap(self, ids: list[int], bos: bool, eos: bool) -> list[int]:
@@ -71,12 +71,12 @@ class Tokenizer(ABC):
 
     @property
     def files(self) -> list[Path]:
-        """What an export has to contain so that others can use the tokenizer."""
+        """The files an export needs for others to use the tokenizer."""
         names = ("tokenizer_config.json", "special_tokens_map.json")
         return [self.path, *(p for n in names if (p := self.path.with_name(n)).is_file())]
 
     def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[str]]:
-        return build_tokenizer, (str(self.path),)  # worker processes read the file anew
+        return build_tokenizer, (str(self.path),)  # worker processes read the file again
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -90,9 +90,9 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"model.hf_assets_path: {path} is not a tokenizer: {error}") from None
         super().__init__(path)
-        # A special token's spelling in ordinary text stays ordinary text.
+        # The spelling of a special token in a text stays text.
         self.backend.encode_special_tokens = True
-        # Settings for fine-tuning that some files carry; they would cut documents short.
+        # Some files have these settings for fine-tuning; they would truncate documents.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -137,7 +137,7 @@ class TiktokenTokenizer(Tokenizer):
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         try:
             ids = self.backend.encode(text, disallowed_special=())
-        except ValueError:  # the pattern's stack overflows on a run of a million blanks
+        except ValueError:  # the regex overflows its stack on a million blanks
             pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))
             ids = [i for piece in pieces for i in self.backend.encode(piece, disallowed_special=())]
         return self._wrap(ids, bos, eos)
@@ -147,7 +147,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
-    """The tokenizer in a folder (or its `original/`), or the one a path names directly.
+    """Open the tokenizer in a folder or its `original/`, or the file that the path names.
 
     Raises:
         UserError: no such folder, no tokenizer in it, or a damaged one.
@@ -166,12 +166,12 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and ranks of a tiktoken file. (tiktoken's own reader caches by path, and would miss a changed file.)"""
+    """Tokens and ranks of a tiktoken file. (tiktoken's own reader caches by path and would miss a changed file.)"""
     try:
         pairs = (line.split() for line in path.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError("ranks are missing; cut off?")
+            raise ValueError("ranks are missing (truncated?)")
     except ValueError as error:
         raise UserError(f"model.hf_assets_path: {path} is not a tiktoken model: {error}") from None
     return ranks

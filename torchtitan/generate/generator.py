@@ -1,10 +1,10 @@
-"""Text from a model: a cache of keys and values, sampling, and the loop that puts one token after the other.
+"""Text generation: a key-value cache, sampling, and the loop over tokens.
 
-The model knows nothing of it. Its attention modules call `self.attend`, which is replaced by one that remembers, and
-positions tell each row's place. Rows are padded at the end, where causal attention doesn't look: so each row has the
-positions it would have alone, and what was written for a padding token is overwritten once its place is reached.
+The model is unchanged: its attention modules call `self.attend`, which is replaced by attention with a cache. Rows are
+padded at the end, where causal attention doesn't look, so each row has the positions it would have alone. The keys and
+values of a padding token are overwritten when the row reaches its position.
 
-Shapes: b rows, s new tokens of each, h query heads, k key-value heads, d head size, S places of the cache.
+Shapes: b rows, s new tokens of each, vocab size of the vocabulary.
 """
 
 import hashlib
@@ -24,30 +24,30 @@ from torchtitan.models.layers import Attend
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """How to choose the next token."""
 
     temperature: float = 0.8
-    """The logits are divided by it; 0: the likeliest token."""
+    """Divides the logits; 0: always the likeliest token."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Sample from the k likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Only the fewest likeliest tokens that together have this probability (Holtzman et al., arXiv:1904.09751)."""
+    """Sample from the fewest tokens that together have this probability (Holtzman et al., arXiv:1904.09751)."""
     seed: int = 0
 
 
 @dataclass
 class Continuation:
-    """A prompt and what the model makes of it."""
+    """A prompt and the tokens generated after it."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     """Without the end-of-text token."""
     end: Literal["", "eos", "length", "context"] = ""
-    """Why it ended: end of text, as many tokens as were asked for, or as long as the model can read. Empty: not yet."""
+    """Why it ended: end of text, `max_new_tokens`, or the model's `max_seq_len`. Empty: not ended."""
 
 
 class _Cache:
-    """Where the tokens of one forward stand, for all layers; each layer keeps its own keys and values."""
+    """The positions of one forward's tokens, shared by the layers. Each layer keeps its own keys and values."""
 
     def __init__(self, model: Any, rows: int, places: int):
         self.rows, self.places = rows, places
@@ -56,26 +56,30 @@ class _Cache:
                 module.attend = _CachedAttention(self, getattr(attend, "plain", attend))
 
     def place(self, positions: Tensor, last: int) -> None:
-        """Args: positions: `[b, s]`. last: the largest of them."""
+        """
+        Args:
+            positions: of the new tokens, `[b, s]`.
+            last: the largest of them.
+        """
         self.index = positions[:, None, :, None]
         self.empty = positions.shape[1] == last + 1
-        """Nothing came before: the new tokens see each other, and that is all."""
+        """There are no earlier tokens: plain causal attention among the new ones."""
         self.span = last + 1
         places = torch.arange(self.span, device=positions.device)
         self.visible = (positions[:, :, None] >= places)[:, None]
 
 
 class _CachedAttention:
-    """Attention to the new tokens and to all before them."""
+    """Attention to the new tokens and all earlier ones."""
 
     def __init__(self, cache: _Cache, plain: Attend):
         self.cache, self.plain = cache, plain
         self.keys = self.values = torch.empty(0)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        assert mask is None, "documents have no meaning here"
+        assert mask is None, "generation has no document masks"
         cache, rows = self.cache, len(k)
-        if not self.keys.numel():  # heads are known only now: under tensor parallelism a rank has some of them
+        if not self.keys.numel():  # allocated here, as tensor parallelism leaves a rank only some of the heads
             self.keys = k.new_zeros(cache.rows, k.shape[1], cache.places, k.shape[3])
             self.values = torch.zeros_like(self.keys)
         index = cache.index.expand_as(k)
@@ -88,10 +92,17 @@ class _CachedAttention:
 
 
 def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """One token `[b]` for each row of fp32 logits `[b, vocab]`, by the row's own random numbers.
+    """Sample one token per row.
 
-    The largest of the logits plus Gumbel noise is a draw from their softmax (Gumbel, 1954). Each token has a noise of
-    its own, so rounding errors in the logits, which differ from batch to batch, don't change what is drawn.
+    The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is independent per token,
+    so rounding errors in the logits, which differ between batches, rarely change the sample.
+
+    Args:
+        logits: `[b, vocab]`, fp32.
+        generators: one per row.
+
+    Returns:
+        `[b]` int64.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -112,7 +123,7 @@ def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
 
 
 class TextGenerator:
-    """Continues prompts with a model on this device, or on the tensor-parallel ranks of a mesh, which all call it."""
+    """Continues prompts. Under tensor parallelism, all ranks of the mesh make the same calls."""
 
     def __init__(
         self,
@@ -127,10 +138,11 @@ class TextGenerator:
     ):
         """
         Args:
-            model: without FSDP; with `mesh`, split by the tensor-parallel plan, and built for rows that are longer than
-                `max_seq_len` by the number of ranks.
-            rows: prompts that are worked on at once.
-            vocab_size: ids from here on are never drawn: the tokenizer has none.
+            model: without FSDP; sharded over `mesh` if there is one. Its own `max_seq_len` must exceed this one by the
+                number of ranks.
+            rows: largest number of prompts per call.
+            max_seq_len: longest text, prompt included.
+            vocab_size: ids from here on are unknown to the tokenizer, and never sampled.
             stop: tokens that end a text.
         """
         self.model, self.device, self.mesh = model.eval(), device, mesh
@@ -146,10 +158,11 @@ class TextGenerator:
         max_new_tokens: int,
         progress: Callable[[Continuation], None] = lambda _: None,
     ) -> list[Continuation]:
-        """
+        """Continue each prompt until a stop token or a limit.
+
         Args:
-            prompts: ids of at most `rows` prompts, each of at least one token and shorter than `max_seq_len`.
-            progress: called with each continuation whenever it has grown or ended.
+            prompts: token ids; at most `rows` prompts, none empty, each shorter than `max_seq_len`.
+            progress: called with a continuation whenever it has grown or ended.
         """
         rows = [Continuation(list(prompt)) for prompt in prompts]
         generators = [self._generator(sampling.seed, prompt) for prompt in prompts]
@@ -162,7 +175,7 @@ class TextGenerator:
             logits = self._logits(tokens, begin, [n - first - 1 for n, first in zip(lengths, begin, strict=True)])
             drawn = sample(logits, sampling, generators)
             if self.ranks > 1:
-                dist.broadcast(drawn, src=0)  # ranks that differed by rounding would wait for each other for ever
+                dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
             chosen = drawn.tolist()
             for i, row in enumerate(rows):
                 if not row.end:
@@ -170,7 +183,7 @@ class TextGenerator:
                     progress(row)
             if all(row.end for row in rows):
                 return rows
-            # A row that has ended stays where it is; what is computed for it is not used.
+            # A row that has ended stays at its position; its results are ignored.
             begin = [n if not row.end else first for n, first, row in zip(lengths, begin, rows, strict=True)]
             lengths = [first + 1 for first in begin]
             tokens = drawn.cpu()[:, None]
@@ -186,14 +199,14 @@ class TextGenerator:
             row.end = "context"
 
     def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
-        """The next token's logits `[b, vocab]`, in fp32.
+        """The logits of the next token, `[b, vocab]` fp32.
 
         Args:
-            tokens: `[b, s]`, new ones, and padding.
-            begin: place of each row's first token.
-            last: of the new tokens, the one that the next follows.
+            tokens: new ones and padding, `[b, s]`.
+            begin: position of each row's first new token.
+            last: index of each row's last new token.
         """
-        padding = -tokens.shape[1] % self.ranks  # the ranks share the sequence evenly
+        padding = -tokens.shape[1] % self.ranks  # the ranks divide the sequence evenly
         tokens = F.pad(tokens, (0, padding)).to(self.device)
         positions = torch.tensor(begin)[:, None] + torch.arange(tokens.shape[1])
         self.cache.place(positions.to(self.device), int(positions.max()))
@@ -201,11 +214,11 @@ class TextGenerator:
         if self.mesh is not None:
             hidden = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False).full_tensor()
         hidden = hidden[torch.arange(len(last)), torch.tensor(last)][:, None]
-        # Under tensor parallelism each rank's part of the sequence is this same token.
+        # Under tensor parallelism, every rank passes this same token as its part of the sequence.
         logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()
         return logits[:, : self.vocab_size]
 
     def _generator(self, seed: int, prompt: Sequence[int]) -> torch.Generator:
-        """Random numbers that depend on the prompt, and not on what else is in its batch."""
+        """A random generator that depends on the prompt, and not on the rest of its batch."""
         digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

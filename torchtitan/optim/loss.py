@@ -1,4 +1,4 @@
-"""The loss: a sum over tokens, so that dividing by the global token count is exact under every layout."""
+"""The loss, summed over tokens: dividing by the global token count makes it exact under every layout."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,17 +11,17 @@ from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.parallel.collectives import unsharded
 
 LossSum = Callable[[Tensor, Tensor], Tensor]
-"""Logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of the tokens' losses."""
+"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of the tokens' losses."""
 Project = Callable[[Tensor, Tensor], Tensor]
-"""Final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
+"""Maps final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the token cross-entropies, in fp32.
 
     Args:
-        logits: `[batch, seq, vocab]`; a DTensor if sharded over the vocabulary, and then within `loss_context`.
-        labels: `[batch, seq]`; `IGNORE_INDEX` counts nothing.
+        logits: `[batch, seq, vocab]`; if sharded over the vocabulary, a DTensor, within `loss_context`.
+        labels: `[batch, seq]`; `IGNORE_INDEX` is skipped.
     """
     loss = F.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -32,15 +32,15 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def chunked_loss_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, project: Project, loss: LossSum, chunks: int, tp_degree: int
 ) -> Tensor:
-    """`loss(project(hidden, weight), labels)` for a slice of the sequence at a time: only one slice's logits exist.
+    """`loss(project(hidden, weight), labels)`, slice by slice of the sequence; only one slice's logits exist at a time.
 
-    The gradients are computed along with the loss, while a slice's logits are there, and not by a second projection in
-    the backward. The weight's are added up in fp32.
+    The gradients are computed together with the loss, from the same logits, so the backward needs no second projection.
+    The weight's gradients are accumulated in fp32.
 
     Args:
-        hidden: `[batch, seq / tp_degree, dim]`: this rank's part, where the sequence is sharded.
+        hidden: `[batch, seq / tp_degree, dim]`, this rank's part of the sequence.
         labels: `[batch, seq]`.
-        chunks: number of slices; must divide `seq / tp_degree`.
+        chunks: number of slices; divides `seq / tp_degree`.
     """
     slices = list(_slices(hidden, labels, chunks, tp_degree))
     if not torch.is_grad_enabled():
@@ -49,7 +49,7 @@ def chunked_loss_sum(
 
 
 def _slices(hidden: Tensor, labels: Tensor, chunks: int, tp_degree: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """A slice of each rank's part of the sequence, and the labels of them all: projecting gathers the ranks' parts."""
+    """Slices of this rank's part of the sequence, each with the labels of all ranks: projecting gathers their parts."""
     parts = labels.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
     yield from zip(hidden.chunk(chunks, dim=1), (part.flatten(1, 2) for part in parts), strict=True)
 

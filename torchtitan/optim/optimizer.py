@@ -1,4 +1,4 @@
-"""The optimizer of all parameters."""
+"""Optimizers and parameter groups."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from torchtitan.config import schema
 
 
 class AnyOptimizer(Protocol):
-    """What the trainer uses of a `torch.optim.Optimizer`."""
+    """The part of `torch.optim.Optimizer` that training uses."""
 
     @property
     def state(self) -> Any: ...
@@ -27,7 +27,7 @@ class AnyOptimizer(Protocol):
 
 
 class _Joined:
-    """Several optimizers that look like one."""
+    """Several optimizers behind the interface of one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -55,9 +55,9 @@ class _Joined:
 
 
 class OptimizerInBackward(_Joined):
-    """Updates each parameter as soon as its gradient is complete, and frees the gradient.
+    """Updates each parameter as soon as its gradient is complete, then frees the gradient.
 
-    One optimizer per parameter, called by a hook. `step` updates what still has a gradient: nothing, after a backward.
+    Every parameter has its own optimizer, called by a hook, so `step` after the backward finds no gradients.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]):
@@ -74,13 +74,13 @@ class OptimizerInBackward(_Joined):
         self._of[param].zero_grad()
 
     def take_norms(self) -> list[Tensor]:
-        """2-norms of the gradients since the last call."""
+        """The 2-norms of the gradients since the last call."""
         norms, self._norms = self._norms, []
         return norms
 
 
 class NarrowAdam(torch.optim.Optimizer):
-    """Adam or AdamW that stores its two means in bf16. It computes in the parameter's type, a parameter at a time."""
+    """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype, one parameter at a time."""
 
     def __init__(self, groups: list[dict[str, Any]], *, decoupled: bool, **settings: Any):
         super().__init__(groups, settings)
@@ -123,10 +123,10 @@ class NarrowAdam(torch.optim.Optimizer):
 
 
 def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) -> AnyOptimizer:
-    """The optimizer of all parameters.
+    """Build the optimizer of all parameters.
 
-    Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) is
-    for the matrices of the blocks; embedding, output and vectors have AdamW beside it.
+    Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon)
+    updates the matrices of the blocks; AdamW updates embedding, output and vectors.
     """
     named = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
     groups: dict[tuple[bool, float, float], dict[str, Any]] = {}
@@ -146,7 +146,7 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) ->
 
 
 def _make(optimizer: schema.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """One optimizer for groups of one kind."""
+    """One optimizer, for groups that all use Muon or all don't."""
     if groups[0]["muon"]:
         return torch.optim.Muon(
             groups,

@@ -8,11 +8,11 @@ from torchtitan.optim.optimizer import AnyOptimizer
 
 
 def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
-    """Share of the peak learning rate at `step` (counted from 0): warm-up, stable, decay.
+    """Fraction of the peak learning rate at `step`, counted from 0: warm-up, stable phase, decay.
 
-    The warm-up gives 1/n, 2/n, ..., 1 in its n steps. The decay ends one step after the last, at `min_lr_factor`, so
-    that every step of the run trains. With `t` the decayed share: linear `1 - t`, sqrt `1 - sqrt(t)` (Hägele et al.,
-    arXiv:2405.18392), cosine `(1 + cos(pi t)) / 2`.
+    The n warm-up steps have 1/n, 2/n, ..., 1. The decay reaches `min_lr_factor` one step after the last, so every step
+    trains. With `t` the decayed fraction: linear `1 - t`, sqrt `1 - sqrt(t)` (Hägele et al., arXiv:2405.18392), cosine
+    `(1 + cos(pi t)) / 2`.
     """
     total = schedule.total_steps or 1
     warmup = schedule.warmup_steps
@@ -28,13 +28,13 @@ def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
 
 
 class LRSchedule:
-    """Sets the learning rate of the step to come. Its state is the number of steps it has seen."""
+    """Sets the learning rate of the next step. Its state is the number of steps so far."""
 
     def __init__(self, optimizer: AnyOptimizer, peak: float, schedule: schema.LRScheduler):
         self.optimizer, self.peak, self.schedule, self.steps = optimizer, peak, schedule, 0
 
     def apply(self) -> float:
-        """Write the rate of the current step into the optimizer, and return it."""
+        """Set the optimizer's learning rates for the current step; returns the rate before per-group scales."""
         rate = self.peak * lr_factor(self.steps, self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]

@@ -1,4 +1,4 @@
-"""The device a rank computes on: CUDA where there is one, else the CPU."""
+"""The device a rank computes on: CUDA if available, else the CPU."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ def device_type() -> str:
 
 
 def current_device() -> torch.device:
-    """This rank's device; makes it the current one on CUDA."""
+    """This rank's device. On CUDA, also makes it the current one."""
     if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -27,14 +27,14 @@ def current_device() -> torch.device:
 
 
 def device_name() -> str:
-    """Name of the device as its vendor gives it, or `cpu`."""
+    """The vendor's name of the device, or `cpu`."""
     return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
 
 
 def peak_memory() -> tuple[float, float]:
     """Peak memory since the last call as (GiB, percent of the device's memory).
 
-    On CUDA: reserved by the caching allocator. On the CPU: resident set size of this process now.
+    On CUDA: reserved by the caching allocator. On the CPU: current resident set size of this process.
     """
     if device_type() == "cuda":
         reserved = torch.cuda.max_memory_reserved()
@@ -49,17 +49,17 @@ def peak_memory() -> tuple[float, float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on either kind of device."""
+    """Whether an allocation failed, on CUDA or on the CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def seconds_of_matmuls() -> float:
-    """Time of the same few matrix products on any rank: its own speed, whatever the others do."""
+    """Time of a few matrix products, the same on every rank: measures its speed independently of the others."""
     on_cuda = device_type() == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_cuda else (512, torch.float32)
     a = torch.ones(size, size, dtype=dtype, device=device_type())
     if on_cuda:
-        torch.cuda.synchronize()  # what is queued is not to be measured
+        torch.cuda.synchronize()  # exclude earlier work
     start = time.perf_counter()
     for _ in range(4):
         a @ a
@@ -70,8 +70,8 @@ def seconds_of_matmuls() -> float:
 
 @contextmanager
 def device_syncs(report: bool) -> Iterator[None]:
-    """Within, CUDA warns of every operation for which the host waits for the device; or, with False, of none."""
-    if device_type() != "cuda" or not (report or torch.cuda.get_sync_debug_mode()):  # setting it warns
+    """Within, warn of every operation that makes the host wait for the device, or of none. CUDA only."""
+    if device_type() != "cuda" or not (report or torch.cuda.get_sync_debug_mode()):  # setting the mode warns, too
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -83,10 +83,10 @@ def device_syncs(report: bool) -> Iterator[None]:
 
 
 def tune_cpu() -> None:
-    """Set up a rank that computes on the CPU; does nothing on CUDA.
+    """Give a CPU rank its share of this node's cores, and make glibc keep freed memory. Does nothing on CUDA.
 
-    Each rank gets its share of this node's cores, unless `OMP_NUM_THREADS` says otherwise. And glibc is told to keep
-    freed memory: it would give large tensors back to the kernel and have them zeroed anew, page by page, every step.
+    `OMP_NUM_THREADS` takes precedence. By default glibc returns large tensors to the kernel, which zeroes them again,
+    page by page, in every step.
     """
     if device_type() != "cpu":
         return

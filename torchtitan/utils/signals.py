@@ -1,4 +1,4 @@
-"""Signals: acted upon at once, and a request to stop that training honors between two steps."""
+"""Signals: handled at once by a thread, and the request to stop that training honors between two steps."""
 
 import ctypes
 import os
@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they take a machine away."""
+"""Schedulers send these before they take a machine away."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _actions: dict[int, Callable[[], None]] = {}
 
 
 def on_signal(number: int, action: Callable[[], None]) -> None:
-    """Let a thread run `action` whenever this process receives signal `number`.
+    """Run `action` in a thread whenever this process receives signal `number`. Call it from the main thread.
 
-    Python runs an ordinary handler between two operations of the main thread: never, while that is blocked in a
-    collective or a rendezvous. To be called from the main thread.
+    An ordinary handler never runs while the main thread is blocked in a collective or a rendezvous.
     """
     if not _actions:
         receiving, sending = socket.socketpair()
@@ -43,21 +42,22 @@ class StopRequest:
     def __init__(self, leave: Callable[[], object] = lambda: os._exit(os.EX_TEMPFAIL)):
         """
         Args:
-            leave: what to do at once, in another thread than the main one, as long as there is nothing to save.
+            leave: called at once, in another thread than the main one, until `defer`.
         """
         self.requested = False
         self._leave: Callable[[], object] | None = leave
 
     def listen(self) -> None:
+        """Handle the signals from now on."""
         for number in STOP_SIGNALS:
             on_signal(number, self._ask)
 
     def defer(self) -> None:
-        """From now on only remember the request: whoever called looks at `requested`."""
+        """From now on only set `requested`: there is something to save first."""
         self._leave = None
 
     def ignore(self) -> None:
-        """The request has been honored; another must not disturb the way out."""
+        """Ignore further signals: the request has been honored, and the process is exiting."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -69,8 +69,8 @@ class StopRequest:
 
 @contextmanager
 def helpers_shielded() -> Iterator[None]:
-    """Processes started within don't get the signals that ask to stop, which are often sent to all at once: a rank
-    needs its helpers to finish the step. One that is to be stopped by such a signal calls `become_stoppable`."""
+    """Block the stop signals in processes started within: a signal to the whole group must not end the helpers that a
+    rank needs to finish its step. `become_stoppable` unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -79,13 +79,13 @@ def helpers_shielded() -> Iterator[None]:
 
 
 def become_stoppable() -> None:
-    """Heed SIGTERM and SIGUSR1 again, but only those sent to this very process, not to its group."""
+    """Accept the stop signals again, in a process group of its own: only those sent to this very process."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, so that none trains on as an orphan (Linux only)."""
+    """Make the kernel kill this process when its parent dies (Linux only)."""
     parent = os.getppid()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):

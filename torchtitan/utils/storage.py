@@ -2,20 +2,20 @@
 
 import importlib
 import importlib.util
-import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 
 Result = TypeVar("Result")
 
 _OBJECT_STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "r2://", "oss://")
-_DELAYS = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between attempts. The clients retry single requests too; this is for what outlasts them."""
+_ATTEMPTS = 5
+_PAUSE = 1.0
+"""Mean seconds before the second attempt; doubles each time. (The clients retry single requests, for shorter.)"""
 _LASTING = (
     FileNotFoundError,
     FileExistsError,
@@ -27,18 +27,18 @@ _LASTING = (
     TypeError,
     AttributeError,
 )
-"""Errors that another attempt won't mend."""
+"""Errors that another attempt can't fix."""
 
 
 def is_url(name: str) -> bool:
-    """Whether `name` is a URL of storage that is no local folder."""
+    """Whether `name` is a URL, and not of a local folder."""
     return "://" in name and not name.startswith("file://")
 
 
 def storage_path(name: str, base: str | Path = "") -> Path:
     """The folder or file that a path (relative to `base`) or a URL names.
 
-    A URL gives a `upath.UPath`, which does what a `Path` does; but its `rename` copies, and there is no fsync.
+    A URL becomes a `upath.UPath`, which has the interface of a `Path`, but whose `rename` copies.
     """
     if not is_url(name):
         return Path(base, name.removeprefix("file://"))
@@ -48,26 +48,40 @@ def storage_path(name: str, base: str | Path = "") -> Path:
     return UPath(name, **({"use_listings_cache": False} if name.startswith(_OBJECT_STORES) else {}))
 
 
+def path_argument(name: str, option: str = "") -> Path:
+    """`storage_path` of a command-line argument.
+
+    Args:
+        option: named in the error.
+
+    Raises:
+        ConfigError: a URL that can't be used on this machine.
+    """
+    if problem := storage_problem(name):
+        raise ConfigError([f"{option}: {problem}" if option else problem])
+    return storage_path(name)
+
+
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it. An object store has none; and a bucket is not to be made by a typing error."""
+    """Create a folder and its parents. Object stores have none, and a mistyped bucket must not be created."""
     if not str(path).startswith(_OBJECT_STORES):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path from `storage_path` is a URL's."""
+    """Whether a path from `storage_path` is that of a URL."""
     return not isinstance(path, Path)
 
 
 def storage_problem(name: str) -> str | None:
-    """Why a URL can't be used on this machine: its scheme is unknown, or a package is missing. Opens no connection."""
+    """Why a URL can't be used on this machine: unknown scheme or missing package. Opens no connection."""
     if not is_url(name):
         return None
     from fsspec.registry import known_implementations
 
     scheme = name.split("://")[0]
     if scheme not in known_implementations:
-        return f"no storage is known by {scheme}:// ({name!r}); s3://, gs:// and abfs:// are, or give a path"
+        return f"unknown storage {scheme}:// in {name!r}; use s3://, gs://, abfs:// or a path"
     package = known_implementations[scheme]["class"].split(".")[0]
     missing = [p for p in ("upath", package) if importlib.util.find_spec(p) is None]
     if missing:
@@ -77,29 +91,43 @@ def storage_problem(name: str) -> str | None:
 
 
 def patiently(path: Path, action: Callable[[], Result]) -> Result:
-    """Run an action on `path`; on remote storage, try again after errors that may pass.
+    """Return `action()`, which works on `path`; on remote storage, retry after errors that may be transient.
 
     Raises:
-        OSError: it failed. The storage clients' own kinds of errors become this one.
+        OSError: the last attempt failed. The storage clients' own exceptions are converted to it.
     """
-    delays = iter(_DELAYS)
-    while True:
-        try:
-            return action()
-        except Exception as error:
-            if not is_remote(path) or isinstance(error, _LASTING):
-                raise
-            delay = None if "Credentials" in type(error).__name__ else next(delays, None)
-            if delay is None and isinstance(error, OSError):
-                raise
-            if delay is None:
-                raise OSError(f"{type(error).__name__}: {error}") from error
-            logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in about {delay:g} s")
-            time.sleep(delay * random.uniform(0.5, 1.5))
+    if not is_remote(path):
+        return action()
+    import tenacity  # late: it imports asyncio
+
+    def warn(state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {state.upcoming_sleep:.1f} s")
+
+    attempt = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_is_transient),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        # 0.5 to 1.5 times the pause: ranks that failed together try again at different times.
+        wait=tenacity.wait_exponential(multiplier=_PAUSE / 2) + tenacity.wait_random_exponential(multiplier=_PAUSE),
+        before_sleep=warn,
+        reraise=True,
+    )
+    try:
+        return attempt(action)
+    except (OSError, *_LASTING):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_transient(error: BaseException) -> bool:
+    lasting = isinstance(error, _LASTING) or "Credentials" in type(error).__name__
+    return isinstance(error, Exception) and not lasting
 
 
 def delete_tree(path: Path) -> None:
-    """Delete a folder and all in it, as far as possible."""
+    """Delete a folder and its contents, as far as possible."""
     if is_remote(path):
         try:
             path.fs.rm(path.path, recursive=True)  # type: ignore[attr-defined]

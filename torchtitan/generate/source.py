@@ -1,0 +1,143 @@
+"""Finding a trained model, opening its tokenizer, and loading both into a `TextGenerator`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan.checkpoint.commit import checkpoints_at, read_manifest
+from torchtitan.checkpoint.convert import model_of
+from torchtitan.checkpoint.dcp_storage import alone
+from torchtitan.checkpoint.hf import load_hf, read_hf_config
+from torchtitan.checkpoint.state import model_state, read_tensors
+from torchtitan.config.schema import Comm
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.generate.generator import TextGenerator
+from torchtitan.models import ModelSpec, get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.parallel.groups import init_distributed
+from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.utils.device import current_device, tune_cpu
+from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
+from torchtitan.utils.storage import path_argument, storage_path
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model on disk or in object storage."""
+
+    folder: Path
+    hugging_face: bool
+    spec: ModelSpec
+    args: Any
+    """Hyper-parameters."""
+    assets: str
+    """Folder of the tokenizer."""
+    tokenizer: str | None
+    """Fingerprint of the tokenizer in training; None if unknown."""
+    stop: tuple[int, ...]
+    """Tokens that end a text, besides the tokenizer's own."""
+
+
+def find(name: str) -> Source:
+    """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face model's folder.
+
+    Raises:
+        UserError: there is none, it is damaged, or its family is unknown.
+    """
+    folder = path_argument(name, "--checkpoint")
+    if (folder / "config.json").is_file():
+        return _hugging_face(folder)
+    if (folder / "config.toml").is_file():  # a run's folder: the file names that of its checkpoints
+        settings = tomli.loads((folder / "config.toml").read_text())
+        folder = storage_path(settings.get("checkpoint", {}).get("folder", "checkpoint"), folder)
+    folder = checkpoints_at(folder)[-1]
+    manifest = read_manifest(folder)
+    for file, expected in manifest["files"].items():
+        if not (folder / file).is_file() or (folder / file).stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{folder} is damaged: {file} is missing or has the wrong size; choose an earlier step "
+                "(torchtitan ckpt verify lists the intact ones)"
+            )
+    return Source(folder, False, *model_of(manifest), manifest["data"].get("tokenizer"), ())
+
+
+def _hugging_face(folder: Path) -> Source:
+    config = read_hf_config(folder)
+    spec = get_spec("llama3")
+    stop = config.get("eos_token_id")
+    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    return Source(folder, True, spec, spec.hf.args(config), str(folder), None, tuple(stop))
+
+
+def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:
+    """Open the model's tokenizer, from the folder `assets` or the one recorded in the checkpoint.
+
+    Raises:
+        ConfigError: it can't be read, or is not the one the model was trained with.
+    """
+    try:
+        tokenizer = build_tokenizer(assets or source.assets)
+    except UserError as error:
+        raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
+    if tokenizer.vocab_size > source.args.vocab_size:
+        raise ConfigError(
+            [
+                f"--assets: the tokenizer {tokenizer.path} has {tokenizer.vocab_size} entries, the model in "
+                f"{source.folder} only {source.args.vocab_size}; give the folder of the tokenizer it was trained with"
+            ]
+        )
+    if not assets and source.tokenizer not in (None, tokenizer.fingerprint):
+        raise ConfigError(
+            [
+                f"--assets: {tokenizer.path} is not the tokenizer that the model in {source.folder} was trained with; "
+                "give the folder of that one, or of this one if the difference doesn't matter"
+            ]
+        )
+    return tokenizer
+
+
+def load(
+    source: Source, tokenizer: Tokenizer, max_seq_len: int, rows: int, dtype: str | None, world: int
+) -> TextGenerator:
+    """Load the model onto this process's device, or split it over the `world` ranks of torchrun.
+
+    Args:
+        max_seq_len: longest text, prompt included.
+        rows: prompts per batch.
+        dtype: of the weights; None: bfloat16 on CUDA, float32 on the CPU.
+    """
+    device = current_device()
+    tune_cpu()
+    mesh = None
+    if world > 1:
+        if not dist.is_initialized():
+            init_distributed(Comm(), device)
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
+    args = source.args.model_copy(update={"max_seq_len": max_seq_len + world})
+    with torch.device("meta"):
+        model: Any = source.spec.build(args, attention_backend(device.type))
+    model.to(getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
+    if mesh is not None:
+        apply_tensor_parallel(model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False)
+    model.to_empty(device=device)
+    model.init_buffers()  # on the CPU, as in training
+    model.to(device)
+    with alone():
+        if source.hugging_face:
+            load_hf([model], source.folder, source.spec.hf.names(args))
+        else:
+            read_tensors({"model": model_state([model])}, source.folder)
+    return TextGenerator(
+        model,
+        device,
+        rows=rows,
+        max_seq_len=max_seq_len,
+        vocab_size=tokenizer.vocab_size,
+        stop=(tokenizer.eos_id, *source.stop),
+        mesh=mesh,
+    )
