@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan.commands.matrix import main
-from torchtitan.config.support import torch_is_before_2_13
 from torchtitan.lab.matrix import (
     FEATURES,
     LAYOUTS,
@@ -17,6 +16,7 @@ from torchtitan.lab.matrix import (
     cells,
     read_document,
 )
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)

@@ -190,7 +190,9 @@ class HFExport:
             CheckpointError: the checkpoint is of another model.
         """
         self.folder, self.spec, self.args, self.tokenizer = folder, spec, args, tokenizer
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = 0, 1
+        if dist.is_initialized():
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata

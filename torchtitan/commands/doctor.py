@@ -8,7 +8,8 @@ import argparse
 from pathlib import Path
 
 from torchtitan.config.schema import Comm
-from torchtitan.observe.diagnosis import diagnose, read_case
+from torchtitan.observe.diagnosis import diagnose
+from torchtitan.observe.evidence import read_case
 from torchtitan.utils.errors import UserError
 
 
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         if folder.is_dir() and (case := read_case(folder, options.prefix)):
             print(diagnose(case))
             for rank, witness in sorted(case.witnesses.items()):
-                print(f"  rank {rank}: {witness.standing()}")
+                print(f"  rank {rank}: {witness.doing()}")
             for rank, text in sorted(case.silent.items()):
                 print(f"  rank {rank}: {text}")
             return 0

@@ -22,7 +22,8 @@ import psutil
 from torchtitan.config import resolve
 from torchtitan.config.command_line import parse_args, split_args
 from torchtitan.config.schema import Config
-from torchtitan.observe.diagnosis import diagnose, killed, read_case
+from torchtitan.observe.diagnosis import diagnose, killed
+from torchtitan.observe.evidence import read_case
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight

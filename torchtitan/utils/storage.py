@@ -7,15 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential,
-    wait_random_exponential,
-)
-
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 
@@ -107,17 +98,18 @@ def patiently(path: Path, action: Callable[[], Result]) -> Result:
     """
     if not is_remote(path):
         return action()
+    import tenacity  # late: it imports asyncio
 
-    def warn(state: RetryCallState) -> None:
+    def warn(state: tenacity.RetryCallState) -> None:
         assert state.outcome is not None
         error = state.outcome.exception()
         logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {state.upcoming_sleep:.1f} s")
 
-    attempt = Retrying(
-        retry=retry_if_exception(_is_transient),
-        stop=stop_after_attempt(_ATTEMPTS),
+    attempt = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_is_transient),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
         # 0.5 to 1.5 times the pause: ranks that failed together try again at different times.
-        wait=wait_exponential(multiplier=_PAUSE / 2) + wait_random_exponential(multiplier=_PAUSE),
+        wait=tenacity.wait_exponential(multiplier=_PAUSE / 2) + tenacity.wait_random_exponential(multiplier=_PAUSE),
         before_sleep=warn,
         reraise=True,
     )
