@@ -1,7 +1,7 @@
 """Documents hold true: commands run, outputs match, links lead somewhere, keys exist, the site builds.
 
 What a fenced block is for:
-  ```bash   runs as written, in a copy of the tree, but with fewer and smaller training steps
+  ```bash   runs in a copy of the tree, with fewer and smaller training steps; as written in the longest tier
   ```sh     begins with a comment that says what it needs; its configuration, files and flags are checked
   ```text   right after a ```bash block: what that prints. `...` stands for omitted lines; a block with the title
             "for example" is not compared
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import io
+import math
 import os
 import re
 import shlex
@@ -87,8 +88,8 @@ def workspace(folder: Path) -> Path:
 # ---- ```bash: commands run, and print what the page says
 
 SMALL = "--training.seq_len 32 --training.global_batch_size 8 --validation.steps 1 --metrics.log_freq 1"
-CHAIN = "debug_model"
-"""Pages that name this run build on what earlier ones left behind; the others run beside them."""
+CHAIN = re.compile(r"train debug_model|outputs/debug_model")
+"""Pages that work on this run build on what earlier ones left behind; the others run beside them."""
 
 
 def shrink(line: str) -> str:
@@ -102,9 +103,20 @@ def shrink(line: str) -> str:
     return f"{line} --training.steps {max(2, int(steps[1] if steps else 100) // 20)} {SMALL}"
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """Command to its exit status and what it printed. Two pages at a time: most commands use one core."""
+@dataclass
+class Ran:
+    """The commands that ran."""
+
+    whole: bool
+    """As written, not shrunk."""
+    results: dict[str, tuple[int, str]]
+    """Command to exit status and output."""
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("whole", marks=pytest.mark.slow)])
+def ran(request, tmp_path_factory) -> Ran:
+    """All commands, two pages at a time: most use one core."""
+    whole = request.param == "whole"
     folder = workspace(tmp_path_factory.mktemp("docs"))
     bin = tmp_path_factory.mktemp("bin")
     (bin / "torchtitan").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
@@ -119,21 +131,20 @@ def ran(tmp_path_factory) -> dict[str, tuple[int, str]]:
     def run(blocks: list[Block]) -> None:
         for line in (line for block in blocks for line in block.lines if line not in results):
             done = subprocess.run(
-                shrink(line),
+                line if whole else shrink(line),
                 shell=True,
                 cwd=folder,
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=300,
             )
             results[line] = done.returncode, done.stdout
 
-    chained = {block.page for block in RUN if CHAIN in block.text}
+    chained = {block.page for block in RUN if CHAIN.search(block.text)}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, ([b for b in RUN if (b.page in chained) is first] for first in (True, False))))
-    return results
+    return Ran(whole, results)
 
 
 MASKS = {
@@ -145,18 +156,30 @@ MASKS = {
 }
 """What varies from machine to machine."""
 SHRUNK = r"(?<![\w.])[\d.,]*\d(?:e-\d+)?(?:/\d+)?|(?<=step-)\d+"
-"""Numbers of a training step, which the test makes smaller."""
+"""Numbers of a training step, which differ in a shrunk run."""
 
 
-def masked(text: str) -> list[str]:
+def masked(text: str, *, shrunk: bool) -> list[str]:
     lines = []
     for line in text.replace(f"{ROOT}/", "").splitlines():
         for pattern, mask in MASKS.items():
             line = re.sub(pattern, mask, line)
-        if re.search(r"\bstep[ -]", line):
+        if shrunk and re.search(r"\bstep[ -]", line):
             line = re.sub(SHRUNK, "#", line)
         lines.append(" ".join(line.split()))
     return [line for line in lines if line]
+
+
+def same(ours: str, theirs: str) -> bool:
+    """Equal but for the last digits of losses, which differ between processors."""
+
+    def close(a: str, b: str) -> bool:
+        with contextlib.suppress(ValueError):
+            return math.isclose(float(a), float(b), rel_tol=0.02)
+        return a == b
+
+    words, others = ours.split(), theirs.split()
+    return len(words) == len(others) and all(map(close, words, others))
 
 
 def prints(actual: list[str], expected: list[str]) -> bool:
@@ -165,7 +188,7 @@ def prints(actual: list[str], expected: list[str]) -> bool:
     for chunk in "\n".join(expected).split("..."):
         wanted = chunk.strip().splitlines()
         places = range(position, len(actual) - len(wanted) + 1)
-        found = next((i for i in places if actual[i : i + len(wanted)] == wanted), None)
+        found = next((i for i in places if all(map(same, actual[i:], wanted))), None)
         if found is None:
             return False
         position = found + len(wanted)
@@ -173,24 +196,20 @@ def prints(actual: list[str], expected: list[str]) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", sorted({block.page for block in RUN}))
 def test_commands_run(page, ran):
     for block in (block for block in RUN if block.page == page):
         refused = (block.prints or "").startswith("error:")
         for line in block.lines:
-            status, output = ran[line]
+            status, output = ran.results[line]
             assert (status != 0) == refused, f"{line}\n{output[-2500:]}"
+            if "--nproc-per-node 2 --training" in line:  # shrunk commands must still build on one another
+                assert "Resumed from" in output, f"{line}\n{output[-2500:]}"
         if block.prints:
-            output = "\n".join(ran[line][1] for line in block.lines)
-            actual, expected = masked(output), masked(block.prints)
+            output = "\n".join(ran.results[line][1] for line in block.lines)
+            actual, expected = (masked(text, shrunk=not ran.whole) for text in (output, block.prints))
             assert prints(actual, expected), "\n".join([*block.lines, *actual, "--- expected ---", *expected])
-
-
-def test_resumes_are_resumes(ran):
-    """Guards the test above: shrunk commands must still build on one another."""
-    for ranks, output in ((line, ran[line][1]) for line in ran if "--nproc-per-node 2 --training" in line):
-        assert "Resumed from" in output, f"{ranks}\n{output[-2000:]}"
 
 
 # ---- ```sh: commands are right as far as this machine can tell
