@@ -214,7 +214,7 @@ def test_commands_run(page, ran):
 
 # ---- ```sh: commands are right as far as this machine can tell
 
-OTHERS = {"pip", "source", "kill", "sbatch", "torchfrtrace", "git", "cd", "mkdir"}
+OTHERS = {"echo", "pip", "source", "kill", "sbatch", "torchfrtrace", "git", "cd", "mkdir"}
 
 
 @functools.cache
@@ -240,8 +240,6 @@ def value_of(words: list[str], flag: str, default: str = "1") -> int:
 def check_torchtitan(words: list[str], launched: int = 1) -> None:
     """`words` after `torchtitan`: the command and its options exist, its configuration resolves."""
     command, *rest = words
-    if command == "completion":
-        return
     assert command in COMMANDS, command
     own, flags = split_args(rest)
     names = (command, rest[0]) if command == "ckpt" else (command,)
@@ -304,7 +302,7 @@ def test_commands_in_sentences_exist():
         for code in re.findall(r"(?<!`)`((?:torchtitan|python) [^`\n]+)`", page.read_text()):
             words = [word.strip("[]") for word in code.split()]
             flags = [word.partition("=")[0] for word in words if word.startswith("--") and "." not in word]
-            if words[0] == "torchtitan" and words[1] not in ("X", "completion", "--help"):
+            if words[0] == "torchtitan" and words[1] not in ("X", "--help"):
                 assert words[1] in COMMANDS, f"{page.name}: {code}"
                 known = help_of(*words[1 : 3 if words[1] == "ckpt" and len(words) > 2 else 2])
             elif words[0] == "python" and words[1] != "-m":
