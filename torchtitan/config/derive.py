@@ -24,13 +24,7 @@ AXES = tuple(DEGREE_KEYS)
 
 def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
     """Degree of each mesh axis, in order."""
-    return {
-        "pp": parallelism.pipeline_parallel_degree,
-        "dp_replicate": parallelism.data_parallel_replicate_degree,
-        "dp_shard": parallelism.data_parallel_shard_degree,
-        "cp": parallelism.context_parallel_degree,
-        "tp": parallelism.tensor_parallel_degree,
-    }
+    return {axis: getattr(parallelism, key) for axis, key in DEGREE_KEYS.items()}
 
 
 def layout_name(degrees: Mapping[str, int]) -> str:

@@ -57,7 +57,7 @@ class Metrics(Section):
     """What is logged, how often, and where. `metrics.jsonl` is always written."""
 
     log_freq: PositiveInt = 10
-    """Log every so many steps. The first and the last step are always logged."""
+    """Steps between logged lines. The first and last steps are always logged."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     save_tb_folder: str = "tb"
@@ -248,8 +248,7 @@ class Training(Section):
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are reduced across ranks."""
     gc_freq: PositiveInt = 50
-    """Run Python's garbage collector every so many steps, on all ranks at once; in between it is off, so it stalls no
-    single rank."""
+    """Steps between runs of Python's garbage collector. It is off in between, so that no single rank stalls."""
     gc_debug: bool = False
     """Report objects in reference cycles at each collection."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -325,7 +324,7 @@ class Checkpoint(Section):
     folder: str = "checkpoint"
     """Save checkpoints here, relative to `job.dump_folder`, or to a URL: `s3://bucket/run`, `gs://bucket/run`."""
     interval: PositiveInt = 500
-    """Save every so many steps. The last step is always saved."""
+    """Steps between checkpoints. The last step is always saved."""
     initial_load_path: str | None = None
     """Start from this checkpoint if `folder` has none: a `step-N` folder or its URL, or a folder of safetensors."""
     initial_load_model_only: bool = True
@@ -432,7 +431,7 @@ class Validation(Section):
     seq_len: PositiveInt = 2048
     """Tokens per row."""
     freq: PositiveInt = 10
-    """Validate every so many steps."""
+    """Steps between validations."""
     steps: int = Field(default=-1, ge=-1)
     """Batches per validation. -1: the whole data set once."""
     dataloader: DataLoader = DataLoader()
@@ -456,8 +455,8 @@ class Guard(Section):
     limit: PositiveInt = 5
     """Fail after this many skips in a row, or rewinds with fewer than `window` healthy steps between them."""
     weight_hash_freq: NonNegativeInt = 0
-    """Every so many steps, compare hashes of the weights and optimizer state that several ranks hold copies of, and
-    fail if they differ. 0: never."""
+    """Steps between comparisons, by hash, of the weights and optimizer state that several ranks hold copies of. A
+    difference is an error. 0: never compare."""
     straggler_factor: NonNegativeFloat = 0.0
     """Report ranks slower than the median rank by this factor, for example 1.3. 0: never."""
     straggler_records: PositiveInt = 3

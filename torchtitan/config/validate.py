@@ -69,10 +69,7 @@ def sequence_divides(config: Config, world: int) -> Iterator[str]:
         return
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
     unit = math.lcm(chunks, cp * tp)
-    lengths = {"training": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation"] = config.validation.seq_len
-    for name, seq_len in lengths.items():
+    for name, seq_len in _seq_lens(config).items():
         if seq_len % unit:
             below = seq_len // unit * unit
             reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
@@ -87,10 +84,7 @@ def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
     """Each rank splits its own part of the sequence."""
     p, chunks = config.parallelism, config.training.loss_chunks
     ranks = p.context_parallel_degree * p.tensor_parallel_degree
-    lengths = {"training": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation"] = config.validation.seq_len
-    for name, seq_len in lengths.items():
+    for name, seq_len in _seq_lens(config).items():
         part = seq_len // ranks
         if part % chunks and not seq_len % ranks:
             below = max(n for n in range(1, chunks) if part % n == 0)
@@ -99,6 +93,13 @@ def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
                 f"training.loss_chunks: {chunks} does not divide the {part} positions of {name}.seq_len on each rank; "
                 f"set it to {' or '.join(str(n) for n in sorted({below, above}))}"
             )
+
+
+def _seq_lens(config: Config) -> dict[str, int]:
+    """Section to its `seq_len`."""
+    return {"training": config.training.seq_len} | (
+        {"validation": config.validation.seq_len} if config.validation.enable else {}
+    )
 
 
 def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
