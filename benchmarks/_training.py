@@ -125,13 +125,7 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
     config = resolve(arguments, int(os.environ.get("WORLD_SIZE", "1"))).config
     meter = Meter(run)
     trainer = Trainer(config, preflight(config))
-    after_step = trainer._after_step
-
-    def ticking() -> None:
-        after_step()
-        meter.tick(trainer.progress.step)
-
-    trainer._after_step = ticking
+    trainer.after_step = (*trainer.after_step, lambda _: meter.tick(trainer.progress.step))
     progress = trainer.train()
     meter.report(progress.last_loss)
     trainer.close()

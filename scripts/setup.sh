@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Finds or makes a Python environment for this project and prints the path of its interpreter.
+# Finds or creates a Python environment for this project, and prints the path of its interpreter.
 #
-#   scripts/setup.sh          what training needs
-#   scripts/setup.sh --dev    and what the tests need
+#   scripts/setup.sh          with what training needs
+#   scripts/setup.sh --dev    with what the tests need, too
 #
-# An interpreter that already has torch (an active environment, a cluster image) is used as it is: torch is never
-# installed over. Otherwise .venv is made once, with the versions in constraints.txt.
-#   TORCHTITAN_PYTHON  use this interpreter      TORCHTITAN_VENV  make the environment here instead of .venv
+# An interpreter that already has torch (an active environment, a cluster image) is used, and its torch never replaced.
+# Otherwise .venv is created once, with the versions in constraints.txt.
+#   TORCHTITAN_PYTHON  use this interpreter      TORCHTITAN_VENV  create the environment here instead of in .venv
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${TORCHTITAN_VENV:-$root/.venv}
@@ -14,7 +14,7 @@ extra=()
 [[ ${1:-} == --dev ]] && extra=(dev)
 say() { echo "setup: $*" >&2; }
 
-# Prints what `$1` lacks of this project's requirements, one per line; fails if it is older than Python 3.11.
+# Prints the requirements that `$1` lacks, one per line; fails if it is older than Python 3.11.
 missing() {
     "$1" - "$root/pyproject.toml" "${extra[@]}" <<'PY'
 import sys
@@ -36,7 +36,7 @@ PY
 
 has_torch() { "$1" -c 'from importlib import metadata; metadata.version("torch")' 2>/dev/null; }
 
-# Another release is left alone, and not used.
+# An interpreter with another release of torch is left alone and not used.
 supported_torch() {
     local version
     version=$("$1" -c 'from importlib import metadata; print(metadata.version("torch"))')
@@ -49,7 +49,7 @@ pip_install() { # interpreter, arguments
     "$python" -m pip install -qq --disable-pip-version-check "$@" >&2
 }
 
-# Installs what is missing beside the torch that is there, which the constraint holds in place.
+# Installs what is missing; a constraint keeps the installed torch.
 complete() { # interpreter with torch, interpreter to install with
     local lacking version
     lacking=$(missing "$2")
@@ -71,7 +71,7 @@ use_existing() { # interpreter with torch: prints the interpreter to use
     elif "$python" -c 'import os, sys; sys.exit(sys.prefix == sys.base_prefix and "CONDA_PREFIX" not in os.environ)'; then
         complete "$python" "$python"
         echo "$python"
-    else # a system-wide installation: leave it alone, put what is missing on top of it
+    else # a system-wide installation: extend it in an environment of its own
         [[ -x $venv/bin/python ]] || "$python" -m venv --system-site-packages "$venv"
         complete "$python" "$venv/bin/python"
         echo "$venv/bin/python"
@@ -82,7 +82,7 @@ install_torch() { # interpreter
     local pin
     pin=$(grep '^torch==' "$root/constraints.txt")
     if [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
-        # No NVIDIA driver: a CPU build, not gigabytes of CUDA. First where pip looks anyway, then PyTorch's own index.
+        # No NVIDIA driver: install a CPU build, from pip's configured index if it has one, else from PyTorch's.
         pip_install "$1" "$pin+cpu" 2>/dev/null && return
         pip_install "$1" "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
     fi
@@ -99,7 +99,7 @@ make_venv() {
             python=
         done
         [[ -n $python ]] || { say "needs Python 3.11 or newer; none found on PATH"; exit 1; }
-        say "making $venv (once; a few minutes)"
+        say "creating $venv (once; takes a few minutes)"
         "$python" -m venv "$venv"
     fi
     has_torch "$venv/bin/python" || install_torch "$venv/bin/python"

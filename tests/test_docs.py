@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config.compat import UNSUPPORTED
-from torchtitan.config.load import FIELDS, load_config
+from torchtitan.config.keys import FIELDS
+from torchtitan.config.load import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.support import FEATURES, torch_is_before_2_13
+from torchtitan.commands.matrix import main
 from torchtitan.lab.matrix import (
+    FEATURES,
     LAYOUTS,
     NAMED_SCHEDULES,
     SCHEDULE_LAYOUTS,
     Cell,
     Lab,
     cells,
-    main,
-    name_of,
     read_document,
 )
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)
@@ -49,7 +49,7 @@ def lab(pools, tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("matrix"), pools)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{name_of(c.layout)}, {c.schedule}, {c.feature}")
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.title)
 def test_cell_equals_one_process_or_is_refused(lab, cell):
     outcome = lab.measure(cell)
     if isinstance(outcome, str):

@@ -29,12 +29,6 @@ LAYOUTS = {
 }
 
 
-class OneRank:
-    """Stands in for the mesh where there is none."""
-
-    dp_rank, dp_degree = 0, 1
-
-
 def plain_loop(argv: list[str]) -> dict:
     """The reference: the same model, data and optimizer in a dozen lines of ordinary PyTorch; no FSDP, no trainer."""
     config = resolve(argv, 1).config
@@ -46,7 +40,7 @@ def plain_loop(argv: list[str]) -> dict:
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
-    loader = build_data("training", config.training, 8, setup.tokenizer, OneRank(), config.debug.seed)
+    loader = build_data(config, "training", setup.tokenizer)
     batches, curve, norms = iter(loader), [], []
     for step in range(STEPS):
         batch: StepBatch = next(batches)

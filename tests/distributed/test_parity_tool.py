@@ -14,7 +14,7 @@ from torchtitan.lab import parity
 from torchtitan.train import build
 from torchtitan.train.compute import Compute
 
-REAL_BUILD = build.build_models
+REAL_PARALLELIZE = build.parallelize
 REAL_PART = Compute.own_part
 REAL_ALL_REDUCE = dist.all_reduce
 
@@ -22,12 +22,12 @@ REAL_ALL_REDUCE = dist.all_reduce
 def after_build(change):
     """Let `change(models, mesh)` spoil every model that is built."""
 
-    def spoiled(config, setup, mesh, device):
-        models = REAL_BUILD(config, setup, mesh, device)
+    def spoiled(config, spec, args, stages, mesh, device):
+        models = REAL_PARALLELIZE(config, spec, args, stages, mesh, device)
         change(models, mesh)
         return models
 
-    return mock.patch.object(build, "build_models", spoiled)
+    return mock.patch.object(build, "parallelize", spoiled)
 
 
 def doubled_gradient(models, mesh):

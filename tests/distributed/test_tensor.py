@@ -106,5 +106,5 @@ def incomplete_plan():
 
 
 def test_a_plan_that_forgets_a_weight_is_an_error(ranks):
-    with pytest.raises(AssertionError, match=r"says nothing of layers\.0\.feed_forward\.w2"):
+    with pytest.raises(AssertionError, match=r"no style for layers\.0\.feed_forward\.w2"):
         ranks(2, incomplete_plan)

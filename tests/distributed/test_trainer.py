@@ -65,11 +65,8 @@ def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path,
 def all_rows(argv, rows):
     from torchtitan.train.build import build_data
 
-    class OneRank:
-        dp_rank, dp_degree = 0, 1
-
-    config = resolve(argv, 1).config
-    loader = build_data("validation", config.validation, rows, preflight(config).tokenizer, OneRank(), 0)
+    config = resolve([*argv, f"--validation.local_batch_size={rows}"], 1).config
+    loader = build_data(config, "validation", preflight(config).tokenizer)
     return [(b.tokens, b.labels) for b in loader]
 
 

@@ -44,8 +44,8 @@ SLOW = """
 import os, time
 if "RANK" in os.environ:
     from torchtitan.train.trainer import Trainer
-    after = Trainer._after_step
-    Trainer._after_step = lambda self: (after(self), time.sleep({seconds}))
+    train = Trainer._train_one
+    Trainer._train_one = lambda self, batches: (train(self, batches), time.sleep({seconds}))
 """
 
 

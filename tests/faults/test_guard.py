@@ -136,15 +136,13 @@ def corrupted(argv, rank, name):
     """Train, and flip one bit of a weight of one rank after step 3."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    after_step = trainer._after_step
 
-    def flip():
+    def flip(_):
         if trainer.progress.step == 3 and dist.get_rank() == rank:
             local = dict(trainer.parts.models[0].named_parameters())[name].to_local()
             local.detach().view(torch.int32).view(-1)[0] ^= 1
-        after_step()
 
-    trainer._after_step = flip
+    trainer.after_step = (flip, *trainer.after_step)
     try:
         trainer.train()
     except Exception as error:

@@ -21,13 +21,13 @@ from tests.runs import arguments, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Comm
-from torchtitan.config.support import torch_is_before_2_13
 from torchtitan.observe import watch as watching
-from torchtitan.observe.diagnosis import read_case
+from torchtitan.observe.evidence import read_case
 from torchtitan.observe.watch import Watch
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.phase import begin
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/faults/test_hang.py"

@@ -144,7 +144,7 @@ def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(
     _, err, status = finish(launcher)
     assert status == os.EX_TEMPFAIL, err
     (step,) = committed_steps(tmp_path / "out/checkpoint")
-    assert f"Stopped after step {step}, as asked. To go on:" in err
+    assert f"Stopped after step {step}, as asked. To resume:" in err
     assert "Traceback" not in err
     assert "torch/distributed" not in err, "torchrun's warnings"
     (command,) = [line for line in err.splitlines() if "run_train.sh" in line]
@@ -169,8 +169,8 @@ def test_two_signals_to_the_launcher(tmp_path, ranks_):
     _, err, status = finish(launcher)
     assert status == os.EX_TEMPFAIL, err
     (step,) = committed_steps(tmp_path / "out/checkpoint")
-    assert err.splitlines()[-2] == f"Stopped after step {step}, as asked. To go on:"
-    assert shlex.split(err.splitlines()[-1])[1:3] == ["-m", "torchtitan", "train"]
+    assert err.splitlines()[-2] == f"Stopped after step {step}, as asked. To resume:"
+    assert shlex.split(err.splitlines()[-1])[1:4] == ["-m", "torchtitan", "train"]
 
 
 BLOCKED = """

@@ -26,22 +26,21 @@ def poisoned(argv, step_to_poison):
     trainer = Trainer(config, preflight(config))
     block = list(trainer.parts.models[0].layers.values())[-1]
     weight = block.attention.wq.weight
-    after_step, before = trainer._after_step, None
+    before = None
 
     def poison(module, args):
         if trainer.progress.step + 1 == step_to_poison and dist.get_rank() == 1:
             return torch.full_like(args[0], float("nan")), *args[1:]
         return args
 
-    def watch():
+    def watch(_):
         nonlocal before
-        after_step()
         if trainer.progress.step + 1 == step_to_poison:
             before = full(weight)
         elif trainer.progress.step == step_to_poison:
             before = torch.equal(full(weight), before)
 
-    trainer._after_step = watch
+    trainer.after_step = (*trainer.after_step, watch)
     block.ffn_norm.register_forward_pre_hook(poison)
     try:
         return "ok", trainer.train().state_dict(), before
@@ -74,15 +73,14 @@ def starved(argv):
     """Train where rank 1 gets no more memory from step 3 on: the limit is real, and so is the allocator's error."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    limits, after_step = resource.getrlimit(resource.RLIMIT_AS), trainer._after_step
+    limits = resource.getrlimit(resource.RLIMIT_AS)
 
-    def limit():
-        after_step()
+    def limit(_):
         if trainer.progress.step == 3 and dist.get_rank() == 1:
             trainer.parts.models[0].norm.register_forward_hook(lambda *_: torch.empty(1 << 30))
             resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1]))
 
-    trainer._after_step = limit
+    trainer.after_step = (*trainer.after_step, limit)
     try:
         trainer.train()
     finally:
@@ -111,14 +109,13 @@ def slowed(argv, done):
     """Train while rank 1 is stopped nine tenths of the time; what was logged."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    lines, after_step, brakes = [], trainer._after_step, []
+    lines, brakes = [], []
 
-    def slow():
-        after_step()
+    def slow(_):
         if trainer.progress.step == 2 and dist.get_rank() == 1:
             brakes.append(subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(done)]))
 
-    trainer._after_step = slow
+    trainer.after_step = (*trainer.after_step, slow)
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         trainer.train()
     for brake in brakes:

@@ -100,16 +100,15 @@ def locked_while_training(argv):
     """Train; after step 4 the folder is read-only."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    after_step, folder = trainer._after_step, Path(config.job.dump_folder, "checkpoint")
+    folder = Path(config.job.dump_folder, "checkpoint")
 
-    def lock():
+    def lock(_):
         if trainer.progress.step == 4:
             folder.chmod(0o555)
             dist.barrier()
             set_file_user(65534)
-        after_step()
 
-    trainer._after_step = lock
+    trainer.after_step = (lock, *trainer.after_step)
     try:
         trainer.train()
     except Exception as error:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config.schema import ActivationCheckpoint, Compile
+from torchtitan.config.schema import ActivationCheckpoint, Compile, Config
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import cross_entropy_sum
@@ -13,7 +13,7 @@ from torchtitan.parallel.activation_checkpoint import (
     _COMMUNICATION,
     _MATMULS,
     apply_activation_checkpoint,
-    use_memory_budget,
+    memory_budget,
 )
 from torchtitan.parallel.compile import apply_compile
 
@@ -37,7 +37,7 @@ class Counter(TorchDispatchMode):
 def build(**options):
     torch.manual_seed(0)
     model = SPEC.build(SPEC.args("8B", TINY), attention_backend("cpu"))
-    apply_activation_checkpoint(model, ActivationCheckpoint(**options), keep_attention=False)
+    apply_activation_checkpoint(model, ActivationCheckpoint(**options), save_attention=False)
     return model
 
 
@@ -113,16 +113,14 @@ def saved_bytes(model):
 
 def test_the_memory_budget_is_a_share_of_the_activations(tmp_path):
     sizes = []
-    try:
-        for budget in (1.0, 0.5, 0.0):
-            ac = ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
-            use_memory_budget(ac, str(tmp_path))
-            torch._dynamo.reset()
-            model = build(mode="memory_budget", memory_budget=budget)
-            apply_compile(model, Compile(enable=True, backend="aot_eager"))
+    for budget in (1.0, 0.5, 0.0):
+        ac = ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
+        config = Config(activation_checkpoint=ac, compile=Compile(enable=True, backend="aot_eager"))
+        torch._dynamo.reset()
+        model = build(mode="memory_budget", memory_budget=budget)
+        apply_compile(model, config)
+        with memory_budget(ac, str(tmp_path)):
             size, loss = saved_bytes(model)
-            sizes.append(size)
-            assert loss.item() == pytest.approx(run(build(mode="none"))[0].item(), rel=1e-6)
-    finally:
-        use_memory_budget(ActivationCheckpoint(mode="none"), str(tmp_path))
+        sizes.append(size)
+        assert loss.item() == pytest.approx(run(build(mode="none"))[0].item(), rel=1e-6)
     assert sizes[0] > sizes[1] > sizes[2]

@@ -5,8 +5,9 @@ import tomli
 
 from torchtitan.config import load_config, resolve
 from torchtitan.config.compat import UNSUPPORTED, Tuning
-from torchtitan.config.load import FIELDS, _line_numbers
+from torchtitan.config.keys import FIELDS
 from torchtitan.config.render import help_text, to_toml
+from torchtitan.config.toml_file import line_numbers
 from torchtitan.utils.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ inline = { y = 2, z = [1, 2] }
 a.b = 3
 """
     tomli.loads(text)
-    assert _line_numbers(text) == {
+    assert line_numbers(text) == {
         "first": 2,
         "first.list": 3,
         "first.text": 7,
@@ -114,7 +115,7 @@ def test_both_spellings_in_one_file_are_a_contradiction(toml):
 def test_a_key_below_a_value_is_not_dropped(toml):
     file = toml("[training]\nsteps = 3\n")
     assert problems("--config", file, "--training.steps.foo=1") == [
-        "--training.steps.foo: unknown key; training.steps is no table"
+        "--training.steps.foo: unknown key; training.steps is not a table"
     ]
 
 

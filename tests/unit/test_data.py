@@ -227,9 +227,9 @@ def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
     assert not any(name.startswith(".") for name in contents)
     (tmp_path / "tokens-00002.json").unlink()
     tokenize.main(argv)
-    assert "4 of 5 parts are there already" in capsys.readouterr().out
+    assert "4 of 5 parts are already done" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == contents
-    with pytest.raises(UserError, match="is of another input"):
+    with pytest.raises(UserError, match="was made from another input"):
         tokenize.main([*argv[:1], "demo", *argv[2:]])
 
 

@@ -6,7 +6,8 @@ import pickle
 import pytest
 
 from torchtitan.commands.doctor import main
-from torchtitan.observe.diagnosis import Case, diagnose, read_case
+from torchtitan.observe.diagnosis import diagnose
+from torchtitan.observe.evidence import Case, read_case
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}
@@ -127,7 +128,9 @@ def test_two_receives_wait_for_each_other(tmp_path):
     wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "recv")
     records = {0: [entry("5", 3, "started", "recv 0<-1")], 2: [entry("5", 3, "started", "recv 1<-0")]}
     write(tmp_path, records, [state(r, stack=wait) for r in range(4)])
-    assert sentence(tmp_path).startswith("the ranks wait for each other, having come there in different order: rank 0")
+    assert sentence(tmp_path).startswith(
+        "the ranks wait for each other, because they called collectives in different orders: rank 0"
+    )
 
 
 def test_groups_entered_in_different_order(tmp_path):
@@ -135,7 +138,9 @@ def test_groups_entered_in_different_order(tmp_path):
     records = {0: [entry("3", 1, "started")], 1: [entry("1", 1, "started")], 3: [entry("0", 1, "started")]}
     records[2] = [entry("1", 1, "started")]
     write(tmp_path, records, [state(r, stack=wait) for r in range(4)])
-    assert sentence(tmp_path).startswith("the ranks wait for each other, having come there in different order: rank 0")
+    assert sentence(tmp_path).startswith(
+        "the ranks wait for each other, because they called collectives in different orders: rank 0"
+    )
 
 
 def test_a_rank_that_is_ahead_on_one_axis_is_still_found_by_its_stack(tmp_path):
@@ -164,7 +169,7 @@ def test_ranks_without_an_answer(tmp_path):
     assert sentence(tmp_path).startswith(
         "rank 1 gave no answer (process 5 on b), and did not enter all_reduce #4 of tp (BFloat16 [8]; ranks 0-1), where"
     )
-    assert sentence(tmp_path, exits={1: -9, 0: 1}).startswith("rank 1 was killed by SIGKILL (by hand, or for want")
+    assert sentence(tmp_path, exits={1: -9, 0: 1}).startswith("rank 1 was killed by SIGKILL (by hand, or out of")
 
 
 def test_what_an_earlier_case_left_is_not_read(tmp_path):

@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from torchtitan.config import schema
-from torchtitan.observe.guard import Guard, Stragglers, deviation
+from torchtitan.observe.guard import SpikeDetector, deviation
 from torchtitan.observe.replicas import fingerprint
+from torchtitan.observe.stragglers import Stragglers
 
 WINDOW = 16
 
 
 def guard(policy="skip", rows=8, **options):
-    return Guard(schema.Guard(policy=policy, window=WINDOW, warmup_steps=0, **options), rows)
+    return SpikeDetector(schema.Guard(policy=policy, window=WINDOW, warmup_steps=0, **options), rows)
 
 
 def calm(watch, steps=WINDOW, start=1, seed=0):
@@ -49,7 +50,7 @@ def test_a_drop_is_no_spike_and_nothing_acts_before_it_knows_what_is_normal():
     watch = guard()
     step = calm(watch)
     assert watch.judge(step, 0.1, 0.01) is None
-    fresh = Guard(schema.Guard(policy="skip", window=WINDOW, warmup_steps=5), 8)
+    fresh = SpikeDetector(schema.Guard(policy="skip", window=WINDOW, warmup_steps=5), 8)
     calm(fresh, WINDOW + 4)
     assert fresh.judge(WINDOW + 5, 900.0, 1.0) is None
     assert fresh.judge(WINDOW + 6, float("nan"), 1.0).action == "skip", "NaN is one at any time"
@@ -97,7 +98,7 @@ def test_a_saved_guard_decides_the_same():
     watch, other = guard("rewind", limit=1), guard("rewind", limit=1)
     step = calm(watch)
     watch.judge(step, 9.0, 1.0)
-    watch.leave_out(watch.rows - 8)
+    watch.skip_step()
     calm(watch, 3, step)
     other.load_state_dict(watch.state_dict())
     for values in ((3.2, 1.0), (3.6, 1.0), (3.0, 2.0), (9.0, 1.0)):
@@ -110,9 +111,9 @@ def test_rows_that_the_weights_have_not_seen():
     for step in range(1, 11):
         watch.judge(step, 3.0, 1.0)
         if step in (2, 3, 7):
-            watch.leave_out(watch.rows - 8)
+            watch.skip_step()
     assert watch.skipped == [[8, 24], [48, 56]]
-    assert watch.leave_out(40) == [40, 80], "back to the checkpoint after 5 steps: what came later doesn't count"
+    assert watch.skip_rows(40) == [40, 80], "back to the checkpoint after 5 steps: what came later doesn't count"
     assert watch.skipped == [[8, 24], [40, 80]]
 
 

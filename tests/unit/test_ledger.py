@@ -5,10 +5,14 @@ import json
 import pytest
 
 from torchtitan.observe.ledger import Ledger, changed_settings, git_revision
+from torchtitan.utils import phase as phases
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.phase import begin, phase
 
 
 class Clock:
+    """Both the time of day and the clock of the phases."""
+
     def __init__(self, now=1000.0):
         self.now = now
 
@@ -19,17 +23,29 @@ class Clock:
         self.now += seconds
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(phases, "monotonic", clock)
+    begin("start", "starting")
+    yield clock
+    monkeypatch.undo()
+    begin("start", "starting")
+
+
 def start(folder, clock, step=0, *, resumable=True, writes=True):
     return Ledger(folder, {"ranks": 2}, step=step, resumable=resumable, writes=writes, began=clock(), clock=clock)
 
 
 def train(ledger, clock, steps, *, data=0.25, compute=1.0):
+    begin("other", "between two steps")
     for number in steps:
-        with ledger.step(number):
-            with ledger.spend("data"):
+        with phase(ledger.kind_of(number), "training", number):
+            with phase("data", "waiting for data"):
                 clock.tick(data)
             clock.tick(compute)
             ledger.heartbeat(number)
+        ledger.step_done(number)
 
 
 def read(folder):
@@ -40,15 +56,14 @@ def seconds(folder):
     return {kind: s for kind, s in read(folder)["goodput"]["seconds"].items() if s}
 
 
-def test_every_second_has_one_kind(tmp_path):
-    clock = Clock()
+def test_every_second_has_one_kind(tmp_path, clock):
     ledger = start(tmp_path, clock)
     clock.tick(5)
     train(ledger, clock, [1, 2, 3])
     clock.tick(0.5)
-    with ledger.step(4), ledger.spend("saves"):
+    with phase("steps", "training", 4), phase("saves", "saving"):
         clock.tick(2)
-        with ledger.spend("validation"):
+        with phase("validation", "validating"):
             clock.tick(3)
     ledger.end(4, 4)
     assert seconds(tmp_path) == {
@@ -61,11 +76,11 @@ def test_every_second_has_one_kind(tmp_path):
     assert ledger.goodput().startswith("Goodput 14.0 %: steps 2.0 s, first step 1.0 s, start-up 5.0 s")
 
 
-def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path):
-    clock = Clock()
+def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path, clock):
     train(start(tmp_path, clock), clock, range(1, 6))  # killed after step 5; the last checkpoint is of step 3
     assert read(tmp_path)["starts"][0]["end"] is None
     clock.tick(60)
+    begin("start", "starting")
     again = start(tmp_path, clock, step=3)
     clock.tick(4)
     train(again, clock, range(4, 9), data=0)
@@ -80,8 +95,7 @@ def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path):
     assert sum(seconds(tmp_path).values()) == pytest.approx(clock() - 1000), "no second is lost or counted twice"
 
 
-def test_steps_after_going_back_within_a_start_are_repeated(tmp_path):
-    clock = Clock()
+def test_steps_after_going_back_within_a_start_are_repeated(tmp_path, clock):
     ledger = start(tmp_path, clock)
     train(ledger, clock, [1, 2, 3, 4, 3, 4, 5], data=0)
     ledger.end(5, 5)
@@ -97,8 +111,7 @@ def test_steps_after_going_back_within_a_start_are_repeated(tmp_path):
         (ValueError(), "failed: ValueError"),
     ],
 )
-def test_how_a_start_ends(tmp_path, error, end):
-    clock = Clock()
+def test_how_a_start_ends(tmp_path, clock, error, end):
     ledger = start(tmp_path, clock)
     train(ledger, clock, [1, 2])
     ledger.end(2, 4, error)
@@ -108,8 +121,7 @@ def test_how_a_start_ends(tmp_path, error, end):
     assert seconds(tmp_path).get("restart", 0) == 100
 
 
-def test_a_run_from_scratch_has_a_file_of_its_own(tmp_path):
-    clock = Clock()
+def test_a_run_from_scratch_has_a_file_of_its_own(tmp_path, clock):
     start(tmp_path, clock).end(4, 4)
     start(tmp_path, clock)  # the run before was completed
     assert len(read(tmp_path)["starts"]) == 1
@@ -121,22 +133,20 @@ def test_a_run_from_scratch_has_a_file_of_its_own(tmp_path):
     assert not list(tmp_path.glob(".*")), "nothing temporary stays"
 
 
-def test_a_damaged_file_is_set_aside(tmp_path):
+def test_a_damaged_file_is_set_aside(tmp_path, clock):
     (tmp_path / "run.json").write_text('{"starts": [')
-    start(tmp_path, Clock(), step=3).end(4, 4)
+    start(tmp_path, clock, step=3).end(4, 4)
     assert read(tmp_path)["starts"][0]["resumed_step"] == 3
     assert len(list(tmp_path.glob("run-*.json"))) == 1
 
 
-def test_a_rank_that_says_nothing_is_still_known_to_be_another(tmp_path):
-    clock = Clock()
+def test_a_rank_that_says_nothing_is_still_known_to_be_another(tmp_path, clock):
     start(tmp_path, clock).end(1, 4, RuntimeError("... Connection closed by peer [127.0.0.1]"))
     assert read(tmp_path)["starts"][0]["end"] == "failed: another rank stopped"
 
 
 @pytest.mark.parametrize("first", ["culprit", "rank 0"])
-def test_the_rank_that_fails_tells_the_cause(tmp_path, first):
-    clock = Clock()
+def test_the_rank_that_fails_tells_the_cause(tmp_path, clock, first):
     rank_0, culprit = start(tmp_path, clock), start(tmp_path, clock, writes=False)
     train(rank_0, clock, [1])
     ends = {
@@ -149,8 +159,7 @@ def test_the_rank_that_fails_tells_the_cause(tmp_path, first):
     assert end == "failed: bad row"
 
 
-def test_a_full_disk_does_not_stop_the_run(tmp_path):
-    clock = Clock()
+def test_a_full_disk_does_not_stop_the_run(tmp_path, clock):
     ledger = start(tmp_path, clock)
     ledger.path = tmp_path / "gone" / "run.json"
     train(ledger, clock, [1, 2])

@@ -6,9 +6,12 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan.config import schema
-from torchtitan.observe.metrics import ConsoleSink, JsonlSink, Metrics, TensorBoardSink, WandbSink
+from torchtitan.observe.metrics import Metrics
+from torchtitan.observe.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink
+from torchtitan.utils import phase as phases
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.hardware import peak_flops
+from torchtitan.utils.phase import phase
 
 KEYS = {
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_second", "tflops", "mfu",
@@ -33,14 +36,16 @@ VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens":
 
 def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("torchtitan.observe.metrics.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(phases, "monotonic", lambda: clock[0])
     metrics = make(tmp_path, peak=2e14)
     for step in (1, 2):
-        clock[0] += 0.25
-        metrics.count(step, 350, data_time=0.005)
-    paused = metrics.pause()
-    clock[0] += 40.0
-    metrics.resume(paused)
+        with phase("steps", "training", step):
+            with phase("data", "waiting for data"):
+                clock[0] += 0.005
+            clock[0] += 0.245
+            metrics.count(step, 350)
+    with phase("validation", "validating"):
+        clock[0] += 40.0
     record = metrics.log(2, **VALUES)
     metrics.close()
     assert set(record) == KEYS

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from torchtitan.data.documents import DemoDocuments
-from torchtitan.data.tokenizer import LLAMA3_SPECIAL, build_tokenizer, resolve_assets_path
+from torchtitan.data.tokenizer import LLAMA3_SPECIAL, build_tokenizer
+from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 
 SHIPPED = "./tests/assets/tokenizer"
@@ -30,7 +31,7 @@ def byte_alphabet():
 def llama_folder(tmp_path_factory):
     """The shipped vocabulary as a Llama-3 style `original/tokenizer.model`."""
     folder = tmp_path_factory.mktemp("llama")
-    vocab = json.loads((resolve_assets_path(SHIPPED) / "tokenizer.json").read_text())["model"]["vocab"]
+    vocab = json.loads((find_asset(SHIPPED) / "tokenizer.json").read_text())["model"]["vocab"]
     alphabet, names = byte_alphabet(), sorted(vocab, key=vocab.get)
     ranks = [bytes(alphabet[c] for c in name) for name in names if not name.startswith("<|")]
     (folder / "original").mkdir()
@@ -81,7 +82,7 @@ def test_text_never_becomes_a_special_token(which, llama_folder):
 
 def test_documents_are_never_truncated(tmp_path):
     """Some `tokenizer.json` files set a truncation for fine-tuning."""
-    shutil.copytree(resolve_assets_path(SHIPPED), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(find_asset(SHIPPED), tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -103,7 +104,7 @@ def test_a_million_blanks_can_be_encoded(llama_folder):
 
 def test_json_takes_precedence_over_model(tmp_path, llama_folder):
     shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
-    shutil.copy(resolve_assets_path(SHIPPED) / "tokenizer.json", tmp_path)
+    shutil.copy(find_asset(SHIPPED) / "tokenizer.json", tmp_path)
     assert build_tokenizer(str(tmp_path)).path.name == "tokenizer.json"
     assert build_tokenizer(str(tmp_path / "original/tokenizer.model")).vocab_size == 2046 + 256
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.commit import read_manifest
 from torchtitan.checkpoint.dcp_storage import Reader, read_tensor
-from torchtitan.config.load import FIELDS
+from torchtitan.config.keys import FIELDS
 from torchtitan.utils.text import aligned
 
 _PIECE = 1 << 24

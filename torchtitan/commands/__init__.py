@@ -1,22 +1,27 @@
-"""The command line: `torchtitan COMMAND ...`, one module per command, each with `main(argv) -> exit status`."""
+"""The command line: `torchtitan COMMAND ...`, one module per command.
+
+Each module has `parser()`, which declares the command's options, and `main(argv)`, which returns the exit status.
+"""
 
 import importlib
 import os
 import sys
 
-from torchtitan.utils.errors import run_main
+from torchtitan import __version__
+from torchtitan.utils.errors import did_you_mean, run_main
 
 COMMANDS = {
-    "train": "train a model on this machine, or on this node of several",
-    "plan": "predict memory and speed, and find the best layout, without a GPU",
-    "config": "check and explain a configuration",
-    "parity": "compare a distributed configuration with one process",
-    "matrix": "measure what works together",
-    "ckpt": "inspect, verify, compare, prune and convert checkpoints",
-    "generate": "generate text from a checkpoint",
-    "tokenize": "tokenize text once, for training to read",
-    "submit": "write a Slurm job for a configuration",
-    "doctor": "explain why a run hangs or failed",
+    "train": "Train on this machine, or on this node of several.",
+    "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
+    "config": "Check and explain a configuration.",
+    "parity": "Check that a distributed configuration computes what one process does.",
+    "matrix": "Measure which features work together.",
+    "ckpt": "Inspect, verify, compare, prune and convert checkpoints.",
+    "generate": "Generate text from a checkpoint.",
+    "tokenize": "Tokenize text once, ahead of training.",
+    "submit": "Write a Slurm job for a configuration.",
+    "doctor": "Explain why a run hangs or has failed.",
+    "completion": "Print a completion script for bash or zsh.",
 }
 """Every command, in the order of `torchtitan --help`."""
 
@@ -27,11 +32,20 @@ def main() -> int:
 
 
 def _dispatch(argv: list[str]) -> int | None:
-    if not argv or argv[0] in ("--help", "-h"):
-        print("Usage: torchtitan COMMAND ...\n")
-        print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
+    name = argv[0] if argv else "--help"
+    if name in ("--help", "-h"):
+        width = max(map(len, COMMANDS)) + 2
+        print("usage: torchtitan COMMAND ...\n\ncommands:")
+        print("\n".join(f"  {command:<{width}}{text}" for command, text in COMMANDS.items()))
+        print(
+            "\n`torchtitan COMMAND --help` lists the options of a command, `torchtitan --version` prints the version."
+        )
         return 0
-    if argv[0] not in COMMANDS:
-        print(f"error: no command {argv[0]!r}; see torchtitan --help", file=sys.stderr)
+    if name == "--version":
+        print(f"torchtitan {__version__}")
+        return 0
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"
+        print(f"error: no command {name!r}{hint}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"torchtitan.commands.{argv[0]}").main(argv[1:])
+    return importlib.import_module(f"torchtitan.commands.{name}").main(argv[1:])

@@ -89,7 +89,7 @@ def from_hf(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan ckpt",
         description=__doc__,
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     try:
-        options = _parser().parse_args(argv)
+        options = parser().parse_args(argv)
         return options.run(options)
     except OSError as error:  # a folder that can't be read or written, a bucket that doesn't answer
         raise UserError(str(error)) from error

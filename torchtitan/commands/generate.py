@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     rank, world = rank_and_world()
     try:
-        return _generate(_parser().parse_args(argv), rank, world)
+        return _generate(parser().parse_args(argv), rank, world)
     except UserError as error:
         if rank == 0:
             raise
@@ -137,7 +137,7 @@ def _model_problems(source: "Source", prompts: Sequence[list[int]], world: int) 
             yield f"prompt {i} has {len(prompt)} tokens; the model reads {limit}, of which one must be new: shorten it"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan generate",
         description=__doc__,

@@ -1,30 +1,62 @@
-"""Does this configuration compute the same as one process? `torchrun ... -m torchtitan parity --config X.toml`.
+"""Check that a configuration computes what one process does.
 
-The model and the rows are made tiny; degrees, schedule and features stay. The run is compared to plain PyTorch on one
-process: loss, gradient norm, every parameter's gradient, token counters, weights after the update. If they differ, each
-mesh axis is tried on its own, to say along which one the mistake is.
+The model and its data are made tiny; degrees, schedule and features stay. The run is compared with plain PyTorch on one
+process: loss, gradient norm, the gradient of every parameter, token counts, weights after the update. If they differ,
+each mesh axis is tried on its own, to report along which one the error arises. The ranks are gloo processes on this
+machine; under torchrun they are torchrun's.
 """
 
+import argparse
 import os
 
-import torch.distributed as dist
-
 from torchtitan.config import resolve
-from torchtitan.lab.parity import check
-from torchtitan.parallel.groups import init_distributed
+from torchtitan.config.command_line import parse_args
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.device import current_device
-from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.text import count
+
+TIMEOUT = 3600
+"""Seconds for all comparisons together."""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchtitan parity", description=__doc__)
+    parser.add_argument("--nproc-per-node", type=count, default=1, metavar="N", help="ranks; torchrun's under it (1)")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    options, config_argv = parse_args(parser(), argv)
+    if "RANK" in os.environ:
+        return _check_under_torchrun(config_argv)
+    preflight(resolve(config_argv, options.nproc_per_node).config, output=False)
+
+    from torchtitan.lab.parity import check  # torch, once the configuration is known to be right
+    from torchtitan.lab.ranks import RankPool
+
+    pool = RankPool(options.nproc_per_node)
+    try:
+        passed, text = pool.run(check, config_argv, timeout=TIMEOUT)[0]
+    finally:
+        pool.close()
+    print(text, flush=True)
+    return 0 if passed else 1
+
+
+def _check_under_torchrun(config_argv: list[str]) -> int:
+    import torch.distributed as dist
+
+    from torchtitan.lab.parity import check
+    from torchtitan.parallel.groups import init_distributed
+    from torchtitan.utils.device import current_device
+    from torchtitan.utils.logging import init_logging, logger
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_logging(rank)
-    config = resolve(argv, world).config
+    config = resolve(config_argv, world).config
     preflight(config, output=False)
-    logger.setLevel("ERROR")  # the runs themselves are of no interest
+    logger.setLevel("ERROR")  # hides the log of the runs
     init_distributed(config.comm, current_device())
-    passed, text = check(argv)
+    passed, text = check(config_argv)
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:

@@ -10,7 +10,7 @@ trainer refuses, in the same words. Exits with 1 if the plan doesn't fit. More o
   --json FILE          the plan as JSON; - for the terminal, and nothing else there
   --html FILE          a page with pictures, and its figures as JSON beside it
   --schedule-svg FILE  the pipeline's schedule as a picture
-  --hardware NAME      a name of torchtitan/plan/hardware.toml, or a TOML file. Default: h100-sxm
+  --hardware NAME      a name of torchtitan/utils/hardware.toml, or a TOML file. Default: h100-sxm
   --calibrate FILE     measure this machine, and write it as a file for --hardware
 """
 

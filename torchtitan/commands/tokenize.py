@@ -1,9 +1,9 @@
-"""Tokenize text once, so that training reads ids:
+"""Tokenize text once, ahead of training:
 
     torchtitan tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer assets/hf/Llama-3.1-8B
 
-then `training.dataset_path = "tokens/"`. Work is cut into parts of `--part` documents, spread over processes. A part is
-written atomically; the same command after an interruption does only what is missing.
+then set `training.dataset_path = "tokens/"`. Processes tokenize parts of `--part` documents each, and write each part
+atomically. After an interruption, the same command does only the missing parts.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.schema import Model
 from torchtitan.data.documents import DemoDocuments, Documents, LocalDocuments
 from torchtitan.data.token_files import write_token_file
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -28,7 +29,7 @@ from torchtitan.utils.text import count
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs to open the input for itself."""
+    """What a worker process needs to tokenize a part."""
 
     input: tuple[str, ...]
     output: Path
@@ -69,8 +70,8 @@ def _do_parts(job: Job, todo: list[int], workers: int, advance: Callable[[], Non
                 advance()
         except BrokenProcessPool:
             raise UserError(
-                "a worker process was killed (out of memory?). Finished parts are kept: give the same command again, "
-                "with fewer --workers"
+                "a worker process was killed, probably for lack of memory. Finished parts are kept: run the same "
+                "command again with fewer --workers"
             ) from None
         except OSError as error:
             raise UserError(f"--output: can't write to {job.output}: {error}. Finished parts are kept") from error
@@ -79,32 +80,40 @@ def _do_parts(job: Job, todo: list[int], workers: int, advance: Callable[[], Non
 
 
 def _is_done(file: Path, expected: dict[str, Any]) -> bool:
-    """Whether a part is there, complete, and of this input and tokenizer."""
+    """Whether a part is complete.
+
+    Raises:
+        UserError: it was made from another input or tokenizer, or with another part size.
+    """
     try:
         meta = json.loads(file.with_suffix(".json").read_text())
     except (OSError, ValueError):
         return False
     if any(meta.get(key) != value for key, value in expected.items()):
         raise UserError(
-            f"--output: {file} is of another input, tokenizer or --part; choose an empty folder or another --name"
+            f"--output: {file} was made from another input, tokenizer or --part; choose an empty folder or another "
+            "--name"
         )
     return file.is_file()
 
 
-def main(argv: list[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan tokenize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", required=True, nargs="+", help="files, folders or globs of text; or demo")
-    parser.add_argument("--output", required=True, type=Path, help="folder for the token files")
-    parser.add_argument("--tokenizer", default="./tests/assets/tokenizer", help="as model.hf_assets_path")
-    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1, help="processes (all cores)")
-    parser.add_argument("--part", type=count, default=100_000, help="documents per file (100000)")
-    parser.add_argument("--name", default="tokens", help="beginning of the files' names (tokens)")
-    options = parser.parse_args(argv)
+    parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the token files")
+    parser.add_argument("--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path")
+    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
+    parser.add_argument("--part", type=count, default=100_000, metavar="N", help="documents per file (100000)")
+    parser.add_argument("--name", default="tokens", help="prefix of the files' names (tokens)")
+    return parser
 
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
     job = Job(tuple(options.input), options.output, options.tokenizer, options.part, options.name)
     documents, tokenizer = job.documents(), build_tokenizer(job.tokenizer)
     if len(documents) == 0:
@@ -112,12 +121,12 @@ def main(argv: list[str]) -> int:
     try:
         job.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output: can't make the folder {job.output}: {error.strerror}") from error
+        raise UserError(f"--output: can't create the folder {job.output}: {error.strerror}") from error
     parts = range(-(-len(documents) // job.part))
     common = {"source": documents.fingerprint, "tokenizer": tokenizer.fingerprint, "part": job.part}
     todo = [i for i in parts if not _is_done(job.file(i), common)]
     if skipped := len(parts) - len(todo):
-        print(f"{skipped} of {len(parts)} parts are there already")
+        print(f"{skipped} of {len(parts)} parts are already done")
 
     from rich.progress import Progress
 

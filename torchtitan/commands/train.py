@@ -1,59 +1,107 @@
-"""Start the ranks of this node: `torchtitan train --nproc-per-node 8 -- --job.config_file X.toml ...`.
+"""Train on this machine, or on this node of several.
 
-torchrun with four additions: the configuration is checked first, in this one process, for every number of nodes that
-may come; restarts get a fresh store; SIGTERM and SIGUSR1 let the ranks save, however long that takes, and end with
-status 75; and a failure ends with its cause in one sentence instead of torchrun's report.
-Options that are not listed here are torchrun's.
+Starts the ranks through torchrun, and adds to it: the configuration is checked before any rank starts, for every number
+of nodes that may join; restarts get a fresh store; SIGTERM and SIGUSR1 make the ranks save and exit with status 75; and
+a failure is reported as its cause in one sentence. Options that are not listed here are passed to torchrun.
 """
 
 import argparse
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from torchtitan.config import resolve
+from torchtitan.config.command_line import parse_args, split_args
 from torchtitan.config.schema import Config
-from torchtitan.observe.diagnosis import diagnose, killed, read_case
+from torchtitan.observe.diagnosis import diagnose, killed
+from torchtitan.observe.evidence import read_case
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import DEBUG_ENV, ConfigError
+from torchtitan.utils.assets import shipped_configs
+from torchtitan.utils.errors import DEBUG_ENV, ConfigError, did_you_mean
 from torchtitan.utils.signals import STOP_SIGNALS
+from torchtitan.utils.text import count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
-"""Nodes that come later join within seconds, and one that is silent for ten is given up."""
+"""Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
 ELASTIC_RESTARTS = 10
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Own options, torchrun's, and the trainer's."""
-    split = argv.index("--") if "--" in argv else len(argv)
+# ---- options
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
-    parser.add_argument("--nnodes", type=node_range, default=(1, 1), help="number of nodes, or MIN:MAX")
-    parser.add_argument("--rdzv-endpoint", default="", help="host:port of the first node (several nodes)")
-    parser.add_argument("--rdzv-conf", default=RENDEZVOUS, help=f"how nodes find together ({RENDEZVOUS})")
+    parser.add_argument("--nproc-per-node", type=count, metavar="N", help="ranks on this node (its GPUs, else 1)")
+    parser.add_argument(
+        "--nnodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX", help="number of nodes, or a range (1)"
+    )
+    parser.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the first node, if there are several")
+    parser.add_argument("--rdzv-conf", default=RENDEZVOUS, metavar="KEY=VALUE,...", help=f"rendezvous ({RENDEZVOUS})")
     parser.add_argument(
         "--max-restarts",
         type=int,
-        help=f"starts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with MIN:MAX nodes)",
+        metavar="N",
+        help=f"restarts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with a range of nodes)",
     )
-    parser.add_argument("--grace", type=float, default=600, help="seconds to save in when asked to stop (600)")
-    options, others = parser.parse_known_args(argv[:split])
+    parser.add_argument("--grace", type=float, default=600, metavar="SECONDS", help="time to save when stopped (600)")
+    return parser
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """The launcher's options with their defaults, torchrun's options, and the configuration's flags."""
+    ours = parser()
+    words, flags = split_args(argv)
+    words, torchrun_argv = _take_out_torchrun(ours, words)
+    options, config_argv = parse_args(ours, [*words, "--", *flags])
     if options.nnodes[1] > 1 and not options.rdzv_endpoint:
-        parser.error("--rdzv-endpoint: with several nodes give all of them host:port of the first")
-    return options, others, argv[split + 1 :]
+        ours.error("--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first")
+    if options.nproc_per_node is None:
+        options.nproc_per_node = _count_gpus() or 1
+    if options.max_restarts is None:
+        options.max_restarts = ELASTIC_RESTARTS if options.nnodes[0] < options.nnodes[1] else 0
+    return options, torchrun_argv, config_argv
+
+
+def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
+    """Split `words` into the launcher's, and options that only torchrun may know, each with its value."""
+    known = [option for action in ours._actions for option in action.option_strings]
+    own: list[str] = []
+    torchruns: list[str] = []
+    needs_value = False
+    for word in words:
+        if word.startswith("-"):
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-")  # torchrun accepts both
+            if name not in known and (hint := _misspelt(name, known)):
+                ours.error(f"unrecognized option {word}{hint}")
+            (own if name in known else torchruns).append(name + equals + value)
+            needs_value = name not in known and not equals
+        else:
+            is_value = needs_value and not word.endswith(".toml") and word not in shipped_configs()
+            (torchruns if is_value else own).append(word)
+            needs_value = False
+    return own, torchruns
+
+
+def _misspelt(name: str, known: list[str]) -> str:
+    """A hint if `name` is nearly or the beginning of a known option, which torchrun would take for that."""
+    longer = [option for option in known if option.startswith(name)]
+    return f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, known, cutoff=0.9)
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Fewest and most nodes of `N` or `MIN:MAX`."""
+    """Argument type of `N` or `MIN:MAX`: the fewest and most nodes."""
     fewest, _, most = text.partition(":")
     nodes = (int(fewest), int(most or fewest)) if f"{fewest}{most}".isdecimal() else (0, 0)
     if not 1 <= nodes[0] <= nodes[1]:
@@ -61,43 +109,60 @@ def node_range(text: str) -> tuple[int, int]:
     return nodes
 
 
-def check(train_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> Config:
-    """Refuse what would fail under any number of nodes that may come, with `ranks` on each.
+def _count_gpus() -> int:
+    """NVIDIA GPUs that CUDA shows to this process, found without importing torch."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        # CUDA stops at the first invalid entry.
+        return len(list(takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(","))))
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+# ---- what can be checked before
+
+
+def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> Config:
+    """Check the configuration for every number of nodes in the range, with `ranks` on each.
 
     Args:
-        output: also make the dump folder, and see that it can be written to.
+        output: also create the dump folder, and check that it is writable.
 
     Returns:
-        The configuration for all of them.
+        The configuration for the largest number of nodes.
 
     Raises:
-        ConfigError: everything that is wrong.
+        ConfigError: all problems found.
     """
     fewest, most = nodes
-    config = resolve(train_argv, most * ranks).config
+    config = resolve(config_argv, most * ranks).config
     if fewest < most and not config.fault_tolerance.elastic:
-        raise ConfigError(
-            [f"--nnodes: {fewest}:{most} nodes need fault_tolerance.elastic = true, or the batch would follow them"]
-        )
-    for count in range(fewest, most):
+        need = f"{fewest}:{most} nodes need fault_tolerance.elastic = true"
+        raise ConfigError([f"--nnodes: {need}, which keeps the global batch the same on any number of them"])
+    for number in range(fewest, most):
         try:
-            resolve(train_argv, count * ranks)
+            resolve(config_argv, number * ranks)
         except ConfigError as error:
-            raise ConfigError([f"with {count} of {most} nodes: {problem}" for problem in error.problems]) from error
+            raise ConfigError([f"with {number} of {most} nodes: {problem}" for problem in error.problems]) from error
     preflight(config, output=output)
     return config
 
 
+# ---- stopping and failing
+
+
 class _Stop:
-    """Answers SIGTERM and SIGUSR1. Unlike torchrun's own handler it doesn't kill the ranks after 30 seconds."""
+    """Handles SIGTERM and SIGUSR1. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
 
     def __init__(self, grace: float):
         self.grace = grace
         self.running = False
-        """torchrun is."""
+        """Whether torchrun has been started."""
         self.requested = False
         self.statuses: list[int] = []
-        """How the ranks ended: exit statuses, or signals as negative numbers."""
+        """Exit statuses of the ranks; a signal is a negative number."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
@@ -110,11 +175,11 @@ class _Stop:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._stop_ranks()
-        # What torchrun would raise: it leaves the rendezvous without closing it to the other nodes.
+        # As torchrun's own handler does: this node leaves the rendezvous, which stays open to the others.
         raise SignalException("asked to stop", signal.Signals(number))
 
     def _stop_ranks(self) -> None:
-        """Ask the ranks of this node to save and end; wait for them."""
+        """Ask the ranks of this node to save and exit, and wait until they have."""
         ranks = psutil.Process().children()
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
@@ -123,26 +188,26 @@ class _Stop:
             while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
                 time.sleep(0.05)
             if ended is None:
-                print(f"error: a rank did not save and end within --grace {self.grace:g} s", file=sys.stderr)
+                print(f"error: killed a rank that did not save within --grace {self.grace:g} s", file=sys.stderr)
                 rank.kill()
                 ended = -signal.SIGKILL
             self.statuses.append(ended)
 
     def status(self) -> int:
-        """Of this process, once torchrun is unwound."""
+        """Exit status of this process, once torchrun has returned."""
         if self.statuses and not any(self.statuses):
             return 0
         status = _common_status(self.statuses)
         if status != os.EX_TEMPFAIL:
-            print(f"error: asked to stop, the ranks ended with {self.statuses} instead of 75", file=sys.stderr)
+            print(f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75", file=sys.stderr)
         return status
 
 
 def _ended(pid: int) -> int | None:
-    """How a child ended, left to be collected by torchrun; None while it runs."""
+    """A child's exit status, which torchrun can still collect; None while it runs."""
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # collected already
+    except ChildProcessError:  # torchrun collected it
         return os.EX_TEMPFAIL
     if info is None:
         return None
@@ -150,12 +215,12 @@ def _ended(pid: int) -> int | None:
 
 
 def _common_status(statuses: list[int]) -> int:
-    """75 if all ranks saved, or were stopped before they knew of signals; else 1."""
+    """75 if every rank saved, or was stopped before it installed its handlers; else 1."""
     return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, -signal.SIGTERM, -signal.SIGUSR1} else 1
 
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
-    """Why the run ended: what its ranks wrote, if these did, else how the one ended that was the first to."""
+    """Why the run failed: from the reports of the ranks that failed, else from the first one's exit code."""
     exits = {rank: failure.exitcode for rank, failure in failures.items()}
     case = read_case(Path(config.job.dump_folder, config.comm.save_traces_folder), config.comm.save_traces_file_prefix)
     if case and any(w.pid == failures[rank].pid for rank, w in case.witnesses.items() if rank in failures):
@@ -163,42 +228,62 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
     return f"rank {first} {killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
 
 
-def main(argv: list[str]) -> int:
-    options, torchrun_argv, train_argv = _parse(argv)
-    stop = _Stop(options.grace)
-    config = check(train_argv, options.nnodes, options.nproc_per_node)
-    fewest, most = options.nnodes
-    restarts = options.max_restarts
-    if restarts is None:
-        restarts = ELASTIC_RESTARTS if fewest < most else 0
-    if most * options.nproc_per_node == 1 and not restarts and "RANK" not in os.environ:
-        return train(train_argv)
+# ---- starting
 
-    # Without this a restarted worker reads its predecessor's addresses from the agent's store.
+
+def main(argv: list[str]) -> int:
+    options, torchrun_argv, config_argv = _parse(argv)
+    stop = _Stop(options.grace)
+    config = check(config_argv, options.nnodes, options.nproc_per_node)
+    # Growing one segment loses less memory to fragmentation than many segments; the planner assumes it.
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator)
+    several = options.nnodes[1] * options.nproc_per_node > 1
+    if not several and not options.max_restarts and "RANK" not in os.environ:
+        return train(config_argv)
+    _set_environment(options)
+    return _run_torchrun([*_torchrun_options(options), *torchrun_argv], config_argv, config, stop)
+
+
+def _set_environment(options: argparse.Namespace) -> None:
+    """Set what several ranks inherit."""
+    # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.nproc_per_node))
-    if fewest == most:  # else ranks that stop may make room for another number of nodes
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node)))
+    fewest, most = options.nnodes
+    if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
         os.environ[LAUNCHER_ENV] = str(os.getpid())
 
+
+def _torchrun_options(options: argparse.Namespace) -> list[str]:
+    fewest, most = options.nnodes
+    rendezvous = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={options.rdzv_endpoint}",
+        f"--rdzv-conf={options.rdzv_conf}",
+    ]
+    return [
+        *(["--standalone"] if most == 1 else rendezvous),
+        f"--nnodes={fewest}:{most}",
+        f"--nproc-per-node={options.nproc_per_node}",
+        f"--max-restarts={options.max_restarts}",
+        "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",  # _Stop handles the others
+    ]
+
+
+def _run_torchrun(options: list[str], config_argv: list[str], config: Config, stop: _Stop) -> int:
+    """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     if os.environ.get(DEBUG_ENV) != "1":
-        for name in list(logging.root.manager.loggerDict):  # torch gives each a level of its own
+        for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    where = (
-        ["--standalone"]
-        if most == 1
-        else ["--rdzv-backend=c10d", f"--rdzv-endpoint={options.rdzv_endpoint}", f"--rdzv-conf={options.rdzv_conf}"]
-    )
-    nodes = [f"--nnodes={fewest}:{most}", f"--nproc-per-node={options.nproc_per_node}", f"--max-restarts={restarts}"]
-    handled = "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"
     stop.running = True
     try:
-        torchrun([*where, *nodes, handled, *torchrun_argv, "-m", "torchtitan.train", *train_argv])
+        torchrun([*options, "-m", "torchtitan.train", *config_argv])
     except ChildFailedError as error:
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL

@@ -1,9 +1,8 @@
-"""From arguments to a checked configuration, in milliseconds and without torch."""
+"""From command-line arguments to a checked configuration, in milliseconds and without torch."""
 
-import signal
-import sys
 from dataclasses import dataclass
 
+from torchtitan.config.command_line import show_help
 from torchtitan.config.derive import derive, gradient_accumulation_steps
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
@@ -20,31 +19,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration that is complete and legal for a number of ranks, and where its values came from."""
+    """A complete, valid configuration for a number of ranks, and where its values came from."""
 
     config: Config
     sources: dict[str, str]
     """Key to where it was set."""
     formulas: dict[str, str]
-    """Key to the formula by which it was derived."""
+    """Key to the formula that derived its value."""
     warnings: list[str]
 
 
 def resolve(argv: list[str], world: int) -> Resolved:
-    """Load, derive and validate; prints help and exits if asked to.
+    """Load, derive and validate a configuration for `world` ranks. `--help [SECTION]` prints help and exits.
 
     Raises:
-        ConfigError: every mistake of the first of these stages that finds any.
+        ConfigError: every mistake that the first failing stage finds.
     """
-    for flag in ("--help", "-h"):
-        if flag in argv:
-            from torchtitan.config.render import help_text
-
-            following = argv[argv.index(flag) + 1 :]
-            named = following[0].replace("-", "_") if following and not following[0].startswith("-") else None
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-            print(help_text(named))
-            sys.exit(0)
+    show_help(argv)
     loaded = load_config(argv)
     config, formulas = derive(loaded.config, world)
     validate(config, world, loaded.sources)

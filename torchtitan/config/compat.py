@@ -1,12 +1,18 @@
-"""What files of the TorchTitan 0.1 and 0.2 convention hold that this version spells differently or can't do yet.
+"""Keys of the TorchTitan 0.1 and 0.2 convention that this version spells differently or doesn't support yet.
 
-A key is never ignored: it is renamed with a warning, accepted where it means "off", or refused with the reason.
+No key is ignored: it is renamed with a warning, accepted where its value means "off", or refused with the reason.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan.config.keys import FIELDS, Setting, place
+from torchtitan.config.messages import explain_value, suggest_key
+from torchtitan.config.schema import Config
 
 RENAMED = {
     "model.tokenizer_path": "model.hf_assets_path",
@@ -31,7 +37,7 @@ RENAMED_SECTIONS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.m
 
 @dataclass(frozen=True)
 class NotYet:
-    """A key that this version can't act on. `off`: the values that ask for nothing, and so are accepted."""
+    """A key for something this version lacks. `off`: the values that don't ask for it, which are accepted."""
 
     what: str
     off: tuple[Any, ...] = ()
@@ -39,10 +45,7 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A key that only matters while `gate` is on; the convention gives it no effect otherwise, and nor do we.
-
-    A value must still be of the right `kind`: a mistake in a file is one even while nothing comes of it.
-    """
+    """A key that has no effect unless `gate`, an unsupported key, is on. Its value must still be of type `kind`."""
 
     gate: str
     kind: Any
@@ -61,7 +64,7 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
     "checkpoint.initial_load_in_hf_quantized": NotYet("quantized Hugging Face weights", (False,)),
     "checkpoint.create_seed_checkpoint": NotYet(
-        "seed checkpoints, nor needed: initial weights are the same under every layout", (False,)
+        "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
     ),
     "quantize.grouped_mm.float8.fqns": Tuning(_EXPERT, list[str] | str),
     "quantize.grouped_mm.mx.recipe_name": Tuning(_EXPERT, Literal["mxfp8"]),
@@ -81,8 +84,12 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
 """Every key of the 0.2 convention that the schema lacks."""
 
 
+_FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys()
+"""Sections of the convention that the schema lacks."""
+
+
 def renamed(key: str) -> str | None:
-    """Today's spelling of a 0.1 key, or None if `key` is none."""
+    """Today's spelling of an old key; None if `key` isn't one."""
     if key in RENAMED:
         return RENAMED[key]
     section, _, rest = key.partition(".")
@@ -91,9 +98,65 @@ def renamed(key: str) -> str | None:
     return None
 
 
-def refusals(key: str, value: Any) -> Iterator[str]:
-    """The problem with setting an unsupported `key` to `value`, if it asks for anything."""
-    entry = UNSUPPORTED[key]
-    if isinstance(entry, NotYet) and not any(value == off and type(value) is type(off) for off in entry.off):
+def rename_old_keys(layer: dict[str, Setting], problems: list[str], warnings: list[str]) -> dict[str, Setting]:
+    """The settings of one file or the command line under today's names.
+
+    Must run before layers are merged, so that a later layer overrides an earlier one under either name.
+    """
+    out: dict[str, Setting] = {}
+    for old, setting in layer.items():
+        key = renamed(old)
+        if key is not None:
+            warnings.append(f"{setting.where}: {old} is called {key} now")
+            if key in layer:
+                problems.append(f"{place(setting.where, old)}: {key} is set too ({layer[key].where}); remove {old}")
+                continue
+        out[key or old] = setting
+    return out
+
+
+def microbatch_size(given: dict[str, Setting], problems: list[str], warnings: list[str]) -> None:
+    """Replace 0.1's number of pipeline microbatches in `given` by the size of one."""
+    if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
+        return
+    key, rows_key = "parallelism.pipeline_parallel_microbatch_size", "training.local_batch_size"
+    rows = given[rows_key].value if rows_key in given else FIELDS[rows_key].default
+    start = place(count.where, MICROBATCHES)
+    if key in given:
+        problems.append(f"{start}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
+    elif type(count.value) is not int or type(rows) is not int or count.value < 1 or rows % count.value:
+        problems.append(f"{start}: got {count.value!r}, must divide {rows_key} {rows}; better set {key}")
+    else:
+        warnings.append(f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}")
+        given[key] = Setting(rows // count.value, count.where)
+
+
+def drop_unsupported(given: dict[str, Setting], suggested: list[str], problems: list[str]) -> dict[str, Setting]:
+    """The settings without the keys that the schema lacks, whose values are checked here.
+
+    Args:
+        suggested: keys to suggest for an unknown one.
+    """
+    out: dict[str, Setting] = {}
+    for key, setting in given.items():
+        texts: list[str] = []
+        entry = UNSUPPORTED.get(key)
+        if isinstance(entry, Tuning):
+            try:
+                TypeAdapter(entry.kind).validate_python(setting.value, strict=True)
+            except ValidationError as error:
+                texts = [explain_value(error.errors()[0])]
+        elif entry is not None:
+            texts = list(_refusals(entry, setting.value))
+        elif key.split(".")[0] in _FOREIGN:
+            texts = ["unknown key" + suggest_key(key, suggested)]
+        else:
+            out[key] = setting
+        problems += [f"{place(setting.where, key)}: {text}" for text in texts]
+    return out
+
+
+def _refusals(entry: NotYet, value: Any) -> Iterator[str]:
+    if not any(value == off and type(value) is type(off) for off in entry.off):
         accepted = " or ".join(map(json.dumps, entry.off))
         yield f"not supported yet: {entry.what}; remove the key or set it to {accepted}"

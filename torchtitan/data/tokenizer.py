@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
-
-PROJECT = Path(__file__).parents[2]
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -153,7 +152,7 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     Raises:
         UserError: no such folder, no tokenizer in it, or a damaged one.
     """
-    path = resolve_assets_path(hf_assets_path)
+    path = find_asset(hf_assets_path)
     folders = [path, path / "original"] if path.is_dir() else []
     found = [path] if path.is_file() else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
     for file in found:
@@ -164,16 +163,6 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
         f"model.hf_assets_path: {hf_assets_path} {reason}; "
         "scripts/download_hf_assets.py fetches a model's tokenizer, and ./tests/assets/tokenizer ships with the project"
     )
-
-
-def resolve_assets_path(path: str) -> Path:
-    """`path` if it exists, else the same path below the project's own folder."""
-    given = Path(path).expanduser()
-    return given if given.exists() or given.is_absolute() else _existing(PROJECT / given, given)
-
-
-def _existing(first: Path, second: Path) -> Path:
-    return first if first.exists() else second
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -120,12 +120,6 @@ def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]
 # ---- the reference
 
 
-class _OneRank:
-    """Stands in for the mesh where there is none."""
-
-    dp_rank, dp_degree = 0, 1
-
-
 def reference(config: Config, setup: Setup) -> Observation:
     """The same run in plain PyTorch on this one process, in fp32 and on the CPU.
 
@@ -137,8 +131,7 @@ def reference(config: Config, setup: Setup) -> Observation:
     materialize(model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args))
     settings, training = config.optimizer, config.training
     optimizers = _optimizers(model, settings)
-    mesh: Any = _OneRank()
-    loader = build_data("training", training, training.global_batch_size, setup.tokenizer, mesh, config.debug.seed)
+    loader = build_data(config, "training", setup.tokenizer)
     end = setup.tokenizer.eos_id if training.document_mask else None
     out, tokens = Observation(), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
@@ -160,7 +153,7 @@ def reference(config: Config, setup: Setup) -> Observation:
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
         if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
-            out.validation_losses.append(_validate(model, config, setup, mesh, end))
+            out.validation_losses.append(_validate(model, config, setup, end))
     loader.close()
     out.weights = {name: p.detach().clone()[None] for name, p in model.named_parameters()}
     return out
@@ -193,13 +186,11 @@ def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None
 
 
 @torch.no_grad()
-def _validate(model: nn.Module, config: Config, setup: Setup, mesh: Any, end: int | None) -> float:
-    validation, p = config.validation, config.parallelism
-    rows = validation.local_batch_size * p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-    loader = build_data("validation", validation, rows, setup.tokenizer, mesh, config.debug.seed)
+def _validate(model: nn.Module, config: Config, setup: Setup, end: int | None) -> float:
+    loader = build_data(config, "validation", setup.tokenizer)
     total = count = 0.0
     for i, batch in enumerate(loader):
-        if i == validation.steps:
+        if i == config.validation.steps:
             break
         predicted = int((batch.labels != IGNORE_INDEX).sum())
         total += _mean_loss(model, batch.tokens, batch.labels, end).item() * predicted

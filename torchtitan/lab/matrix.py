@@ -1,11 +1,9 @@
-"""Measures what works together: `torchtitan matrix --output docs/support-matrix.md`.
-
-A cell is a tiny Llama trained on real gloo ranks, under a layout with a feature or a pipeline schedule, and compared to
-plain PyTorch on one process; or the sentence with which the configuration is refused. Exits with 1 if one is neither.
-"""
+"""The support matrix: its cells, their measurement on gloo ranks, and the document that shows them."""
 
 import platform
 import re
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
 from torchtitan.config.stages import SCHEDULES
-from torchtitan.config.support import FEATURES
 from torchtitan.lab.compare import (
     Difference,
     Observation,
@@ -27,12 +24,12 @@ from torchtitan.lab.compare import (
     tolerances_of,
     write_corpus,
 )
-from torchtitan.lab.ranks import RankPool
+from torchtitan.lab.ranks import RankError, RankPool
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
 ROWS = 8
-"""Rows of a step, whatever the layout."""
+"""Rows per step under every layout."""
 LEARNING_RATE = 1e-3
 MODEL = {"dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
 LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
@@ -69,6 +66,52 @@ LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
     (2, 1, 2, 2, 2),
 )
 SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of the matrix."""
+
+    arguments: tuple[str, ...]
+    """Flags that switch it on."""
+    axis: str | None = None
+    """It has no effect without this mesh axis."""
+
+
+_COMPILE = ("--compile.enable",)
+_AC_BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+_FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.emulate")
+_WIDER = ("--model.overrides.dim=128", "--model.overrides.ffn_dim=128")  # MXFP8 takes multiples of 32 on each rank
+
+FEATURES = {
+    "plain": Feature(()),
+    "accumulation": Feature(("--training.global_batch_size=16",)),
+    "document mask": Feature(("--training.document_mask",)),
+    "validation": Feature(("--validation.enable", "--validation.freq=2", "--validation.steps=2")),
+    "CPU offload": Feature(("--training.enable_cpu_offload",)),
+    "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),
+    "reshard always": Feature(("--parallelism.fsdp_reshard_after_forward=always",)),
+    "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
+    "AC selective op": Feature(_AC_BY_OPERATION),
+    "AC full": Feature(("--activation_checkpoint.mode=full",)),
+    "compile": Feature((*_COMPILE, *_AC_BY_OPERATION)),
+    "chunked loss": Feature(("--training.loss_chunks=4",)),
+    "float8": Feature((*_FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
+    "float8 all-gather": Feature(
+        (
+            *_FLOAT8,
+            "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+            "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        )
+    ),
+    "MXFP8": Feature(("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated", *_WIDER)),
+    "Muon": Feature(("--optimizer.name=Muon",)),
+    "async TP": Feature((*_COMPILE, "--parallelism.enable_async_tensor_parallel"), "tp"),
+    "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
+    "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
+    "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
+}
+"""Column of the matrix to what it measures."""
 PAIRWISE = {
     "AC selective op",
     "AC full",
@@ -80,8 +123,9 @@ PAIRWISE = {
     "Muon",
     "async TP",
 }
-"""Features measured with every pair of axes, and with all four, but not with each three: they take too long."""
+"""Slow features: measured with every pair of axes and with all four, but not with three."""
 BAD = ("WRONG", "FAILS")
+"""Texts of cells that differ from the reference, and of those whose run fails."""
 NAMED_SCHEDULES = tuple(name for name in SCHEDULES if not name.startswith("PipelineSchedule"))
 
 
@@ -92,6 +136,11 @@ class Cell:
     layout: tuple[int, ...]
     feature: str = "plain"
     schedule: str = "1F1B"
+
+    @property
+    def title(self) -> str:
+        schedule = self.schedule if self.layout[0] > 1 else "no pipeline"
+        return f"{name_of(self.layout)}, {schedule}, {self.feature}"
 
     @property
     def world(self) -> int:
@@ -107,7 +156,7 @@ class Cell:
         return 8 if self.layout[0] == 4 else 4
 
     def arguments(self, folder: Path) -> list[str]:
-        """Of the run, whose files go to `folder`."""
+        """Command-line arguments of the run, whose files go to `folder`."""
         degrees = dict(zip(AXES, self.layout, strict=True))
         rows = ROWS // (degrees["dp_replicate"] * degrees["dp_shard"])
         corpus, held_out = folder.parent / "corpus.jsonl", folder.parent / "held-out.jsonl"
@@ -136,11 +185,11 @@ class Cell:
 
     @property
     def tolerances(self) -> Tolerances:
-        """What the difference to one process may be."""
+        """Allowed difference to the reference."""
         return tolerances_of(load_config(list(FEATURES[self.feature].arguments)).config)
 
     def refusal(self, folder: Path) -> str | None:
-        """The sentence with which the configuration is refused; None if it may run."""
+        """The message that refuses the configuration; None if it is supported."""
         try:
             preflight(resolve(self.arguments(folder), self.world).config, output=False)
         except ConfigError as error:
@@ -149,13 +198,13 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """The whole matrix, by number of ranks."""
-    every = [Cell(layout, feature) for layout in LAYOUTS for feature in FEATURES if _matters(layout, feature)]
+    """All cells, ordered by number of ranks."""
+    every = [Cell(layout, feature) for layout in LAYOUTS for feature in FEATURES if _has_effect(layout, feature)]
     every += [Cell(layout, schedule=name) for layout in SCHEDULE_LAYOUTS for name in NAMED_SCHEDULES if name != "1F1B"]
     yield from sorted(every, key=lambda cell: cell.world)
 
 
-def _matters(layout: tuple[int, ...], feature: str) -> bool:
+def _has_effect(layout: tuple[int, ...], feature: str) -> bool:
     if feature in PAIRWISE and sum(degree > 1 for degree in layout) == 3:
         return False
     axis = FEATURES[feature].axis
@@ -170,7 +219,7 @@ def name_of(layout: tuple[int, ...]) -> str:
 
 
 def run_cell(argv: list[str]) -> Observation | None:
-    """The distributed run; called by all ranks, answered by rank 0."""
+    """The distributed run, on all ranks; rank 0 returns what it observed."""
     config = resolve(argv, dist.get_world_size()).config
     run = observe(config, preflight(config))
     return run if dist.get_rank() == 0 else None
@@ -182,7 +231,7 @@ def run_reference(argv: list[str]) -> Observation:
 
 
 class Lab:
-    """Measures cells; keeps the ranks and the references they are compared to."""
+    """Measures cells, and reuses ranks and references from one to the next."""
 
     def __init__(self, folder: Path, pools: dict[int, RankPool] | None = None):
         self.folder = folder
@@ -193,7 +242,7 @@ class Lab:
         write_corpus(folder / "held-out.jsonl", documents=40, seed=1)
 
     def measure(self, cell: Cell, timeout: float = 240) -> Difference | str:
-        """The difference to one process, or the refusal.
+        """The difference to the reference, or the message that refuses the configuration.
 
         Raises:
             RankError: a rank failed or hung.
@@ -218,6 +267,37 @@ class Lab:
             pool.close()
 
 
+def measure_all(todo: list[Cell], results: dict[Cell, str], notes: list[str]) -> Iterator[tuple[Cell, str]]:
+    """Measure cells, and enter each into `results` as the document shows it, and its refusal into `notes`.
+
+    Yields:
+        Each measured cell, and a report for the terminal.
+    """
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        lab = Lab(Path(folder))
+        try:
+            for cell in todo:
+                started = time.monotonic()
+                results[cell], details = _text_of(lab, cell, notes)
+                yield cell, f"{results[cell]} ({time.monotonic() - started:.0f} s) {details}".rstrip()
+        finally:
+            lab.close()
+
+
+def _text_of(lab: Lab, cell: Cell, notes: list[str]) -> tuple[str, str]:
+    """A cell's text in the document, and details for the terminal."""
+    try:
+        outcome = lab.measure(cell, timeout=900)
+    except RankError as error:
+        return BAD[1], str(error)
+    if isinstance(outcome, str):
+        if outcome not in notes:
+            notes.append(outcome)
+        return f"[{notes.index(outcome) + 1}]", outcome
+    problems = outcome.problems(cell.tolerances)
+    return BAD[0] if problems else f"{outcome.loss:.0e} / {outcome.gradient:.0e}", "; ".join(problems)
+
+
 # ---- the document
 
 
@@ -229,7 +309,7 @@ def _table(rows: list[tuple[int, ...]], columns: list[str], texts: dict[tuple[tu
 
 
 def document(results: dict[Cell, str], notes: list[str]) -> str:
-    """The matrix in Markdown."""
+    """The support matrix in Markdown."""
     features = {(cell.layout, cell.feature): text for cell, text in results.items() if cell.schedule == "1F1B"}
     schedules = {(cell.layout, cell.schedule): text for cell, text in results.items() if cell.feature == "plain"}
     footnotes = "\n".join(f"- [{number}] refused: {note}" for number, note in enumerate(notes, 1))
@@ -239,23 +319,25 @@ def document(results: dict[Cell, str], notes: list[str]) -> str:
 Generated from real runs by `torchtitan matrix --output docs/support-matrix.md`
 (torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
 
-Each cell is a run of a tiny Llama ({model}, 4 layers, with pp 4 8 layers; {ROWS} rows
-of 32 tokens a step, fp32) on as many ranks as the layout has, compared to plain PyTorch on one process: the largest
-relative difference of the loss over all steps,
-and the largest difference within any parameter's gradient of the first step, relative to its largest element.
-10 steps in the column "plain" and for the schedules, 4 elsewhere. Also compared, and within tolerance: gradient norm,
-token counts, weights after the last step, and the validation loss where there is one. A number in brackets: refused
-before anything starts, with the sentence below. An empty cell: the feature has no effect there; or, in the columns from
-"AC selective op" to "Muon" and in "async TP", three axes of which other rows have every pair.
+Each cell is a run of a tiny Llama ({model}; 4 layers, 8 with pp 4)
+on gloo ranks, in fp32, with {ROWS} rows of 32 tokens per step: 10 steps in the column "plain" and for the schedules,
+4 elsewhere. It is compared with plain PyTorch on one process. The numbers are the largest relative difference of the
+loss over all steps, and the largest difference within any parameter's gradient of the first step, relative to the
+gradient's largest element. Gradient norm, token counts, weights after the last step and validation loss are within
+tolerance too.
+
+A number in brackets refers to the message below that refuses the configuration before anything starts. A cell is empty
+where the feature has no effect, and, for the columns from "AC selective op" to "Muon" and for "async TP", where three
+axes combine: every pair of them is measured in another row.
 
 ## Layouts and features
 
 {_table(list(LAYOUTS), list(FEATURES), features)}
 
-The schedule of the pipelines above is 1F1B. The optimizer in the backward runs without clipping. "compile" is
-inductor, with selective activation checkpointing by operation. "float8" is rowwise, "float8 all-gather" tensorwise,
-both emulated, as is MXFP8 (which has a wider model). These, and Muon, whose update is computed in bf16, are compared to
-fp32 like the rest, within wider tolerances.
+Pipelines above use the schedule 1F1B. "optimizer in backward" runs without clipping. "compile" is inductor with
+selective activation checkpointing by operation. "float8" is rowwise and "float8 all-gather" tensorwise; both are
+emulated, and so is MXFP8, which runs on a wider model. These three and Muon, which computes its update in bf16, have
+wider tolerances.
 
 ## Pipeline schedules
 
@@ -268,7 +350,7 @@ fp32 like the rest, within wider tolerances.
 
 
 def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
-    """The cells and the numbered refusals of a document that `document` made."""
+    """Inverse of `document`: the cells' texts, and the refusals in order."""
     sections = text.split("\n## ")
     results: dict[Cell, str] = {}
     for section, kind in ((sections[1], "feature"), (sections[2], "schedule")):

@@ -14,15 +14,15 @@ from torchtitan.config.schema import Comm
 from torchtitan.utils.files import write_whole
 
 DUMPED = 2000
-"""Collectives of a rank that are written: one rank reads those of all."""
+"""Collectives written per rank. One rank reads those of all ranks, so this is bounded."""
 
 
 def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
-    """Set the Flight Recorder's environment, in the spellings of torch 2.11 and 2.13, before any group exists."""
+    """Set the Flight Recorder's environment, as torch 2.11 and 2.13 spell it. Call before any group exists."""
     folder = Path(dump_folder, comm.save_traces_folder)
     size = str(comm.trace_buf_size)
     settings = {"TORCH_FR_BUFFER_SIZE": size}
-    if not hasattr(dist, "all_gather_single"):  # before torch 2.13, parts of the recorder know only the old name
+    if not hasattr(dist, "all_gather_single"):  # before torch 2.13, parts of the recorder read only the old name
         settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] = size
     if comm.trace_buf_size:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,20 +31,20 @@ def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
             "TORCH_FR_DUMP_TEMP_FILE": prefix,
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            # 3 lets NCCL's watchdog write its dump before the process dies; torchrun presets 1.
+            # 3 lets NCCL's watchdog write its dump before the process dies; torchrun sets 1.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         }
     os.environ.update(settings)
 
 
 def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -> None:
-    """Write this rank's last collectives where `torchfrtrace` finds them.
+    """Write this rank's last collectives in the format of `torchfrtrace`.
 
-    NCCL's watchdog dumps by itself on a time-out. gloo never does, keys its group table wrongly and leaves finished
-    collectives marked as scheduled: mended here, or the analyzer fails on the file.
+    NCCL's watchdog dumps by itself on a timeout; gloo never does. gloo's record also has a wrong group table and marks
+    finished collectives as scheduled. Both are corrected here, because the analyzer fails on them.
 
     Args:
-        stacks: with the places that called the collectives, which can take seconds to look up.
+        stacks: include Python stacks, which can take seconds to look up.
     """
     trace = pickle.loads(_recorder()(includeStackTraces=stacks))
     if not _records_nccl():
@@ -58,12 +58,12 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
             for group, ranks in list(world.pg_group_ranks.items())
             if isinstance(group, dist.ProcessGroup)
         }
-        # The recorder outlives the groups it recorded; the analyzer knows only those of the table.
+        # The record may name destroyed groups; the analyzer accepts only groups in the table.
         trace["entries"] = [e for e in trace.get("entries", ()) if e["process_group"][0] in trace["pg_config"]]
         for entry in trace["entries"]:
             if entry["retired"]:
                 entry["state"] = "completed"
-            if entry["profiling_name"] == "gloo:all_gather":  # some record the shape of one part
+            if entry["profiling_name"] == "gloo:all_gather":  # some entries record the shape of one part
                 members = ast.literal_eval(trace["pg_config"][entry["process_group"][0]]["ranks"])
                 entry["output_sizes"] = [[len(members), *size] for size in entry["input_sizes"]]
     trace["entries"] = trace.get("entries", [])[-DUMPED:]
@@ -72,7 +72,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
 
 
 def collective_counts() -> dict[str, dict[str, int]]:
-    """How many collectives each process group has begun and completed."""
+    """Number of collectives that each process group has started and completed."""
     return pickle.loads(_recorder()(includeCollectives=False, includeStackTraces=False)).get("pg_status", {})
 
 
@@ -81,6 +81,6 @@ def _records_nccl() -> bool:
 
 
 def _recorder() -> Callable[..., bytes]:
-    """What gives the Flight Recorder's contents, pickled: that of NCCL where it is in use, else gloo's."""
+    """The function that returns the Flight Recorder's contents, pickled: NCCL's if NCCL is in use, else gloo's."""
     c10d: Any = torch._C._distributed_c10d
     return c10d._dump_nccl_trace if _records_nccl() else c10d._dump_fr_trace

@@ -1,28 +1,34 @@
-"""Watching over a run: what is a spike, what is done about it, and which ranks are slow.
+"""The training guard: finds loss and gradient spikes, and skips their update or rewinds to a checkpoint.
 
-Decisions only, from numbers that are the same on every rank; the trainer carries them out.
+All ranks judge the same global numbers and so make the same calls.
 """
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 from typing import Any, Literal
 
+import torch.distributed as dist
+
+from torchtitan.checkpoint import Checkpointer, Resumed
 from torchtitan.config import schema
+from torchtitan.utils.errors import GuardError, NonFiniteError
+from torchtitan.utils.logging import logger
 
 _SIGMA = 1.4826
-"""Standard deviation of normally distributed values, in units of their median absolute deviation."""
-_NARROWEST = 0.01
-"""Least standard deviation, as a share of the median: a loss that hardly moves must not make noise a spike."""
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
+_MIN_RELATIVE_SIGMA = 0.01
+"""Floor of the standard deviation, relative to the median, so that noise in a flat loss is no spike."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that is not as the others."""
+    """A step whose loss or gradient norm is out of the ordinary."""
 
     step: int
     reason: str
@@ -30,18 +36,18 @@ class Spike:
 
 
 def deviation(value: float, window: Sequence[float]) -> float:
-    """By how many standard deviations `value` lies above the median of `window`.
+    """How many standard deviations `value` lies above the median of `window`.
 
-    The modified z-score (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993): spikes in the window itself
-    move neither the median nor the median absolute deviation.
+    The modified z-score (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993). It is robust: spikes inside
+    the window barely move the median and the median absolute deviation.
     """
     center = median(window)
     sigma = _SIGMA * median(abs(x - center) for x in window)
-    return (value - center) / max(sigma, _NARROWEST * abs(center), 1e-12)
+    return (value - center) / max(sigma, _MIN_RELATIVE_SIGMA * abs(center), 1e-12)
 
 
-class Guard:
-    """Finds spikes, and keeps account of the rows that had no part in the weights because of them."""
+class SpikeDetector:
+    """Finds spikes, and records which rows of the data the weights have not seen because of them."""
 
     def __init__(self, config: schema.Guard, rows_per_step: int):
         self.config, self.rows_per_step = config, rows_per_step
@@ -49,23 +55,23 @@ class Guard:
         self.windows = {name: deque[float](maxlen=config.window) for name in self.thresholds}
         self.streak = self.calm = 0
         self.rows = 0
-        """Rows of the global order that were read so far."""
+        """Rows of the global order read so far."""
         self.skipped: list[list[int]] = []
-        """Ranges [first, after) of rows that the weights have not seen."""
+        """Ranges [first, after) of rows the weights have not seen."""
 
     @property
     def acts(self) -> bool:
-        """Whether a spike changes what the step does: then all ranks must judge the very same numbers."""
+        """Whether a spike changes the update. If so, all ranks must judge bit-identical numbers."""
         return self.config.policy in ("skip", "rewind")
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
-        """Take note of a step's outcome; what is wrong with it, if anything."""
+        """Record the outcome of a step; the spike, if it is one."""
         config, values = self.config, {"loss": loss, "grad_norm": grad_norm}
         self.rows += self.rows_per_step
         if config.policy == "off":
             return None
         reasons = [reason for name, value in values.items() if (reason := self._reason(name, value))]
-        # Where nothing is done about spikes they count too, or a lasting change would be reported forever.
+        # Under "warn" spikes enter the window too; otherwise a lasting change would be reported forever.
         if step > config.warmup_steps and (not reasons or not self.acts) and all(map(math.isfinite, values.values())):
             for name, value in values.items():
                 self.windows[name].append(value)
@@ -82,7 +88,7 @@ class Guard:
     def _reason(self, name: str, value: float) -> str | None:
         text = name.replace("_", " ")
         if not math.isfinite(value):
-            return f"{text} {value}" if self.acts else None  # else training.on_nonfinite decides
+            return f"{text} {value}" if self.acts else None  # otherwise training.on_nonfinite decides
         window, threshold = self.windows[name], self.thresholds[name]
         if not threshold or len(window) < self.config.window:
             return None
@@ -91,13 +97,17 @@ class Guard:
             return None
         return f"{text} {value:.4g}, {above:.1f} standard deviations above {median(window):.4g}"
 
-    def leave_out(self, first: int) -> list[int]:
-        """Note that the weights have not seen the rows from `first` to where the data is now; those rows."""
+    def skip_rows(self, first: int) -> list[int]:
+        """Record that the weights have not seen the rows from `first` to the current position; that range."""
         merged = [r for r in self.skipped if r[1] < first]
         for r in self.skipped[len(merged) :]:
             first = min(first, r[0])
         self.skipped = [*merged, [first, self.rows]]
         return self.skipped[-1]
+
+    def skip_step(self) -> list[int]:
+        """`skip_rows` of the step just judged."""
+        return self.skip_rows(self.rows - self.rows_per_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -109,46 +119,101 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state, of which at least `rows` must be there."""
+        """Continue from a saved state, in which only `rows` is mandatory."""
         for name, values in state.get("windows", {}).items():
             self.windows[name] = deque(values, maxlen=self.config.window)
         self.streak, self.calm, self.rows = state.get("streak", 0), state.get("calm", 0), state["rows"]
         self.skipped = [list(r) for r in state.get("skipped", ())]
 
 
-def append_event(path: Path, event: dict[str, Any]) -> None:
-    """Add a line to the journal of what the guard did."""
-    with path.open("a") as file:
-        file.write(json.dumps(event) + "\n")
+class Guard:
+    """Decides about each step's update, and carries out what a spike calls for."""
 
-
-class Stragglers:
-    """Names ranks that are slower than the median rank, one logged step after another."""
-
-    def __init__(self, config: schema.Guard):
-        self.factor, self.records = config.straggler_factor, config.straggler_records
-        self.slow: dict[int, int] = {}
-
-    def observe(self, compute: Sequence[float], data: Sequence[float], step_time: float) -> dict[int, str]:
-        """The ranks to be named, and in what they are slow.
-
-        Args:
-            compute: seconds in which each rank computes the same thing.
-            data: seconds per step for which each rank waits for data.
-            step_time: seconds per step, in which all ranks wait for the slowest.
+    def __init__(
+        self,
+        config: schema.Guard,
+        training: schema.Training,
+        checkpointer: Checkpointer,
+        dump_folder: str,
+        *,
+        updates_in_backward: bool,
+    ):
         """
-        # Of two ranks the faster one is usual.
-        usual_compute, usual_data = median_low(compute), median_low(data)
-        found = {}
-        for rank, (own_compute, own_data) in enumerate(zip(compute, data, strict=True)):
-            # Without this rank's additional wait a step would be so much shorter.
-            without = max(step_time - max(own_data - usual_data, 0.0), 1e-9)
-            in_compute, in_data = own_compute / max(usual_compute, 1e-9), step_time / without
-            slow = max(in_compute, in_data) > self.factor
-            self.slow[rank] = self.slow.get(rank, 0) + 1 if slow else 0
-            if slow and self.slow[rank] % self.records == 0:
-                if in_compute >= in_data:
-                    found[rank] = f"computes {in_compute:.1f} times as long as the median rank"
-                else:
-                    found[rank] = f"waits {own_data:.2f} s per step for data, the median rank {usual_data:.2f} s"
-        return found
+        Args:
+            updates_in_backward: `optimizer.early_step_in_backward`: gradients are applied before they can be judged.
+        """
+        self.config, self.on_nonfinite, self.checkpointer = config, training.on_nonfinite, checkpointer
+        self.updates_in_backward = updates_in_backward
+        self.spikes = SpikeDetector(config, training.global_batch_size)
+        self.journal = Path(dump_folder, "guard.jsonl")
+        self._spike: Spike | None = None
+
+    def approve(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Whether to update the weights with this step's gradients.
+
+        Raises:
+            NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
+        """
+        self._spike = self.spikes.judge(step, loss, grad_norm)
+        if self._spike is not None and self._spike.action != "warn":
+            return False
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return True
+        what = f"loss {loss}, gradient norm {grad_norm}"
+        if self.on_nonfinite == "stop":
+            self.checkpointer.wait()
+            updated = "already" if self.updates_in_backward else "not"
+            raise NonFiniteError(
+                f"step {step}: {what}. The weights were {updated} updated; {self.checkpointer.last_good()}.\n"
+                'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to continue without '
+                "such updates."
+            )
+        self.spikes.skip_step()
+        logger.warning(f"step {step}: {what}; update skipped")
+        return False
+
+    def handle_spike(self) -> Resumed | None:
+        """Carry out and log the action for a spike in the step just done; the checkpoint rewound to, if any.
+
+        Raises:
+            GuardError: `guard.limit` is exceeded, or the weights can't be restored.
+        """
+        spike, self._spike = self._spike, None
+        if spike is None:
+            return None
+        if spike.action == "stop":
+            self.checkpointer.wait()
+            raise GuardError(
+                f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to recover failed (guard.limit); "
+                f"{self.checkpointer.last_good()}.\nLower optimizer.lr or training.max_norm, resume from an earlier "
+                "step (checkpoint.load_step), or raise guard.limit or the thresholds."
+            )
+        resumed = self.checkpointer.rewind(spike.step) if spike.action == "rewind" else None
+        if spike.action == "rewind" and resumed is None and self.updates_in_backward:
+            raise GuardError(
+                f"step {spike.step}: {spike.reason}. There is no checkpoint yet to rewind to, and the weights have "
+                "already changed (optimizer.early_step_in_backward). Lower checkpoint.interval or optimizer.lr."
+            )
+        event: dict[str, Any] = {"step": spike.step, "policy": spike.action, "reason": spike.reason}
+        if spike.action == "warn":
+            done = "the update was made anyway (guard.policy)"
+        elif resumed is None:
+            done = "update skipped" + ("; there is no checkpoint yet" if spike.action == "rewind" else "")
+            event["rows"] = self.spikes.skip_step()
+        else:
+            done = f"rewound to step {resumed.step}; training continues with the data after this step"
+            rows = self.spikes.skip_rows(self._saved(resumed.train_state)["rows"])
+            event |= {"back_to": resumed.step, "rows": rows}
+        logger.warning(f"step {spike.step}: {spike.reason}; {done}")
+        if dist.get_rank() == 0:
+            with self.journal.open("a") as file:
+                file.write(json.dumps(event | {"time": time.time()}) + "\n")
+        return resumed
+
+    def load(self, train_state: dict[str, Any]) -> None:
+        """Continue as the guard of a checkpoint would have."""
+        self.spikes.load_state_dict(self._saved(train_state))
+
+    def _saved(self, train_state: dict[str, Any]) -> dict[str, Any]:
+        # Checkpoints of earlier versions have no guard.
+        return train_state.get("guard", {"rows": train_state["progress"]["step"] * self.spikes.rows_per_step})

@@ -1,23 +1,24 @@
-"""The run's own account, `<dump_folder>/run.json`: each start, on what it ran, how it ended, and where the time went.
+"""The run's ledger, `<dump_folder>/run.json`: every start, its hardware, how it ended, and where its time went.
 
-Every second belongs to one kind; what happens inside of something else counts for itself. Goodput is the share of
-`steps`: training that is kept.
+Every second counts as one kind; nested time is charged to the innermost phase. Goodput is the share of `steps`:
+training that is kept.
 """
 
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from torchtitan.data.tokenizer import PROJECT
+from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
+from torchtitan.utils.phase import Kind, Stopwatch
 
 KINDS = {
     "steps": "steps",
@@ -30,17 +31,17 @@ KINDS = {
     "validation": "validation",
     "other": "other",
 }
-"""What time is spent on, as written in the file and in words."""
+"""What time is spent on: name in the file, and in words."""
 
 HEARTBEAT_SECONDS = 1.0
-"""The file is not written more often, however short the steps are."""
+"""Least time between two writes of the file, however short the steps are."""
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with `-dirty` if files have changed since; None outside of a git repository."""
-    if not (PROJECT / ".git").exists():
+    """The commit of this code, with `-dirty` if files have changed since; None outside a git repository."""
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():
         return None
-    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -48,7 +49,7 @@ def git_revision() -> str | None:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two runs, each as a manifest has it: `key old -> new`."""
+    """Differences between two runs' manifests, each as `key old -> new`."""
     out = []
     for about in ("config", "versions", "ranks", "git"):
         old, new = _flat(before.get(about), about), _flat(now.get(about), about)
@@ -61,7 +62,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _flat(value: Any, key: str) -> dict[str, Any]:
-    """Dotted keys; those of the configuration, which is TOML, and of the versions by their own names."""
+    """Dotted keys; the configuration (TOML) and the versions without a prefix."""
     if key == "config" and isinstance(value, str):
         value = tomli.loads(value)
     if not isinstance(value, dict):
@@ -75,7 +76,7 @@ def _word(value: Any) -> str:
 
 
 class Ledger:
-    """Keeps the account of one start in the file of the whole run. Rank 0 writes it, and a rank that fails."""
+    """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that fails."""
 
     def __init__(
         self,
@@ -90,9 +91,9 @@ class Ledger:
     ):
         """
         Args:
-            about: what the file says of this start: ranks, layout, hardware, versions, ...
-            step: where this start goes on; 0 from scratch.
-            resumable: the run saves checkpoints, so that a start from scratch may be a second try.
+            about: what the file says about this start: ranks, layout, hardware, versions, ...
+            step: the step resumed from; 0 from scratch.
+            resumable: the run saves checkpoints, so a start from scratch may be a second attempt.
             writes: this is rank 0.
             began: when the process started, in seconds since the epoch.
         """
@@ -100,16 +101,19 @@ class Ledger:
         self.starts: list[dict[str, Any]] = self._earlier(step, resumable) if writes else []
         self.furthest = max((start["step"] for start in self.starts), default=0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
-        self.kind, self.since = "start", began
+        self._starting, since = "start", began
         if self.starts and self.starts[-1]["end"] != "completed":
-            self.kind, self.since = "restart", min(began, self.starts[-1]["last_seen"])
-        own = {"time": began, "resumed_step": step, "step": step, "last_seen": began, "end": None}
+            self._starting, since = "restart", min(began, self.starts[-1]["last_seen"])
+        self._stopwatch, now = Stopwatch(), clock()
+        self.seconds[self._starting] = now - since
+        self._first = True
+        own = {"time": began, "resumed_step": step, "step": step, "last_seen": now, "end": None}
         self.starts.append({**own, **about, "seconds": self.seconds})
         if writes:
             self._write(self.starts)
 
     def _earlier(self, step: int, resumable: bool) -> list[dict[str, Any]]:
-        """The run's earlier starts. The file of another run is set aside, as its metrics are."""
+        """The run's earlier starts. The file of another run is set aside, like its metrics."""
         if not self.path.exists():
             return []
         try:
@@ -118,47 +122,33 @@ class Ledger:
             if step or (resumable and starts[-1]["end"] not in ("completed", "interrupted")):
                 return starts
         except (ValueError, LookupError, TypeError) as error:
-            logger.warning(f"{self.path} can't be read ({error}): set aside")
+            logger.warning(f"can't read {self.path} ({error}): set aside")
         self.path.rename(self.path.with_name(f"run-{time.strftime('%Y%m%d-%H%M%S')}.json"))
         return []
 
     # ---- where time goes
 
-    @contextmanager
-    def spend(self, kind: str) -> Iterator[None]:
-        """Time within counts as `kind`."""
-        outer = self._switch(kind)
-        try:
-            yield
-        finally:
-            self._switch(outer)
+    def kind_of(self, step: int) -> Kind:
+        """What the time of a step counts as."""
+        if self._first:
+            return "first_step"
+        return "repeated" if step <= self.furthest else "steps"
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Time within is that of step `number`."""
-        first = self.kind in ("start", "restart")
-        if first:
-            self._switch("other")
-        with self.spend("first_step" if first else "repeated" if number <= self.furthest else "steps"):
-            yield
-        self.furthest = max(self.furthest, number)
-
-    def _switch(self, kind: str) -> str:
-        now = self.clock()
-        self.seconds[self.kind] += max(0.0, now - self.since)
-        before, self.kind, self.since = self.kind, kind, now
-        return before
+    def step_done(self, step: int) -> None:
+        """Record that a step has run, even if its update was skipped or rewound."""
+        self._first = False
+        self.furthest = max(self.furthest, step)
 
     # ---- the file
 
     def heartbeat(self, step: int) -> None:
-        """Note that `step` is done, and that the run is alive."""
+        """Record that `step` is done and the run is alive."""
         self.starts[-1]["step"] = step
         if self.writes and self.clock() >= self.starts[-1]["last_seen"] + HEARTBEAT_SECONDS:
             self._write(self.starts)
 
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> None:
-        """Write how this start ended; of a failure, what the rank says that has the cause."""
+        """Record how this start ended; for a failure, as told by the rank that has the cause."""
         if error is None:
             reason = "completed" if step >= last_step else "preempted"
         elif isinstance(error, KeyboardInterrupt):
@@ -177,25 +167,28 @@ class Ledger:
         elif starts and isinstance(error, Exception) and not from_another_rank(error):
             starts[-1]["end"] = reason
             self._write(starts)
+        self._stopwatch.close()
 
     def goodput(self) -> str:
-        """The whole run's account in one line."""
+        """The whole run's time in one line."""
         good, seconds = _account(self.starts)
         parts = (f"{KINDS[kind]} {_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values()))
-        return f"Goodput {good:.1f} %: {', '.join(parts)}; {len(self.starts)} start(s)"
+        count = len(self.starts)
+        return f"Goodput {good:.1f} %: {', '.join(parts)}; {count} start{'s' * (count > 1)}"
 
     def _read(self) -> list[dict[str, Any]]:
         return json.loads(self.path.read_text())["starts"]
 
     def _write(self, starts: list[dict[str, Any]]) -> None:
         if starts is self.starts:
-            self._switch(self.kind)
-            starts[-1]["last_seen"] = self.since
+            lap, starts[-1]["last_seen"] = self._stopwatch.lap(), self.clock()
+            for kind, spent in lap.items():
+                self.seconds[self._starting if kind == "start" else kind] += spent
         good, seconds = _account(starts)
         record = {"format": 1, "goodput": {"percent": good, "seconds": seconds}, "starts": starts}
         try:
             write_whole(self.path, json.dumps(record, indent=1).encode())
-        except OSError as error:  # an account is not worth the run
+        except OSError as error:  # not worth stopping the run for
             logger.warning(f"can't write {self.path}: {error.strerror}")
 
 

@@ -14,7 +14,7 @@ MAX_ALLOCATIONS = 100_000
 
 
 class Profiler:
-    """Call `step(n)` after each step; `capture_oom` writes a snapshot when CUDA memory runs out."""
+    """Writes traces and snapshots on schedule: call `step(n)` after each step, and train inside `capture_oom`."""
 
     def __init__(self, config: Profiling, dump_folder: str):
         self.config, self.folder = config, Path(dump_folder)
@@ -60,6 +60,7 @@ class Profiler:
         logger.info(f"Memory snapshot: {path}")
 
     def step(self, step: int) -> None:
+        """Tell the profiler that `step` is done."""
         self.last_step = step
         if self.profile is not None:
             self.profile.step()
@@ -68,6 +69,7 @@ class Profiler:
 
     @contextmanager
     def capture_oom(self) -> Iterator[None]:
+        """Write a memory snapshot if CUDA memory runs out inside."""
         try:
             yield
         except torch.OutOfMemoryError:

@@ -1,30 +1,61 @@
-"""Do ranks that hold copies of the same tensor hold the same bytes?
+"""Whether ranks that hold copies of the same tensor hold the same bytes.
 
-Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor parallelism) and
-every plain tensor. They stay equal bit for bit in a healthy run, since each rank computes them from the same reduced
-gradients: a difference is a faulty device, or a mistake in the layout.
+Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor parallelism), and
+all plain tensors. They stay bit-identical in a healthy run, because each rank computes them from the same reduced
+gradients. A difference means a faulty device or a bug in the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint.state import model_state, optimizer_state
 from torchtitan.config.derive import AXES
+from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.utils.errors import GuardError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed number
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 / golden ratio, as a signed number."""
+
+
+def check_replicas(
+    models: Sequence[nn.Module],
+    optimizer: AnyOptimizer,
+    mesh: Mesh,
+    device: torch.device,
+    step: int,
+    checkpointer: Checkpointer,
+) -> None:
+    """Compare all replicated weights, buffers and optimizer state. Called by all ranks.
+
+    Raises:
+        GuardError: copies differ.
+    """
+    buffers = {f"buffer {name}": value for model in models for name, value in model.named_buffers()}
+    states = {f"optimizer {name}": value for name, value in optimizer_state(models, optimizer).items()}
+    if found := disagreements(model_state(models) | buffers | states, mesh, device):
+        checkpointer.wait()
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise GuardError(
+            f"after step {step}: ranks hold different copies: {'; '.join(found[:3])}{more}.\n"
+            "Either a device or its memory is faulty, or the layout has a bug. Run the same command again "
+            f"({checkpointer.last_good()}); if the same rank differs again, exclude its machine."
+        )
 
 
 def fingerprint(value: Tensor) -> Tensor:
     """64-bit hash of a tensor's bytes: an int64 scalar on its device.
 
-    The elements, read as integers, times coefficients that depend on their place, summed modulo 2^64. Integers add up
-    to the same in any order; the coefficients are odd, so that the change of one element always changes the sum.
+    The elements, read as integers, are multiplied by odd coefficients that depend on their position and summed modulo
+    2^64. The sum doesn't depend on the order of addition, and a change of one element always changes it, because the
+    coefficients are odd.
     """
     flat = value.detach().contiguous().view(_INTEGERS[value.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -35,16 +66,16 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> list[str]:
-    """Copies that differ, in words: the tensor, the mesh axis, the ranks. The same list on every rank.
+    """Copies that differ, as text: the tensor, the mesh axis, the ranks. The same list on every rank.
 
     Args:
-        tensors: by name; ranks along an axis (other than pp) must have the same ones, in the same order.
+        tensors: by name; ranks along an axis other than pp must pass the same names in the same order.
     """
     own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
     hashes = torch.stack([fingerprint(value).to(device) for value in own])
     copies: dict[str, tuple[dist.ProcessGroup, list[int]]] = {}
     for index, value in enumerate(tensors.values()):
-        for axis, group in _copied_along(value, mesh):
+        for axis, group in _replicated_along(value, mesh):
             copies.setdefault(axis, (group, []))[1].append(index)
     names, found = list(tensors), []
     for axis, (group, indices) in sorted(copies.items()):
@@ -59,7 +90,7 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
     return list(dict.fromkeys(text for rank in everywhere for text in rank))
 
 
-def _copied_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
+def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
     if isinstance(value, DTensor):
         own = value.device_mesh
         names = own.mesh_dim_names or ()
@@ -70,7 +101,7 @@ def _copied_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.Process
 
 
 def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
-    """Which ranks agree with which, the fewest first."""
+    """Which ranks agree with which, the smallest set first."""
     by_value: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)

@@ -1,15 +1,15 @@
-"""A rank's watch: a thread that notices when nothing moves, and has every rank write down where it stands.
+"""A rank's watch: a thread that notices when nothing moves, and makes every rank write down where it is.
 
-A thread, since a main thread that is blocked in a collective runs no Python, be it a signal's handler. What is written,
-into `<job.dump_folder>/<comm.save_traces_folder>/`, is what `torchtitan.observe.diagnosis` reads:
+It must be a thread: a main thread blocked in a collective runs no Python, not even signal handlers. The files, in
+`<job.dump_folder>/<comm.save_traces_folder>/`, are what `observe/diagnosis.py` reads:
 
     state-<rank>.json    step, phase, exception, stacks of all threads
-    rank_<rank>          the Flight Recorder's collectives, for `torchfrtrace` as well
+    rank_<rank>          the Flight Recorder's collectives, also readable by `torchfrtrace`
     diagnosis.txt        the sentence that names the cause
 
-It begins with one rank whose steps and collectives have not moved for most of the time limit, that got SIGUSR2, or that
-raised an exception. It asks the others through the store, waits for their answers and says the sentence. Nothing is
-stopped: a hang ends by the time limit of its collective, as it would without.
+One rank starts it: a rank whose phase and collectives have not changed for most of the time limit, that received
+SIGUSR2, or that raised an exception. It asks the other ranks through the store, waits for their answers and prints the
+sentence. Nothing is stopped: a hang still ends by the time limit of its collective.
 """
 
 import atexit
@@ -31,7 +31,8 @@ import psutil
 import torch.distributed as dist
 
 from torchtitan.config.schema import Comm
-from torchtitan.observe.diagnosis import STATE, diagnose, read_case
+from torchtitan.observe.diagnosis import diagnose
+from torchtitan.observe.evidence import STATE, read_case
 from torchtitan.observe.flight_recorder import collective_counts, dump_flight_recorder
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.errors import from_another_rank
@@ -40,11 +41,11 @@ from torchtitan.utils.phase import SAVING, Phase, current
 from torchtitan.utils.signals import on_signal
 
 PATIENCE = 0.75
-"""Part of the time limit after which what does not move is looked into."""
+"""Share of the time limit after which a rank that does not move is investigated."""
 SAVE_SECONDS = 1800
-"""Time limit of a save, which waits for disks."""
+"""Time limit of a save in seconds: it waits for disks."""
 ANSWER_SECONDS = 10
-"""How long the other ranks' answers are waited for."""
+"""How long to wait for the other ranks' answers."""
 DIAGNOSIS = "diagnosis.txt"
 _TIMED_OUT = ("Timed out waiting", "collective operation timeout")
 
@@ -53,12 +54,12 @@ _watches = itertools.count()
 
 
 class Watch:
-    """Watches this process until `close`. All ranks create theirs together, once the default process group exists."""
+    """Watches this process until `close`. All ranks create theirs together, after the default process group."""
 
     def __init__(self, comm: Comm, dump_folder: str, degrees: dict[str, int]):
         """
         Args:
-            degrees: of the mesh's axes, by name.
+            degrees: degree of each mesh axis, by name.
         """
         self.comm, self.dump_folder, self.degrees = comm, dump_folder, degrees
         self.folder = Path(dump_folder, comm.save_traces_folder)
@@ -69,13 +70,13 @@ class Watch:
         self._lost = False
         self._seen: tuple[Any, float] = (None, 0.0)
         self._hang: Any = None
-        """What did not move when a hang was seen; None once it moves."""
+        """Phase and collectives when a hang was seen."""
         self._hung: Phase | None = None
-        """Where this rank stood then."""
+        """This rank's phase at that time."""
         self._told = False
-        """A rank has raised an exception: what follows from it is not worth writing."""
+        """A rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
-        self._store.set_timeout(timedelta(seconds=self.limit))  # of waiting for the others to come here
+        self._store.set_timeout(timedelta(seconds=self.limit))  # until all ranks are here
         self._store.set(f"process/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), time.time()]))
         processes = self._store.multi_get([f"process/{rank}" for rank in range(self.world)])
         self._processes = [json.loads(process) for process in processes]
@@ -85,7 +86,7 @@ class Watch:
         on_signal(SIGUSR2, self._on_signal)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
-        # A thread that still runs C++ code while the interpreter shuts down aborts the process.
+        # A thread that runs C++ code while the interpreter shuts down aborts the process.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -96,14 +97,14 @@ class Watch:
         self._thread.join()
 
     def failed(self, error: BaseException) -> None:
-        """Write down this rank's exception and what the others do meanwhile, unless it ends a hang that is known."""
+        """Write down this rank's exception and what the other ranks are doing, unless it ends a known hang."""
         with self._lock:
             if not (_is_consequence(error) and (self._told or self._hung is current())):
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
-        """The hang that was seen here before `error` ended it, in a sentence."""
-        with self._lock:  # the sentence may be in the making
+        """The hang that `error` ended, in a sentence; None if no hang was seen here."""
+        with self._lock:  # the sentence may be about to be written
             if self._hung is not current() or not _is_consequence(error):
                 return None
         path = self.folder / DIAGNOSIS
@@ -132,7 +133,7 @@ class Watch:
         return PATIENCE * (SAVE_SECONDS if current().activity.startswith(SAVING) else self.limit)
 
     def _hangs(self) -> bool:
-        """Whether neither this rank's position nor its collectives have moved for too long, and that is news."""
+        """Whether phase and collectives have not changed for too long, and this was not reported yet."""
         waited = time.monotonic() - current().since
         if waited < self._patience / 2:
             return False
@@ -145,7 +146,7 @@ class Watch:
     # ---- asking and answering
 
     def _on_store(self, operation: Callable[..., Any], *args: Any) -> Any:
-        """The result of an operation of the store; None from when the rank is gone that hosts it."""
+        """The result of a store operation; None once the rank that hosts the store is gone."""
         try:
             return None if self._lost else operation(*args)
         except RuntimeError:
@@ -153,29 +154,29 @@ class Watch:
             return None
 
     def _ask(self, kind: str, why: str, error: BaseException | None = None) -> None:
-        """Write, have the others write, and say what is the matter; or answer the rank that asked first."""
+        """Write, make the others write, and print the diagnosis; or answer the rank that asked first."""
         ask = {"rank": self.rank, "kind": kind, "why": why, "time": time.time()}
         claim = self._on_store(self._store.compare_set, f"ask/{self._asks + 1}", "", json.dumps(ask))
-        if claim is None:  # all ranks name the same ask, so that what they write belongs together
+        if claim is None:  # every rank names this same ask, so their files belong together
             self._write({"rank": 0, "kind": "error", "why": "rank 0 is gone", "time": self._processes[0][2]}, error)
             return
         self._asks += 1
         if (first := json.loads(claim)) != ask:
             self._write(first, error)
             return
-        with self._told_if_impossible():
-            (self.folder / DIAGNOSIS).unlink(missing_ok=True)  # of another time
+        with self._reporting_disk_errors():
+            (self.folder / DIAGNOSIS).unlink(missing_ok=True)  # from an earlier incident
         self._write(ask, error)
         if silent := self._await_answers():
-            with self._told_if_impossible():
+            with self._reporting_disk_errors():
                 self._write_state(ask, error, silent)
         case = read_case(self.folder, self.comm.save_traces_file_prefix, since=ask["time"])
-        if case is None:  # nothing could be written
+        if case is None:  # writing failed
             return
         sentence = diagnose(case)
-        with self._told_if_impossible():
+        with self._reporting_disk_errors():
             write_whole(self.folder / DIAGNOSIS, f"{sentence}\n".encode())
-        if error is None:  # an exception's own message comes with its traceback
+        if error is None:  # an exception is reported with its traceback
             print(f"rank {self.rank}: {why}: {sentence}", file=sys.stderr, flush=True)
 
     def _answer(self) -> None:
@@ -185,7 +186,7 @@ class Watch:
                 self._write(json.loads(asked), None)
 
     def _await_answers(self) -> dict[int, str]:
-        """Wait for the others; those that gave no answer, with what is known of their processes."""
+        """Wait for the other ranks; those that gave no answer, with what is known about their processes."""
         missing = {rank: "" for rank in range(self.world) if rank != self.rank}
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and not self._lost and time.monotonic() < deadline:
@@ -197,7 +198,7 @@ class Watch:
         return missing
 
     def _process(self, rank: int) -> str:
-        """What is known of a rank that gives no answer."""
+        """What is known about a rank that gives no answer."""
         pid, host, _ = self._processes[rank]
         name = f"process {pid} on {host}"
         if host != socket.gethostname():
@@ -209,24 +210,24 @@ class Watch:
         if status == psutil.STATUS_ZOMBIE:
             return f"is gone ({name})"
         if status == psutil.STATUS_STOPPED:
-            return f"is stopped by a signal ({name}: SIGCONT lets it go on)"
+            return f"is stopped by a signal ({name}; SIGCONT resumes it)"
         return f"gave no answer ({name}: {status})"
 
     def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
         if ask["kind"] == "hang":
             self._hang, self._hung = (current(), collective_counts()), current()
         self._told |= ask["kind"] == "error"
-        with self._told_if_impossible():
+        with self._reporting_disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_state(ask, error)
-            for stacks in (False, True):  # the stacks can take seconds: there may be less time
+            for stacks in (False, True):  # stacks can take seconds, which we may not have
                 dump_flight_recorder(self.comm, self.dump_folder, stacks=stacks)
         if ask["rank"] != self.rank:
             self._on_store(self._store.set, f"answer/{self._asks}/{self.rank}", "")
 
     @contextmanager
-    def _told_if_impossible(self) -> Iterator[None]:
-        """A disk that is full must not hide what is being told."""
+    def _reporting_disk_errors(self) -> Iterator[None]:
+        """A full disk must not hide the diagnosis."""
         try:
             yield
         except OSError as error:

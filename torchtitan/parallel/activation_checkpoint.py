@@ -1,7 +1,8 @@
-"""Activation checkpointing: what a block's backward recomputes instead of keeping (Chen et al., arXiv:1604.06174).
+"""Activation checkpointing: recompute activations in the backward instead of saving them (Chen et al.,
+arXiv:1604.06174).
 
-Selective by operation is Korthikanti et al. (arXiv:2205.05198): results that are dear to compute are kept, the rest is
-cheap to make again.
+Selection by operation follows Korthikanti et al. (arXiv:2205.05198): save results that are expensive to compute, and
+recompute the rest.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -11,14 +12,14 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.schema import ActivationCheckpoint
+from torchtitan.utils.torch_faults import replaced
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-"""Every second one is kept, the others are recomputed."""
+"""Of these, every second result is saved."""
 _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -34,15 +35,14 @@ _COMMUNICATION = (
 )
 
 
-def apply_activation_checkpoint(model: nn.Module, ac: ActivationCheckpoint, *, keep_attention: bool) -> None:
-    """Make the blocks of `model` recompute in their backward as `ac` says, in place.
+def apply_activation_checkpoint(model: nn.Module, ac: ActivationCheckpoint, *, save_attention: bool) -> None:
+    """Checkpoint the blocks of `model` in place.
 
-    Comes before compilation, so that what is recomputed is decided inside the compiled graph. `memory_budget` leaves
-    that decision to the compiler, and changes nothing here.
+    Must come before compilation, so the compiler sees what to recompute. `mode = "memory_budget"` leaves the choice to
+    the compiler (see `memory_budget`), so it changes nothing here.
 
     Args:
-        keep_attention: never recompute attention. torch 2.13 can't, in a compiled block under tensor parallelism: it
-            takes SDPA for a random operation, and mistakes the saved device mesh for the saved generator's state.
+        save_attention: never recompute attention.
     """
     if ac.mode not in ("full", "selective"):
         return
@@ -56,11 +56,11 @@ def apply_activation_checkpoint(model: nn.Module, ac: ActivationCheckpoint, *, k
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         recomputed = {*_weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)}
         options["context_fn"] = partial(_contexts, (*_ATTENTION, *_COMMUNICATION), frozenset(recomputed))
-    elif keep_attention:
+    elif save_attention:
         options["context_fn"] = partial(_contexts, _ATTENTION, None)
     if ac.mode == "selective" and ac.selective_ac_option != "op":
         every = int(ac.selective_ac_option)
-    forwards: dict[Any, Any] = {}  # one function for all blocks of a class, so that they share one compiled graph
+    forwards: dict[Any, Any] = {}  # blocks of one class share a function, and hence a compiled graph
     for number, block in enumerate(model.layers.values(), 1):
         if number % every == 0:
             forward = type(block).forward
@@ -75,9 +75,9 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
 
 
 def _weight_shapes(model: nn.Module, names: Collection[str]) -> Iterator[tuple[int, ...]]:
-    """Shapes, as a matrix product sees them, of the linear layers whose name contains one of `names`.
+    """Shapes `[in, out]` of the weights of linear layers whose name contains one of `names`.
 
-    Of a weight split by tensor parallelism the whole's, which eager products see, and the part's, for compiled ones.
+    A weight sharded by tensor parallelism has two: eager products see the global shape, compiled ones the local shape.
     """
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(name in fqn for name in names):
@@ -87,14 +87,14 @@ def _weight_shapes(model: nn.Module, names: Collection[str]) -> Iterator[tuple[i
 
 
 def _contexts(
-    kept: Collection[str], recomputed: Collection[tuple[int, ...]] | None
+    saved: Collection[str], recomputed: Collection[tuple[int, ...]] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a block's forward and its recomputation, with counters of their own.
+    """Contexts for a block's forward and its recomputation, with separate counters.
 
     Args:
-        kept: operations whose results are always kept.
-        recomputed: shapes of weights whose matrix products are always recomputed; of the others, every second is. None:
-            all are.
+        saved: operations whose results are always saved.
+        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Of the other products, every
+            second result is saved. None: recompute all matrix products.
     """
     matmuls = {False: 0, True: 0}
 
@@ -106,17 +106,28 @@ def _contexts(
             if tuple(weight.shape) in recomputed:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             matmuls[context.is_recompute] += 1
-            keep = matmuls[context.is_recompute] % 2 == 1
+            save = matmuls[context.is_recompute] % 2 == 1
         else:
-            keep = name in kept
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            save = name in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def use_memory_budget(ac: ActivationCheckpoint, folder: str) -> None:
-    """Let the compiler choose what each block keeps: `torch._functorch`'s partitioner, told a share of memory."""
-    config: Any = functorch_config
-    config.activation_memory_budget = ac.memory_budget if ac.mode == "memory_budget" else 1.0
-    config.visualize_memory_budget_pareto = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
-    config.memory_budget_pareto_dir = folder
+def memory_budget(ac: ActivationCheckpoint, folder: str) -> AbstractContextManager[None]:
+    """Within, the compiler chooses what each block saves, if `mode = "memory_budget"`.
+
+    `torch._functorch`'s partitioner gets `ac.memory_budget`, the fraction of the activations that may be saved.
+
+    Args:
+        folder: receives the plots of `ac.visualize_memory_budget_pareto`.
+    """
+    from torch._functorch import config
+
+    enabled = ac.mode == "memory_budget"
+    return replaced(
+        config,
+        activation_memory_budget=ac.memory_budget if enabled else 1.0,
+        visualize_memory_budget_pareto=enabled and ac.visualize_memory_budget_pareto,
+        memory_budget_pareto_dir=folder,
+    )

@@ -1,24 +1,22 @@
-"""Asynchronous tensor parallelism: communication hidden behind the matrix product it belongs to.
+"""Asynchronous tensor parallelism: overlaps each collective with the matrix product it feeds or follows.
 
-Inductor's micro-pipeline pass fuses each all-gather with the products that follow, and each reduce-scatter with the
-product before it, into symmetric-memory kernels that work piece by piece (Wang et al., ASPLOS 2023,
-doi:10.1145/3567955.3567959). What it doesn't recognize it leaves alone without a word: hence the report.
+Inductor's micro-pipeline pass fuses each all-gather with the products after it, and each reduce-scatter with the
+product before it, into symmetric-memory kernels that communicate and compute piece by piece (Wang et al., ASPLOS 2023,
+doi:10.1145/3567955.3567959). The pass silently skips collectives it doesn't recognize, so `FusionReport` lists them.
 """
 
-import logging
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
 from torchtitan.utils.logging import logger
+from torchtitan.utils.torch_faults import gathers_without_views, micro_pipeline_without_nccl, replaced
 
 _FUSED = (
     "symm_mem::fused_all_gather_matmul",
@@ -37,66 +35,58 @@ _RESHAPES = (
     "aten::reshape",
     "getitem",
 )
-_VIEWED_OR_CONCATENATED = collectives._maybe_view_chunk_cat
-_entered = ExitStack()
-# Warns of every graph without such collectives, as the loss has; what counts is in the report.
-logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
 
 
 class FusionReport(CustomGraphPass):
-    """Called on every graph that inductor compiles; counts what is fused and names what isn't."""
+    """Inspects every graph that inductor compiles: counts the fused collectives and names the others."""
 
     def __init__(self) -> None:
         self.fused = 0
-        self.left: list[str] = []
+        self.unfused: list[str] = []
 
     def __call__(self, graph: Graph) -> None:
         fused = sum(_name(node) in _FUSED for node in graph.nodes)
-        left = [text for node in graph.nodes if (text := _unfused(node))]
+        unfused = [text for node in graph.nodes if (text := _unfused(node))]
         self.fused += fused
-        self.left += left
-        logger.info(f"Asynchronous tensor parallelism: {fused} of {fused + len(left)} collectives of a graph are fused")
-        for text in left:
-            logger.warning(f"Asynchronous tensor parallelism: {text} is not fused, and waits")
+        self.unfused += unfused
+        total = fused + len(unfused)
+        logger.info(f"Asynchronous tensor parallelism: {fused} of {total} collectives of a graph are fused")
+        for text in unfused:
+            logger.warning(f"Asynchronous tensor parallelism: {text} is not fused and will not overlap")
 
     def uuid(self) -> None:
-        """None: graphs are not taken from inductor's cache, which would skip the report."""
+        """None keeps graphs out of inductor's cache, which would bypass the report."""
         return
 
 
-def configure_async_tensor_parallel(mesh: DeviceMesh, *, enable: bool) -> None:
-    """Switch the fusion over `mesh` on or off for what is compiled from now on."""
-    inductor: Any = torch._inductor.config
-    inductor._micro_pipeline_tp = enable
-    inductor.post_grad_custom_post_pass = FusionReport() if enable else None
-    collectives._maybe_view_chunk_cat = _concatenated if enable else _VIEWED_OR_CONCATENATED
-    if not enable:
-        return
-    if mesh.device_type == "cpu":
-        _use_cpu_kernels()
-    else:
-        symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
+@contextmanager
+def fused_collectives(mesh: DeviceMesh) -> Iterator[None]:
+    """Fuse the collectives over `mesh` in all graphs that are compiled, and run, within."""
+    with ExitStack() as stack:
+        stack.enter_context(
+            replaced(torch._inductor.config, _micro_pipeline_tp=True, post_grad_custom_post_pass=FusionReport())
+        )
+        stack.enter_context(gathers_without_views())
+        if mesh.device_type == "cpu":
+            stack.enter_context(_cpu_kernels())
+            stack.enter_context(micro_pipeline_without_nccl())
+        else:
+            symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
+        yield
 
 
-@cache
-def _use_cpu_kernels() -> None:
-    """torch's own unfused fallbacks under the fused names: the same graphs and numbers, without the speed."""
+@contextmanager
+def _cpu_kernels() -> Iterator[None]:
+    """Run torch's unfused fallbacks for the fused operators: the same graphs and numbers, but no overlap."""
     library = torch.library.Library("symm_mem", "IMPL")
     for name in _FUSED:
         bare = name.removeprefix("symm_mem::")
         library.impl(bare, getattr(symmetric_memory, f"_{bare}_fallback"), "CPU")
-    _entered.callback(library._destroy)
-    _entered.enter_context(symmetric_memory._test_mode())
-    # Wheels for the CPU lack NCCL, and without it the pass gives up before it looks at the graph.
-    dist.is_nccl_available = lambda: True
-
-
-def _concatenated(gathered: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
-    """The ranks' parts, which a gather stacks along axis 0, along `dim`.
-
-    torch gives a view instead where it can, which is at batch size 1, and then inductor doesn't see the gather.
-    """
-    return torch.cat(torch.chunk(gathered, ranks, dim=0), dim=dim)
+    try:
+        with symmetric_memory._test_mode():
+            yield
+    finally:
+        library._destroy()
 
 
 def _name(node: Node) -> str:
@@ -105,7 +95,7 @@ def _name(node: Node) -> str:
 
 
 def _unfused(node: Node) -> str | None:
-    """What `node` is, if it is a collective at a matrix product that could have been fused with it."""
+    """Describes `node` if it is a collective that could have been fused with a matrix product."""
     if _name(node) == "_c10d_functional::all_gather_into_tensor":
         if product := _product_after(node):
             return f"the all-gather before {_where(product)}"
@@ -125,7 +115,7 @@ def _product_after(node: Node) -> Node | None:
 
 
 def _product_before(node: Node) -> Node | None:
-    """The matrix product whose result, and nothing else, is scattered."""
+    """The matrix product whose result is scattered."""
     for source in node.all_input_nodes[:1]:
         if _name(source) in _MATMULS:
             return source
@@ -135,7 +125,7 @@ def _product_before(node: Node) -> Node | None:
 
 
 def _where(node: Node) -> str:
-    """The module that `node` computes a part of."""
+    """Name of the module that `node` belongs to."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else node.name
     return str(path).removeprefix("L['block'].").removeprefix("L['self'].")

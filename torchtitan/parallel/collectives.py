@@ -1,4 +1,4 @@
-"""Numbers of the whole run: sums over ranks and the global gradient norm."""
+"""Sums and decisions over ranks, and the global gradient norm."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 
 
 def all_reduce(value: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """`value` combined over the group, in place; free in a group of one."""
+    """Reduce `value` over the group in place and return it. Free in a group of one."""
     if group.size() > 1:
         dist.all_reduce(value, op=op, group=group)
     return value
 
 
 class AnyRank:
-    """Whether any rank of the world says yes. Asked at once, answered later: what lies between hides the exchange."""
+    """Whether any rank of the world says yes. The exchange overlaps with work between construction and `answer`."""
 
     def __init__(self, yes: bool, device: torch.device):
         self._value = torch.full((), float(yes), device=device)
@@ -33,7 +33,7 @@ class AnyRank:
 
 
 def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Every rank's values, in order of rank."""
+    """The values of every rank, by rank."""
     own = torch.tensor(values, dtype=torch.float64, device=device)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
@@ -41,7 +41,7 @@ def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
 
 
 def unsharded(value: Tensor) -> Tensor:
-    """A plain tensor: the whole value of a DTensor, or the tensor itself."""
+    """The full value of a DTensor; a plain tensor itself."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -49,24 +49,24 @@ def unsharded(value: Tensor) -> Tensor:
 def clip_grad_norm(
     parameters: Sequence[nn.Parameter], max_norm: float, pp_group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Scale all gradients so that their global 2-norm is at most `max_norm` (0: only measure).
+    """Scale all gradients in place to a global 2-norm of at most `max_norm`. 0 only measures the norm.
 
-    All parameters must be on one mesh, as they are once FSDP has been applied to every module.
+    All parameters must be on one mesh, which FSDP on every module ensures.
 
     Returns:
-        The norm before scaling, over the whole model, all pipeline stages included: a plain fp64 scalar on `device`.
+        The norm before scaling, over all pipeline stages: a plain fp64 scalar on `device`.
     """
     params = [p for p in parameters if p.grad is not None]
-    # In fp64: an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each way of sharding.
+    # In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each sharding.
     norms = torch._foreach_norm([p.grad for p in params], 2.0, dtype=torch.float64)
     norm = combined_norm(norms, pp_group, device)
     if max_norm > 0:
-        # In the gradients' type: CUDA has a kernel for all of them at once, and for no other.
+        # CUDA's multi-tensor kernel requires the gradients' type.
         nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0].grad.dtype), foreach=True)
     return norm
 
 
 def combined_norm(norms: Sequence[Tensor], pp_group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The 2-norm of a whole whose parts, on this rank's stages and on the others', have these 2-norms."""
+    """The 2-norm of all gradients, given the 2-norms of this rank's parts; reduced over pipeline stages."""
     norm = unsharded(torch.linalg.vector_norm(torch.stack(list(norms)))).to(device)
     return all_reduce(norm**2, pp_group).sqrt()

@@ -1,47 +1,65 @@
-"""Regional compilation: every transformer block by itself, one graph for all that are alike."""
+"""Regional compilation: each transformer block is compiled separately, and blocks that are alike share one graph."""
 
-import logging
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 
-from torchtitan.config.schema import Compile
+from torchtitan.config.schema import Compile, Config
+from torchtitan.config.support import compiles_blocks
+from torchtitan.parallel.activation_checkpoint import memory_budget
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.utils.torch_faults import keep_buffers_of_backward, no_shared_autograd_cache
 
-# Its warning about in-place operations in checkpointed blocks is for those who have some.
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-
-
-def configure_compiler(tp_degree: int) -> None:
-    """Settings of what is compiled from now on."""
-    functorch: Any = functorch_config
-    # A pipeline schedule may run a block's backward in two parts, which need the same buffers.
-    functorch.donated_buffer = False
-    # This cache's keys don't tell ranks apart, whose graphs differ under tensor parallelism (each has the offset of its
-    # part of the vocabulary in it): a rank could load another's. Inductor's own cache goes by the finished graph.
-    functorch.enable_autograd_cache = tp_degree == 1
+_settings = ExitStack()
+"""The compiler settings of the latest run in this process."""
 
 
-def apply_compile(model: nn.Module, config: Compile) -> None:
-    """Compile the forward of each block of `model` in place.
+def configure_compiler(config: Config, mesh: Mesh) -> None:
+    """Set up the compiler for one run, undoing the settings of an earlier run in this process.
 
-    Only the forward, not the call: FSDP's hooks, which gather the weights, run outside of the graph, and those of
-    tensor parallelism on the modules inside the block become part of it. A graph break is an error, for it would hide
-    how slow the run is.
+    Compilation is lazy, so the settings stay in effect until the next call.
     """
+    _settings.close()
+    if not config.compile.enable:
+        return
+    torch._dynamo.reset()  # graphs of an earlier run would count against dynamo's limit
+    _settings.enter_context(keep_buffers_of_backward())
+    if mesh.size("tp") > 1:
+        _settings.enter_context(no_shared_autograd_cache())
+    folder = os.path.join(config.job.dump_folder, "memory_budget")
+    _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
+    if config.parallelism.enable_async_tensor_parallel and mesh.size("tp") > 1:
+        from torchtitan.parallel.async_tensor import fused_collectives  # imports inductor: half a second
+
+        _settings.enter_context(fused_collectives(mesh.tp))
+
+
+def apply_compile(model: nn.Module, config: Config) -> None:
+    """Compile the forward of each block of `model` in place, if `config` asks for it.
+
+    Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run outside the graph.
+    Hooks of tensor parallelism on modules inside the block become part of it. A graph break is an error, because it
+    would silently cost speed.
+    """
+    if not compiles_blocks(config):
+        return
     compiled: dict[Any, Callable[..., Any]] = {}
     for block in model.layers.values():
         forward = block.forward.__func__
         if forward not in compiled:
-            compiled[forward] = torch.compile(forward, backend=config.backend, fullgraph=True, dynamic=False)
+            compiled[forward] = _compiled(forward, config.compile)
         block.forward = MethodType(compiled[forward], block)
 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    """`loss`, compiled if `config` says so."""
-    if not config.enable or "loss" not in config.components:
-        return loss
-    return torch.compile(loss, backend=config.backend, fullgraph=True, dynamic=False)
+    """`loss`, compiled if `config` asks for it."""
+    return _compiled(loss, config) if config.enable and "loss" in config.components else loss
+
+
+def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
+    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)

@@ -1,12 +1,12 @@
 """Context parallelism: each rank holds a part of every row, and attention passes keys and values around.
 
-Ring attention (Liu et al., arXiv:2310.01889): a rank's queries meet one rank's keys and values after another, and the
-partial results are merged by online softmax (Milakov & Gimelshein, arXiv:1805.02867). With a causal mask the last rank
-would do almost all the work; so a row is cut into 2n chunks and rank r holds chunks r and 2n-1-r (head-tail balancing,
-Brandon et al., arXiv:2311.09431), which makes every block of the ring the same amount of work.
+Ring attention (Liu et al., arXiv:2310.01889): a rank attends to one rank's keys and values after another, and merges
+the partial results by online softmax (Milakov & Gimelshein, arXiv:1805.02867). With a causal mask the last rank would
+do most of the work. Head-tail balancing (Brandon et al., arXiv:2311.09431) therefore cuts a row into 2n chunks and
+gives chunks r and 2n-1-r to rank r, so all blocks of the ring cost the same.
 
-One implementation for CPU and CUDA: two custom operators over functional collectives and the local flash kernel. A
-compiler sees one node, and a checkpointing policy can name it.
+CPU and CUDA share the implementation: two custom operators built from functional collectives and the local flash
+kernel. The compiler sees a single node, which an activation checkpointing policy can name.
 
 Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d head size, n ranks.
 """
@@ -21,25 +21,35 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from torchtitan.config.schema import Parallelism
 from torchtitan.models.layers import Attend, Mask, attention_backend
+from torchtitan.parallel.mesh import Mesh
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
 def local_positions(seq_len: int, degree: int, rank: int, balanced: bool, device: torch.device | None = None) -> Tensor:
-    """Places in its row of the tokens that context-parallel rank `rank` holds: `[seq_len / degree]`."""
-    if not balanced:
+    """Positions in their row of the tokens that context-parallel rank `rank` holds: `[seq_len / degree]`."""
+    if not balanced or degree == 1:
         return torch.arange(seq_len, device=device).chunk(degree)[rank]
     chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
     return torch.cat([chunks[rank], chunks[2 * degree - 1 - rank]])
 
 
+def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
+    """Attention over the part of a row that each rank of `mesh` holds."""
+    if mesh.size("cp") == 1:
+        return attention_backend(device.type)
+    balanced = bool(p.context_parallel_load_balancer)
+    return ring_attention_backend(mesh.group("cp"), p.context_parallel_rotate_method, balanced)
+
+
 def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
-    """Attention over a sequence sharded by `local_positions`: causal by the ring; with a mask, over gathered keys.
+    """Attention over a sequence sharded by `local_positions`: a causal ring; with a mask, over gathered keys.
 
     Args:
-        rotate: how keys and values travel: `allgather` (at once) or `alltoall` (from rank to rank, overlapped).
+        rotate: how keys and values travel: `allgather` (all at once) or `alltoall` (rank to rank, overlapped).
     """
     return partial(_attend, group_name=group.group_name, rotate=rotate, balanced=balanced)
 
@@ -54,7 +64,7 @@ def _attend(
 
 
 def _whole_sequence(x: Tensor, group_name: str, balanced: bool) -> Tensor:
-    """Every rank's part of `[2, b, k, s, d]`, in the order of the row: `[2, b, k, n s, d]`."""
+    """All-gather `[2, b, k, s, d]` into the order of the row: `[2, b, k, n s, d]`."""
     group = _resolve_process_group(group_name)
     n, seq_len = group.size(), group.size() * x.shape[3]
     order = torch.cat([local_positions(seq_len, n, rank, balanced, x.device) for rank in range(n)])
@@ -69,7 +79,7 @@ def _block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if q.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    # fp32 on CUDA: the memory-efficient kernel, which knows no grouped queries and pads its log-sum-exp.
+    # fp32 on CUDA: the memory-efficient kernel, which doesn't support grouped queries and pads its log-sum-exp.
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse[..., : q.shape[2]]
@@ -106,7 +116,7 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _block_of(source: int, rank: int, s: int, balanced: bool) -> tuple[slice, slice, bool] | None:
-    """Which of our queries see which of `source`'s keys, and whether through a causal mask; None: none do."""
+    """Which local queries see which of `source`'s keys, and whether the block is causal. None: no query sees a key."""
     every, first, second = slice(0, s), slice(0, s // 2), slice(s // 2, s)
     if source == rank:
         return every, every, True
@@ -116,7 +126,7 @@ def _block_of(source: int, rank: int, s: int, balanced: bool) -> tuple[slice, sl
 
 
 def _rotate(buffer: Tensor, n: int, rank: int, group_name: str, rotate: str) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's buffer, our own first. The next one is on its way while the caller works on this one."""
+    """Every rank and its buffer, the local one first. The next one is in transit while the caller uses this one."""
     if rotate == "allgather":
         gathered = c10d.all_gather_into_tensor(buffer, n, group_name)
         yield rank, buffer
@@ -132,7 +142,7 @@ def _rotate(buffer: Tensor, n: int, rank: int, group_name: str, rotate: str) -> 
 
 
 def _shift(buffer: Tensor, n: int, rank: int, group_name: str) -> Tensor:
-    """Start to send `buffer` to the next rank; the result is the previous rank's."""
+    """Start sending `buffer` to the next rank. The result, once waited for, is the previous rank's."""
     send, receive = [0] * n, [0] * n
     send[(rank + 1) % n] = receive[(rank - 1) % n] = buffer.numel()
     return c10d.all_to_all_single(buffer, receive, send, group_name)
@@ -147,7 +157,7 @@ def _unpack(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
-    """Sums over blocks are kept in fp32 at least."""
+    """The type of sums over blocks: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -158,7 +168,7 @@ def ring_attention(
     """Causal attention of local queries `[b, h, s, d]` to all ranks' keys and values `[b, k, s, d]`.
 
     Returns:
-        Output `[b, h, s, d]`, and log-sum-exp of the scores `[b, h, s]` for the backward.
+        The output `[b, h, s, d]` and the scores' log-sum-exp `[b, h, s]`, which the backward needs.
     """
     group = _resolve_process_group(group_name)
     n, rank, s = group.size(), group.rank(), q.shape[2]
@@ -202,13 +212,13 @@ def ring_attention_backward(
     rotate: str,
     balanced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `ring_attention`; those of keys and values are summed on the rank that holds them."""
+    """Gradients of `ring_attention`. Those of keys and values are summed on the rank that holds them."""
     group = _resolve_process_group(group_name)
     n, rank, s = group.size(), group.rank(), q.shape[2]
     dtype, size = _accumulator(q), k.numel() + v.numel()
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     at_once = rotate == "allgather"
-    # All ranks' gradients, reduced at the end; or one that travels on with the keys and values it belongs to.
+    # Either gradients for all ranks, reduced at the end, or one that travels with the keys and values it belongs to.
     dkv = torch.zeros(n if at_once else 1, size, dtype=dtype, device=q.device)
     travelling: Tensor | None = None
     for source, buffer in _rotate(_pack(k, v), n, rank, group_name, rotate):
@@ -237,7 +247,7 @@ def ring_attention_backward(
             travelling = _shift(dkv.view(-1), n, rank, group_name)
     home = c10d.reduce_scatter_tensor(dkv.view(-1), "sum", n, group_name) if travelling is None else travelling
     dk, dv = _unpack(c10d.wait_tensor(home), k, v)
-    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)  # outputs may share no memory
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)  # an operator's outputs must not alias
 
 
 @ring_attention_backward.register_fake

@@ -1,8 +1,8 @@
-"""Layout-invariant initialization: a weight is a function of (seed, its name, its global index), and nothing else.
+"""Layout-invariant initialization: a weight's value depends only on the seed, its name and its global index.
 
-A parameter is cut into blocks of rows. Each block has a generator of its own, seeded by a hash of (seed, name, block),
-always on the CPU. A rank evaluates only the blocks that its shard touches, so the values are the same bit for bit under
-every layout, with no communication and no rank ever holding a whole parameter.
+A parameter is cut into blocks of rows. Each block has its own generator on the CPU, seeded by a hash of (seed, name,
+block), and a rank evaluates only the blocks its shard overlaps. Values are bitwise equal under every layout, without
+communication and without any rank holding a whole parameter.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ ROWS_PER_BLOCK = 256
 def materialize(
     model: nn.Module, device: torch.device, buffer_device: torch.device, seed: int, rule: Callable[[str], Init]
 ) -> None:
-    """Give a (sharded) model on the meta device its memory and its initial values.
+    """Allocate and initialize a model, sharded or not, that is on the meta device.
 
     Args:
-        device: where parameters live (the CPU under offload).
-        buffer_device: where computation runs.
-        rule: initialization of each fully qualified parameter name.
+        device: of the parameters: the CPU under offload.
+        buffer_device: of the buffers: where computation runs.
+        rule: from a parameter's fully qualified name to its initialization.
     """
     model.to_empty(device=device)
     model.init_buffers()
@@ -56,9 +56,9 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
 
 
 def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], std: float) -> Tensor:
-    """Values of one block of rows: fp32 normal, limited to three standard deviations.
+    """Values of one block of rows: fp32 normal, clamped to three standard deviations.
 
-    `normal_` gives the same stream in every supported torch release, which `trunc_normal_` does not.
+    Unlike `trunc_normal_`, `normal_` produces the same stream in every supported torch release.
     """
     digest = hashlib.sha256(f"{seed}:{fqn}:{block}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -66,7 +66,7 @@ def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], std: float) 
 
 
 def _owned(param: Tensor, dim: int) -> Tensor:
-    """Global indices along `dim` that this rank holds: the index itself, sharded as the parameter is."""
+    """Global indices along `dim` that this rank holds, found by sharding the indices like the parameter."""
     index = torch.arange(param.shape[dim])
     if not isinstance(param, DTensor):
         return index
@@ -76,6 +76,6 @@ def _owned(param: Tensor, dim: int) -> Tensor:
 
 
 def _along_first(placement: Placement) -> Placement:
-    """The same sharding of axis 0. FSDP x TP has shards with a split factor, which are no `Shard`."""
+    """The same sharding along dim 0. FSDP x TP uses placements with a split factor, which are not `Shard`."""
     factor = getattr(placement, "split_factor", None)
     return Shard(0) if factor is None else type(placement)(0, split_factor=factor)

@@ -1,4 +1,4 @@
-"""The device mesh: every rank's place along five axes, and the groups that follow from it."""
+"""The device mesh: the five axes of parallelism, and the process groups along and across them."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from torchtitan.config.schema import Parallelism
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks, arranged in axes from outer to inner: pp, dp_replicate, dp_shard, cp, tp.
+    """All ranks along five axes, from outer to inner: pp, dp_replicate, dp_shard, cp, tp.
 
-    The inner an axis, the more it communicates, and the closer its ranks are: neighbours of one node first.
+    Inner axes communicate most, so their ranks are placed closest, within a node if possible.
     """
 
     world: DeviceMesh
     fsdp: DeviceMesh
-    """Axes for FSDP2, (dp_replicate, dp_shard x cp): a context-parallel rank holds a shard of the weights too."""
+    """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks too."""
     batch_group: dist.ProcessGroup
     """Ranks that see different tokens (dp_replicate x dp_shard x cp)."""
     loss_group: dist.ProcessGroup
-    """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp): only the last pipeline stage has one."""
+    """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last pipeline stage has one."""
 
     def size(self, axis: str) -> int:
         return self.world.size(AXES.index(axis))
@@ -45,7 +45,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among those that read different rows."""
+        """This rank's index among those that read different rows."""
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
@@ -55,7 +55,7 @@ _meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], Mesh] = {}
 def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
     """Arrange all ranks of the default process group by the (derived, validated) degrees.
 
-    Process groups are dear, and DTensor keeps the mesh it has seen first: the same degrees get the same mesh.
+    The same degrees get the same mesh: process groups are expensive, and DTensor caches the first mesh it sees.
     """
     degrees = axis_degrees(parallelism)
     key = dist.group.WORLD, device_type, tuple(degrees.values())
@@ -67,7 +67,7 @@ def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
 def _build(degrees: dict[str, int], device_type: str) -> Mesh:
     world = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
-    if degrees["dp_replicate"] > 1:  # HSDP's second reduction is not free even in a group of one
+    if degrees["dp_replicate"] > 1:  # FSDP2 would all-reduce even in a group of one
         fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
     batch = world["dp_replicate", "dp_shard", "cp"]._flatten("batch")
     loss = world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")

@@ -1,43 +1,69 @@
-"""THE ordered list: how a plain model becomes a distributed one. The same for every model family."""
+"""From a plain model to a distributed one: the ordered list of steps, the same for every model family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.config.derive import axis_degrees, layout_name
 from torchtitan.config.schema import Config
+from torchtitan.config.stages import PipelineStages
 from torchtitan.config.support import FLOAT8, compiles_blocks, uses
-from torchtitan.models.spec import ShardingStyle
+from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.compile import apply_compile, configure_compiler
+from torchtitan.parallel.context import build_attention
 from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import keep_modules, stage_modules
 from torchtitan.parallel.quantize import quantize
 from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.utils.logging import logger
+from torchtitan.utils.torch_faults import must_save_attention, silence_false_alarms
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, config: Config, tensor_parallel_styles: Mapping[str, ShardingStyle]
-) -> None:
-    """Distribute `model` (or a pipeline stage of it) on the meta device in place.
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+    stages: PipelineStages | None,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    fill: Callable[..., None] = materialize,
+) -> list[FSDPModule]:
+    """This rank's part of the model, sharded and with its initial weights: one module, or one for each pipeline stage.
 
-    No memory is taken and nothing is communicated. The pipeline split comes before; context parallelism is the
-    attention that the model was built with.
+    Nothing is allocated before `fill`, and nothing is communicated.
+
+    Args:
+        args: the family's hyper-parameters.
+        device: where this rank computes.
+        fill: allocates and initializes the sharded model; called as `materialize` is.
     """
-    training, parallelism = config.training, config.parallelism
-    model.to(getattr(torch, training.dtype))
-    quantize(model, config, mesh.size("tp"))
-    if mesh.size("tp") > 1:
-        sharded_loss, float8 = not parallelism.disable_loss_parallel, uses(config, FLOAT8)
-        apply_tensor_parallel(model, mesh.tp, tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
-    compiled = compiles_blocks(config)
-    keep_attention = compiled and mesh.size("tp") > 1
-    apply_activation_checkpoint(model, config.activation_checkpoint, keep_attention=keep_attention)
-    if compiled:
-        from torchtitan.parallel.async_tensor import configure_async_tensor_parallel  # half a second: inductor
-
-        asynchronous = parallelism.enable_async_tensor_parallel and mesh.size("tp") > 1
-        configure_async_tensor_parallel(mesh.tp, enable=asynchronous)
-        apply_compile(model, config.compile)
-    pipelined = mesh.size("pp") > 1
-    apply_fsdp(model, mesh.fsdp, training, parallelism.fsdp_reshard_after_forward, pipelined=pipelined)
+    training, p, tp_degree = config.training, config.parallelism, mesh.size("tp")
+    sharded_loss, float8 = not p.disable_loss_parallel, uses(config, FLOAT8)
+    save_attention = must_save_attention(compiled=compiles_blocks(config), tp_degree=tp_degree)
+    home = torch.device("cpu") if training.enable_cpu_offload else device
+    silence_false_alarms()
+    configure_compiler(config, mesh)
+    attend = build_attention(mesh, p, device)  # context parallelism
+    models, parameters = [], 0
+    for modules in stage_modules(stages, mesh.rank("pp")):
+        with torch.device("meta"):
+            model: Any = spec.build(args, attend)
+        parameters = sum(weight.numel() for weight in model.parameters())
+        keep_modules(model, modules)
+        model.to(getattr(torch, training.dtype))
+        quantize(model, config, tp_degree)
+        apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
+        apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=save_attention)
+        apply_compile(model, config)
+        apply_fsdp(model, mesh.fsdp, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
+        fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
+        models.append(model)
+    layout = layout_name(axis_degrees(p))
+    logger.info(f"Model {config.model.name} {config.model.flavor}: {parameters:,} parameters on {layout}")
+    return models

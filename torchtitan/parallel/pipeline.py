@@ -1,11 +1,12 @@
-"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages, and the schedules that run them.
+"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages and the schedules that run them.
 
-Every schedule runs on torch's one schedule runtime, given as an order of computations that the runtime completes with
-communication and FSDP's gathering. GPipe is breadth-first with one stage per rank; 1F1B (Narayanan et al.,
-arXiv:2104.04473) is written out here, since torch's class for it has a runtime of its own that can't evaluate.
+All schedules use one runtime of torch's: a schedule is an order of computations, to which the runtime adds
+communication and FSDP's all-gathers. GPipe is breadth-first with one stage per rank. 1F1B (Narayanan et al.,
+arXiv:2104.04473) is defined here, because torch's class for it has a separate runtime that can't evaluate.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +25,10 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.config.stages import PipelineStages
 from torchtitan.utils.phase import note
+from torchtitan.utils.torch_faults import without_self_connections
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""What the last stage gives, and the labels of a microbatch, to its loss, to be added up."""
+"""From a microbatch's output of the last stage and its labels `[microbatch, seq]` to its share of the batch's loss."""
 
 _FORWARD = {
     _ComputationType.FORWARD,
@@ -37,8 +39,15 @@ _FORWARD = {
 }
 
 
-def keep_modules(model: nn.Module, names: Sequence[str]) -> None:
-    """Make `model` (on the meta device) the stage that holds the named modules; layers keep their names."""
+def stage_modules(stages: PipelineStages | None, rank: int) -> list[tuple[str, ...] | None]:
+    """Names of the modules on each stage of a pipeline rank. Without a pipeline, one stage of all modules: `[None]`."""
+    return [None] if stages is None else [stages.modules[index] for index in stages.stages_of(rank)]
+
+
+def keep_modules(model: nn.Module, names: Sequence[str] | None) -> None:
+    """Reduce `model`, on the meta device, to the named modules. Layers keep their names. None keeps all."""
+    if names is None:
+        return
     for index in list(model.layers):
         if f"layers.{index}" not in names:
             del model.layers[index]
@@ -47,107 +56,133 @@ def keep_modules(model: nn.Module, names: Sequence[str]) -> None:
             setattr(model, name, None)
 
 
+@dataclass(frozen=True)
+class StageShapes:
+    """Shapes of what the stages of a pipeline receive and return for one batch.
+
+    A stage receives and returns hidden states `[microbatch, seq / tp_degree, dim]`. The first stage receives tokens
+    `[microbatch, seq]`. The last returns logits `[microbatch, seq, vocab]`, if it projects.
+    """
+
+    rows: int
+    """Rows of a batch."""
+    seq_len: int
+    """Tokens of a row that this rank holds, after context parallelism."""
+    dim: int
+    vocab_size: int
+    tp_degree: int
+    """Ranks that share the sequence of the hidden states."""
+    dtype: torch.dtype
+    """Of hidden states and logits."""
+    project: bool
+    """The last stage returns logits rather than hidden states."""
+
+    def ends(self, microbatch_size: int, *, first: bool, last: bool) -> dict[str, Tensor]:
+        """What a stage receives and returns, on the meta device."""
+        with torch.device("meta"):
+            tokens = torch.empty(microbatch_size, self.seq_len, dtype=torch.int64)
+            hidden = self._activations(microbatch_size, self.seq_len // self.tp_degree, self.dim)
+            logits = self._activations(microbatch_size, self.seq_len, self.vocab_size)
+        projects = last and self.project
+        return {"input_args": tokens if first else hidden, "output_args": logits if projects else hidden}
+
+    def _activations(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, requires_grad=True)
+
+
 class Pipeline:
     """This rank's stages and their schedules, for batches of one shape.
 
-    Shapes: a stage gets and gives `[microbatch, seq, dim]`, sharded over the sequence as context and tensor parallelism
-    have it; all shapes are given, so that nothing runs only to find them out.
+    All shapes are known in advance, so no forward runs just to infer them.
     """
 
     def __init__(
         self,
         models: Sequence[FSDPModule],
-        plan: PipelineStages,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        rows: int,
+        stages: PipelineStages,
+        shapes: StageShapes,
         positions: Tensor,
-        widths: tuple[int, int],
-        tp_degree: int,
-        dtype: torch.dtype,
-        *,
-        project: bool,
+        group: dist.ProcessGroup,
     ):
         """
         Args:
-            models: modules of this rank's stages, in order of stage.
-            rows: of a batch.
-            positions: places in their row of the tokens this rank sees.
-            widths: of the hidden states between stages, and of the logits.
-            tp_degree: ranks over which the sequence of the hidden states is split further.
-            dtype: of both.
-            project: the last stage gives logits, not hidden states.
+            models: this rank's stages, in order.
+            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
         """
-        self.models, self.plan, self.group, self.device, self.positions = models, plan, group, device, positions
-        self.widths, self.tp_degree, self.dtype, self.project = widths, tp_degree, dtype, project
-        self.microbatches = rows // plan.microbatch_size
-        self.stages = plan.stages_of(group.rank())
-        self.is_first = 0 in self.stages
-        self.is_last = len(plan.modules) - 1 in self.stages
-        self._loss: Loss
+        self.models, self.stages, self.shapes = models, stages, shapes
+        self.positions, self.group = positions, group
+        self.microbatches = shapes.rows // stages.microbatch_size
+        self.own_stages = stages.stages_of(group.rank())
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
-        """Gradients of one batch; the summed loss of its microbatches on the last stage's rank, elsewhere 0.
+        """Add the gradients of one batch to the parameters'.
 
         Args:
+            tokens: `[batch, seq]`.
+            labels: `[batch, seq]`.
             documents: `[batch, whole row]`, the document of each token; None: attention sees whole rows.
+
+        Returns:
+            The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.
         """
-        self._loss = loss
-        return self._run(self._training, self._training.step, tokens, labels, documents)
+        return self._run(self._training, tokens, labels, documents, loss)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
-        """The summed loss of one batch, without gradients."""
-        self._loss = loss
-        return self._run(self._forward_only, self._forward_only.eval, tokens, labels, documents)
+        """The summed loss of one batch, as `forward_backward` returns it, without gradients."""
+        return self._run(self._forward_only, tokens, labels, documents, loss)
 
     def _run(
         self,
         schedule: _PipelineScheduleRuntime,
-        step: Callable[..., Any],
         tokens: Tensor,
         labels: Tensor,
         documents: Tensor | None,
+        loss: Loss,
     ) -> Tensor:
-        losses: list[Tensor] = []
-        for stage in schedule._stages:
-            stage.documents = None if documents is None else documents.split(self.plan.microbatch_size)
-        target = {"target": labels, "losses": losses} if self.is_last else {}
-        step(*((tokens,) if self.is_first else ()), **target, return_outputs=False)
-        return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
+        """Run all microbatches.
 
-    def _loss_of(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self._loss(output, labels)
+        This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's target can be more
+        than a tensor: the loss function and the labels.
+        """
+        size = self.stages.microbatch_size
+        for stage in schedule._stages:
+            stage.has_backward = schedule._has_backward
+            stage.clear_runtime_states()
+            stage.documents = None if documents is None else documents.split(size)
+        inputs = targets = None
+        losses: list[Tensor] | None = None
+        if 0 in self.own_stages:
+            inputs = [(part,) for part in tokens.split(size)]
+        if len(self.stages.modules) - 1 in self.own_stages:
+            targets, losses = [(loss, part) for part in labels.split(size)], []
+        schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=self.positions.device)
+        return torch.stack([x.detach() for x in losses]).sum()
 
     def _options(self) -> dict[str, Any]:
-        """What every schedule is made with: stages of its own, for they keep buffers for what they receive."""
-        stages = [self._stage(index, model) for index, model in zip(self.stages, self.models, strict=True)]
+        """Arguments of a schedule. Each has its own stages, because they own receive buffers."""
         return {
-            "stages": stages,
+            "stages": [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)],
             "n_microbatches": self.microbatches,
-            "loss_fn": self._loss_of,
+            "loss_fn": _loss_of,
             "scale_grads": False,
         }
 
     def _stage(self, index: int, model: FSDPModule) -> "_Stage":
-        size, seq_len, last = self.plan.microbatch_size, len(self.positions), len(self.plan.modules) - 1
-        dim, vocab_size = self.widths
-        with torch.device("meta"):
-            tokens = torch.empty(size, seq_len, dtype=torch.int64)
-            hidden = torch.empty(size, seq_len // self.tp_degree, dim, dtype=self.dtype, requires_grad=True)
-            logits = torch.empty(size, seq_len, vocab_size, dtype=self.dtype, requires_grad=True)
-        projects = index == last and self.project
-        ends = {"input_args": hidden if index else tokens, "output_args": logits if projects else hidden}
-        stage = _Stage(model, index, last + 1, self.device, **ends, group=self.group)
-        stage.positions, stage.project = self.positions, self.project
+        count = len(self.stages.modules)
+        ends = self.shapes.ends(self.stages.microbatch_size, first=index == 0, last=index == count - 1)
+        stage = _Stage(model, index, count, self.positions.device, **ends, group=self.group)
+        stage.positions, stage.project = self.positions, self.shapes.project
         return stage
 
     @cached_property
     def _training(self) -> _PipelineScheduleRuntime:
-        name, options = self.plan.schedule, self._options()
-        if self.plan.csv_file:
+        name, options = self.stages.schedule, self._options()
+        if self.stages.csv_file:
             schedule = _PipelineScheduleRuntime(**options)
-            schedule._load_csv(self.plan.csv_file)
+            schedule._load_csv(self.stages.csv_file)
         elif name == "1F1B":
             schedule = _PipelineScheduleRuntime(**options)
             ranks = self.group.size()
@@ -161,16 +196,16 @@ class Pipeline:
 
     @cached_property
     def _forward_only(self) -> _PipelineScheduleRuntime:
-        """Every stage runs all its microbatches, the earlier stages first.
+        """Runs the forwards of all microbatches, stage by stage.
 
-        torch's own `eval` of a training schedule fails for V shapes and divides the gradients that are there.
+        torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
         schedule = _PipelineScheduleRuntime(**self._options())
         orders = {}
         for rank in range(self.group.size()):
-            own, microbatches = self.plan.stages_of(rank), range(self.microbatches)
+            own, microbatches = self.stages.stages_of(rank), range(self.microbatches)
             forwards = [_Action(s, _ComputationType.FORWARD, m) for s in own for m in microbatches]
-            # Never run: torch accepts only orders that are complete.
+            # torch only accepts complete orders; the backwards are removed below.
             backwards = [_Action(s, _ComputationType.FULL_BACKWARD, m) for s in own[::-1] for m in microbatches]
             orders[rank] = [*forwards, *backwards]
         schedule._prepare_schedule_with_comms(orders)
@@ -178,19 +213,20 @@ class Pipeline:
             rank: [action for action in order if action.computation_type in _FORWARD]
             for rank, order in schedule.pipeline_order_with_comms.items()
         }
+        schedule._has_backward = False
         return schedule
 
 
 class _Stage(PipelineStage):
-    """Gives its module what every stage needs besides hidden states.
+    """Passes its module what every stage needs besides hidden states.
 
-    Not through the schedule: it would cut the positions into microbatches, and torch 2.11 asks for their gradient.
+    Not keyword arguments of the schedule: torch 2.11 would compute their gradients.
     """
 
     positions: Tensor
     project: bool
     documents: Sequence[Tensor] | None
-    """Of each microbatch."""
+    """By microbatch, `[microbatch, whole row]`."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.microbatch = fwd_chunk_id
@@ -207,12 +243,16 @@ class _Stage(PipelineStage):
         return super().forward_maybe_with_nosync(*args, **own, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # A V has two neighbouring stages on its last rank; torch before 2.13 makes gloo connect that rank to itself.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return without_self_connections(super()._get_init_p2p_neighbors_ops(), self.group_rank)
+
+
+def _loss_of(output: Tensor, target: tuple[Loss, Tensor]) -> Tensor:
+    loss, labels = target
+    return loss(output, labels)
 
 
 def one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
-    """1F1B of one rank, which has one stage: forwards until the first gradient can arrive, then in turns."""
+    """1F1B on a rank with one stage: forwards until the first gradient can arrive, then alternate."""
     warmup = min(microbatches, degree - rank)
     forwards = [_Action(rank, _ComputationType.FORWARD, m) for m in range(microbatches)]
     backwards = [_Action(rank, _ComputationType.FULL_BACKWARD, m) for m in range(microbatches)]

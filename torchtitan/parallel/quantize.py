@@ -1,10 +1,10 @@
 """Linear layers in 8-bit floating point, by torchao: Float8 (Micikevicius et al., arXiv:2209.05433) and MXFP8 (OCP
-Microscaling Formats, v1.0). Weights and optimizer state keep their type; only the operands of matrix products change.
+Microscaling Formats, v1.0). Only the operands of matrix products change; weights and optimizer state keep their type.
 
-Emulation rounds the operands to 8 bits and multiplies in the type they came in: the same numbers, no speed, any device.
+Emulation rounds the operands to 8 bits and multiplies them in their original type: the same numbers on any device, but
+no faster.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,16 +19,14 @@ from torchtitan.config.schema import MXFP8, Config, Float8
 from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
-
-# Its wheel brings kernels for GPUs, and warns on every machine that can't load them.
-logging.getLogger("torchao").setLevel(logging.ERROR)
+from torchtitan.utils.torch_faults import gather_float8_as_bytes, silence_false_alarms
 
 
 def check_hardware(config: Config, device: torch.device) -> None:
-    """See that `device` can do what `model.converters` asks for.
+    """Check that `device` supports the 8-bit matrix products that `model.converters` needs.
 
     Raises:
-        ConfigError: the device has no 8-bit matrix products of the kind asked for.
+        ConfigError: it doesn't.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     float8, mx = config.quantize.linear.float8, config.quantize.linear.mx
@@ -39,14 +37,14 @@ def check_hardware(config: Config, device: torch.device) -> None:
                 [
                     f"quantize.linear.float8: needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} "
                     f"({gpu}) or newer, this is {_name(device)}; set quantize.linear.float8.emulate = true to try it "
-                    "without"
+                    "without one"
                 ]
             )
     if uses(config, MX) and mx.recipe_name != "mxfp8_emulated" and capability < (10, 0):
         raise ConfigError(
             [
                 "quantize.linear.mx: needs an NVIDIA GPU of compute capability 10.0 (Blackwell) or newer, this is "
-                f'{_name(device)}; set quantize.linear.mx.recipe_name = "mxfp8_emulated" to try it without'
+                f'{_name(device)}; set quantize.linear.mx.recipe_name = "mxfp8_emulated" to try it without one'
             ]
         )
 
@@ -56,7 +54,8 @@ def _name(device: torch.device) -> str:
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
-    """Replace linear layers of `model` (on the meta device, before it is sharded) as `model.converters` says."""
+    """Convert linear layers of `model`, on the meta device and not yet sharded, according to `model.converters`."""
+    silence_false_alarms()
     if uses(config, FLOAT8):
         _to_float8(model, config.quantize.linear.float8, tp_degree)
     if uses(config, MX):
@@ -65,11 +64,11 @@ def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
         logger.info(f"Model after conversion:\n{model}")
 
 
-def _fits(left_out: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool]:
-    """Whether to convert a layer: neither named, nor of a size that no kernel takes."""
+def _fits(excluded: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool]:
+    """Whether to convert a layer: not excluded by name, and of sizes divisible by `unit`, as the kernels require."""
 
     def fits(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(name in fqn for name in left_out):
+        if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
             return False
         return module.in_features % unit == 0 and module.out_features % unit == 0
 
@@ -80,10 +79,10 @@ def _report(model: nn.Module, kind: type, what: str) -> None:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     kept = [name for name, module in linear.items() if not isinstance(module, kind)]
     if not linear or len(kept) == len(linear):
-        logger.warning(f"{what}: no linear layer is converted; all are left out by name or size")
+        logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
         return
-    names = f"; not {', '.join(kept[:6])}{', ...' if len(kept) > 6 else ''}" if kept else ""
-    logger.info(f"{what}: {len(linear) - len(kept)} of {len(linear)} linear layers{names}")
+    names = f", all but {', '.join(kept[:6])}{', ...' if len(kept) > 6 else ''}" if kept else ""
+    logger.info(f"{what}: converted {len(linear) - len(kept)} of {len(linear)} linear layers{names}")
 
 
 # ---- Float8
@@ -108,47 +107,20 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
 
     convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if float8.emulate:
-        _gather_bytes()
+        gather_float8_as_bytes()
     _report(model, Float8Linear, f"Float8 {recipe}{' (emulated)' if float8.emulate else ''}")
 
 
 def refresh_scales(models: Sequence[nn.Module]) -> None:
-    """Scales of all weights for the next step, in one reduction instead of one for each as it is gathered."""
+    """Compute the scales of all weights for the next step in one reduction, instead of one per weight."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     for model in models:
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def _gather_bytes() -> None:
-    """Let gloo gather Float8 activations as bytes: it has no such type."""
-    from torchao.float8 import float8_ops
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor
-
-    table = float8_ops.FLOAT8_OPS_TABLE
-    for operation in (
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-        torch.ops.c10d_functional.all_gather_into_tensor.default,
-    ):
-        original = table.get(operation)
-        if original is None or hasattr(original, "gathers_bytes"):
-            continue
-
-        def gather(op: Any, args: Any, kwargs: Any = None, original: Any = original) -> Any:
-            x = args[0]
-            if x._data.device.type != "cpu":
-                return original(op, args, kwargs)
-            out = op(x._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
-            out = torch.ops._c10d_functional.wait_tensor(out)  # bytes can't be reinterpreted before they are there
-            data = out.view(x._data.dtype)
-            return Float8TrainingTensor(data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role)
-
-        gather.gathers_bytes = True  # type: ignore[attr-defined]
-        table[operation] = gather
-
-
 class GatherSequenceInFloat8(ParallelStyle):
-    """Rounds the first input to Float8 before it is gathered along the sequence: half the bytes of bf16."""
+    """Rounds the first input to Float8 before all-gathering it along the sequence: half the bytes of bf16."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         from torchao.float8.config import e4m3_dtype
@@ -169,9 +141,9 @@ class GatherSequenceInFloat8(ParallelStyle):
 
 
 def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
-    """The style that communicates in Float8, where one scale serves the whole tensor and every layer concerned has it.
+    """The style that communicates in Float8; None if a layer isn't Float8 or has more than one scale per tensor.
 
-    Scales of rows and columns would have to be gathered along with them: those recipes communicate in bf16.
+    Scales of rows or columns would have to be gathered too, so those recipes communicate in bf16.
     """
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear
@@ -195,7 +167,7 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
 
 
 class MXLinear(nn.Linear):
-    """A linear layer whose products take MXFP8 operands: 32 elements along the sum share a power of two as scale."""
+    """A linear layer with MXFP8 operands: every 32 elements along the summed dimension share a power-of-two scale."""
 
     kernels: tuple[Any, ...]
 

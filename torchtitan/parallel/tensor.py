@@ -1,8 +1,8 @@
-"""Tensor parallelism with sequence and loss parallelism, from a model's declarative plan.
+"""Tensor parallelism with sequence and loss parallelism, from the sharding styles that a model declares.
 
-Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Outside attention and feed-forward,
-activations are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and the logits over the vocabulary, so
-that neither ever exists whole on a rank.
+Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Activations outside attention and
+feed-forward are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and logits over the vocabulary. No
+rank ever holds either of them whole.
 """
 
 import re
@@ -26,15 +26,17 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.quantize import float8_style
+from torchtitan.utils.torch_faults import redistribute_and_wait
 
 SEQUENCE, VOCABULARY = Shard(1), Shard(-1)
 
 
 class _OwnRows(nn.Embedding):
-    """Looks up the tokens whose rows this rank has; its output is a summand of the whole.
+    """An embedding sharded over the vocabulary: tokens `[b, s]` -> `[b, s / tp, dim]`.
 
-    DTensor's own lookup has the same forward, but its backward makes the gradient of the whole vocabulary on every rank
-    before it takes the own rows: 8 GiB in fp32 for Llama 405B.
+    Each rank looks up the tokens whose rows it holds; the sum over ranks is reduce-scattered over the sequence.
+    DTensor's lookup has the same forward, but its backward allocates the gradient of the whole vocabulary on each rank:
+    8 GiB in fp32 for Llama 405B.
     """
 
     first_row: int
@@ -43,11 +45,11 @@ class _OwnRows(nn.Embedding):
         assert isinstance(self.weight, DTensor)
         mesh, weight = self.weight.device_mesh, self.weight.to_local()
         row = tokens - self.first_row
-        own = row % len(weight)  # not all of them the first: the backward sums up by row
+        own = row % len(weight)  # spread over all rows, as the backward adds up by row
         rows = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
-        # Not asynchronous: torch 2.13 loses the gradient of an asynchronous tensor that enters a compiled block.
-        whole = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[SEQUENCE], async_op=False).to_local()
+        return redistribute_and_wait(
+            DTensor.from_local(rows, mesh, [Partial()], run_check=False), [SEQUENCE]
+        ).to_local()
 
 
 class _Embedding(ParallelStyle):
@@ -60,7 +62,7 @@ class _Embedding(ParallelStyle):
 
 
 class _GatherSequence(ParallelStyle):
-    """Gathers the first input along the sequence once, for all linear layers inside the module."""
+    """All-gathers the first input along the sequence, once for all linear layers in the module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, inputs: (_gathered(inputs[0], device_mesh), *inputs[1:]))
@@ -68,7 +70,7 @@ class _GatherSequence(ParallelStyle):
 
 
 class _TiedOutput(_GatherSequence):
-    """Projection by a weight that is an input, and sharded over the vocabulary already."""
+    """An output projection whose weight is an input, already sharded over the vocabulary."""
 
     def __init__(self, keep_sharded: bool):
         self.keep_sharded = keep_sharded
@@ -93,6 +95,7 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
     styles: dict[ShardingStyle, ParallelStyle] = {
         "embedding": _Embedding(),
         "norm": SequenceParallel(use_local_output=True),
+        "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "gather_sequence": _GatherSequence(),
         "columns": ColwiseParallel(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),
@@ -106,26 +109,31 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ShardingStyle], *, sharded_loss: bool, float8: bool
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ShardingStyle], *, sharded_loss: bool, float8: bool
 ) -> None:
-    """Split `model`, or the part of it that a pipeline stage holds, over `mesh` in place.
+    """Shard `model`, or a pipeline stage of it, over `mesh` in place. Does nothing on a mesh of one rank.
 
     Args:
-        plan: `ModelSpec.tensor_parallel_styles`.
+        styles: `ModelSpec.tensor_parallel_styles`.
         sharded_loss: leave the logits sharded over the vocabulary, as a DTensor, for a loss under `loss_context`.
-        float8: layers may be torchao's, and then communicate in Float8 where they can.
+        float8: communicate in Float8 where torchao's layers can.
+
+    Raises:
+        AssertionError: a weight has no style.
     """
-    styles = {}
+    if mesh.size() == 1:
+        return
+    applied = {}
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        if pattern in plan:
-            styles[name] = _style(plan[pattern], module, sharded_loss, float8)
+        if pattern in styles:
+            applied[name] = _style(styles[pattern], module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        assert owner in styles, f"the tensor-parallel plan says nothing of {owner}: its weight would not be split"
-    parallelize_module(model, mesh, styles)
+        assert owner in applied, f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded"
+    parallelize_module(model, mesh, applied)
 
 
 def loss_context(sharded_loss: bool) -> AbstractContextManager[None]:
-    """Where the loss of vocabulary-sharded logits and its backward are computed."""
+    """The context for the loss of vocabulary-sharded logits and its backward."""
     return loss_parallel() if sharded_loss else nullcontext()

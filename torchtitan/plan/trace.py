@@ -28,12 +28,13 @@ from torchtitan.config.support import MX, compiles_blocks, uses
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.mesh import Mesh, build_mesh
+from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
 from torchtitan.plan.allocator import Event, reserved
 from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.plan.memory import PARTS
 from torchtitan.plan.tracer import Block, Tracer
-from torchtitan.train.build import build_compute, build_models
+from torchtitan.train.build import build_compute
 from torchtitan.train.compute import Compute
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import Parts
@@ -153,7 +154,7 @@ def _record(
         shapes.update({name: _gathered_shape(param) for name, param in model.named_parameters()})
         take_fake_memory(mode, model)
 
-    models = build_models(eager, setup, mesh, device, fill=fill)
+    models = parallelize(eager, setup.spec, setup.args, setup.stages, mesh, device, fill=fill)
     vocabulary = setup.args.vocab_size
     tracer = Tracer(
         _axes(mesh),

@@ -1,6 +1,7 @@
-"""One forward, shared by training and validation, for a whole model and for a pipeline of stages."""
+"""The forward that training and validation share, for a whole model or the stages of a pipeline."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,14 @@ from torchtitan.parallel.tensor import loss_context
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What a rank computes on."""
+    """What a rank computes on: its part of rows."""
 
     tokens: Tensor
-    """`[batch, seq]`, where seq are the positions that this rank holds."""
+    """`[batch, seq]`, the positions that this rank holds."""
     labels: Tensor
     """`[batch, seq]`."""
     documents: Tensor | None
-    """`[batch, whole row]`, the document of each token, where attention stays within documents."""
+    """`[batch, whole row]`, the document of each token; None: attention sees whole rows."""
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
@@ -37,6 +38,42 @@ class LocalBatch:
         )
 
 
+@dataclass(frozen=True)
+class ModelLoss:
+    """The summed loss of what a model returns: logits, or final hidden states if the loss is chunked."""
+
+    of_logits: LossSum
+    chunks: int
+    """Slices of the sequence whose logits exist one at a time."""
+    tp_degree: int
+    """Ranks that share the sequence of the final hidden states."""
+    sharded: bool
+    """The logits are sharded over the vocabulary."""
+
+    @property
+    def project(self) -> bool:
+        """The model returns logits."""
+        return self.chunks == 1
+
+    def __call__(self, model: Any, output: Tensor, labels: Tensor) -> Tensor:
+        """The loss of `output`, which the last module returned for tokens with `labels` `[batch, seq]`."""
+        if self.project:
+            return self.of_logits(output, labels)
+        return chunked_loss_sum(
+            output,
+            model.output_weight,
+            labels,
+            project=model.project,
+            loss=self.of_logits,
+            chunks=self.chunks,
+            tp_degree=self.tp_degree,
+        )
+
+    def context(self) -> AbstractContextManager[None]:
+        """For the loss and its backward."""
+        return loss_context(self.sharded)
+
+
 class Compute:
     """Runs this rank's part of the model on this rank's part of rows of one length."""
 
@@ -45,25 +82,18 @@ class Compute:
         models: Sequence[FSDPModule],
         positions: Tensor,
         pipeline: Pipeline | None,
-        loss: LossSum,
+        loss: ModelLoss,
         *,
-        loss_chunks: int,
-        tp_degree: int,
-        sharded_loss: bool,
         document_end: int | None,
     ):
         """
         Args:
-            positions: places in their row of the tokens that this rank sees, on the compute device.
-            loss_chunks: slices of the sequence that are projected to logits, and lose them, one after the other.
-            tp_degree: ranks over which the sequence of the final hidden states is sharded.
-            sharded_loss: the logits are sharded over the vocabulary.
-            document_end: the token that ends a document, if attention is to stay within documents.
+            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
+            document_end: the token that ends a document, if attention stays within documents.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
-        self._loss_sum, self.loss_chunks, self.tp_degree = loss, loss_chunks, tp_degree
+        self.loss, self.document_end = loss, document_end
         self._columns = positions.cpu()  # the loader's rows are on the host
-        self.sharded_loss, self.document_end = sharded_loss, document_end
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
         """This rank's part of whole rows `[batch, seq_len]`."""
@@ -81,55 +111,43 @@ class Compute:
         """Add the gradients of one batch, on the compute device, to the parameters'.
 
         Args:
-            total: what the loss is divided by: predicted tokens of the whole step over all ranks.
-            last: reduce the gradients over ranks now; no further batch of this step follows.
+            total: divides the loss: the predicted tokens of the whole step over all ranks.
+            last: no further batch of this step follows, so reduce the gradients over ranks now.
 
         Returns:
-            This rank's share of the step's loss, a scalar; 0 where a pipeline's last stage is elsewhere.
+            This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is elsewhere.
         """
 
-        def loss(output: Tensor, labels: Tensor) -> Tensor:
-            return self._loss(output, labels) / total
+        def share(output: Tensor, labels: Tensor) -> Tensor:
+            return self._summed(output, labels) / total
 
-        with loss_context(self.sharded_loss):
+        with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, loss)
+                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share)
             (model,) = self.models
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
-            value = loss(self._run(model, rows), rows.labels)
+            value = share(self._run(model, rows), rows.labels)
             value.backward()
             return value.detach()
 
     @torch.no_grad()
     def forward(self, rows: LocalBatch) -> Tensor:
         """The summed loss of one batch on this rank, without gradients."""
-        with loss_context(self.sharded_loss):
+        with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, self._loss)
+                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, self._summed)
             (model,) = self.models
-            return self._loss(self._run(model, rows), rows.labels)
+            return self._summed(self._run(model, rows), rows.labels)
 
     def _run(self, model: FSDPModule, rows: LocalBatch) -> Tensor:
-        return model(rows.tokens, self.positions, rows.documents, project=self.loss_chunks == 1)
+        return model(rows.tokens, self.positions, rows.documents, project=self.loss.project)
 
-    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Summed loss of the last module's output: logits, or hidden states if the loss is chunked."""
-        if self.loss_chunks == 1:
-            return self._loss_sum(output, labels)
-        model: Any = self.models[-1]
-        return chunked_loss_sum(
-            output,
-            model.output_weight,
-            labels,
-            project=model.project,
-            loss=self._loss_sum,
-            chunks=self.loss_chunks,
-            tp_degree=self.tp_degree,
-        )
+    def _summed(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.models[-1], output, labels)
 
     def reshard(self) -> None:
-        """Free gathered weights. FSDP keeps some after a forward that no backward follows."""
+        """Free gathered weights. FSDP keeps some after a forward without a backward."""
         for model in self.models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):

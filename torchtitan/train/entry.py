@@ -1,6 +1,6 @@
-"""Entry point: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key value ...]`.
+"""One rank of a run: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key value ...]`.
 
-Runs without torchrun too, as one process. Everything is checked before torch is imported.
+Without torchrun it trains as one process. Everything is checked before torch is imported.
 """
 
 import os
@@ -16,18 +16,18 @@ from torchtitan.utils.logging import init_logging, logger
 from torchtitan.utils.signals import StopRequest, die_with_parent
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
-"""The command that a person gave, where the launcher's own arguments are not it."""
+"""The command the user typed, set by launchers that run another one."""
 LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
-"""Process that is to end, rather than start this rank anew, once a request to stop is honored."""
+"""Process id of a launcher that should exit, not restart this rank, after a requested stop."""
 
 
 def main(argv: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    if os.environ.get(DEBUG_ENV) != "1":  # else torch prints C++ stacks on every rank when one is gone
+    if os.environ.get(DEBUG_ENV) != "1":  # otherwise torch prints C++ stacks on every rank when one dies
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it anew
+    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it again
     stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world)
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     setup = preflight(resolved.config)
     logger.info(f"{resolved.config.job.description}: {world} rank(s), results in {resolved.config.job.dump_folder}")
 
-    from torchtitan.train.trainer import Trainer  # torch, only now that the configuration is known to be right
+    from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
 
     trainer = Trainer(resolved.config, setup, stop)
     try:
@@ -56,14 +56,14 @@ def main(argv: list[str]) -> int:
 
 
 def _stopped(rank: int, when: str) -> int:
-    """Say how to go on; the exit status."""
+    """Say how to resume; the exit status."""
     if rank == 0:
-        print(f"Stopped {when}, as asked. To go on:\n  {_command()}", file=sys.stderr, flush=True)
+        print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
     return os.EX_TEMPFAIL
 
 
 def _command() -> str:
-    """What a person types to start this run again."""
+    """The command line that starts this run again."""
     if command := os.environ.get(COMMAND_ENV):
         return command
     if "TORCHELASTIC_RUN_ID" in os.environ and (agent := Path(f"/proc/{os.getppid()}/cmdline")).exists():
@@ -72,11 +72,11 @@ def _command() -> str:
 
 
 def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None) -> None:
-    """Say what was made and what to do next."""
+    """Log what the run produced and what to do next."""
     config = resolved.config
     dump = config.job.dump_folder
     if first is None:
-        logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to go on.")
+        logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
         return
     logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
     logger.info(f"  metrics     {dump}/metrics.jsonl")
@@ -86,6 +86,6 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
         logger.info(f"  checkpoint  {folder if '://' in folder else f'{dump}/{folder}'}/step-{step}")
         if not config.checkpoint.last_save_model_only:
             more = config.training.steps * 2
-            logger.info(f"Train on from here: the same command with --training.steps {more}")
+            logger.info(f"To continue training: the same command with --training.steps {more}")
     else:
         logger.info("No checkpoint was saved: set checkpoint.enable = true to keep the model")

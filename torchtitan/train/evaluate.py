@@ -1,4 +1,4 @@
-"""Validation: the token-weighted loss on held-out data, with the very forward that trains."""
+"""Validation: the token-weighted loss on held-out data, computed by the same forward that trains."""
 
 import itertools
 
@@ -18,8 +18,8 @@ def evaluate(
 ) -> tuple[float, int]:
     """Mean loss per token over `max_batches` batches (-1: the whole data set) on all ranks, and the token count.
 
-    Ranks may run out of data at different times; one that has none left feeds rows without labels, since every rank
-    must take part in every forward.
+    Ranks may run out of data at different times, but every rank must take part in every forward: one without data
+    feeds rows without labels.
     """
     for model in compute.models:
         model.eval()

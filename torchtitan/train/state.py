@@ -1,12 +1,16 @@
-"""The parts a run is made of, and what of them a checkpoint holds besides tensors."""
+"""The parts of a run, and what a checkpoint holds besides their tensors."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.loader import StepLoader
+from torchtitan.data.rows import merge_states
+from torchtitan.observe.guard import Guard
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.mesh import Mesh
@@ -20,7 +24,7 @@ class Parts:
     mesh: Mesh
     device: torch.device
     models: list[FSDPModule]
-    """This rank's pipeline stages; the whole model, if there is no pipeline."""
+    """This rank's pipeline stages; the whole model without a pipeline."""
     optimizer: AnyOptimizer
     schedule: LRSchedule
     loader: StepLoader
@@ -35,14 +39,68 @@ class Progress:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps whose update was left out: a spike, or a loss or gradient that was not finite."""
+    """Steps whose update was skipped: a spike, or a loss or gradient that was not finite."""
     data: dict[str, Any] = field(default_factory=dict)
     """This rank's part of the data position."""
     first_loss: float | None = None
     last_loss: float | None = None
+
+    def advance(self, tokens: int, loss: float, *, skipped: bool) -> None:
+        """Record a finished step."""
+        self.step += 1
+        self.tokens += tokens
+        self.skipped += skipped
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
+
+
+@dataclass
+class RunState:
+    """Everything a checkpoint holds but tensors, independent of the layout."""
+
+    progress: Progress
+    schedule: LRSchedule
+    loader: StepLoader
+    guard: Guard
+
+    def gather(self) -> dict[str, Any]:
+        """The state, the same on every rank. Called by all ranks."""
+        positions: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(positions, self.progress.data)
+        return {
+            "progress": self.progress.state_dict(),
+            "lr_scheduler": self.schedule.state_dict(),
+            "data": merge_states(positions),
+            "guard": self.guard.spikes.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any], exclude: set[str]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            exclude: `checkpoint.exclude_from_loading`.
+        """
+        if "train_state" not in exclude:
+            self.progress.load_state_dict(state["progress"])
+            self.guard.load(state)
+        if "lr_scheduler" not in exclude:
+            self.schedule.load_state_dict(state["lr_scheduler"])
+        if "dataloader" not in exclude:
+            self.loader.load_state_dict(state["data"])
+
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Return to an earlier step of this run; the data continues where it is."""
+        self.progress.load_state_dict(state["progress"])
+        self.schedule.load_state_dict(state["lr_scheduler"])
+
+
+def seed_step(seed: int, step: int, dp_rank: int) -> None:
+    """Seed the step after `step`. Randomness is a function of (seed, step, rank), so no generator state is saved."""
+    key = f"{seed}:{step}:{dp_rank}"
+    torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)

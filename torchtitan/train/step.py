@@ -1,17 +1,20 @@
-"""The training step, without the update."""
+"""The training step: forward, backward, clip, update."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.config.schema import Config
+from torchtitan.config.support import FLOAT8, uses
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward
 from torchtitan.parallel.collectives import AnyRank, all_reduce, clip_grad_norm, combined_norm
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.quantize import refresh_scales
 from torchtitan.train.compute import LocalBatch
 from torchtitan.train.state import Parts
 from torchtitan.utils.device import device_syncs
@@ -19,8 +22,8 @@ from torchtitan.utils.phase import note
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Outcome of a step's forward and backward, over all ranks."""
+class BackwardResult:
+    """Outcome of a forward and backward, over all ranks."""
 
     loss: float
     grad_norm: float
@@ -30,22 +33,65 @@ class StepResult:
     stop: bool
     """Some rank had been asked to stop when the step began."""
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+@dataclass(frozen=True)
+class StepResult(BackwardResult):
+    """Outcome of a step."""
+
+    learning_rate: float
+    updated: bool
+    """The weights were updated."""
+
+
+def train_step(
+    parts: Parts,
+    batch: StepBatch,
+    config: Config,
+    *,
+    stop: bool,
+    agree: bool,
+    approve: Callable[[float, float], bool],
+    before_update: Callable[[], None],
+) -> StepResult:
+    """Train on one global batch.
+
+    Args:
+        stop, agree: as in `forward_backward`.
+        approve: whether to update the weights, given the loss and the gradient norm.
+        before_update: called before any weight changes.
+    """
+    learning_rate = parts.schedule.apply()
+    if isinstance(parts.optimizer, OptimizerInBackward):
+        before_update()
+    training = config.training
+    result = forward_backward(parts, batch, training.local_batch_size, training.max_norm, stop, agree=agree)
+    before_update()
+    note("updating the weights")
+    updated = approve(result.loss, result.grad_norm)
+    if updated:
+        parts.optimizer.step()
+        prepare_weights(parts, config)
+    parts.optimizer.zero_grad(set_to_none=True)
+    return StepResult(**vars(result), learning_rate=learning_rate, updated=updated)
+
+
+def prepare_weights(parts: Parts, config: Config) -> None:
+    """Compute what depends on the weights alone and is needed before the next forward."""
+    if uses(config, FLOAT8) and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
+        refresh_scales(parts.models)
 
 
 def forward_backward(
     parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float, stop: bool = False, *, agree: bool = False
-) -> StepResult:
-    """Gradients of one global batch, clipped.
+) -> BackwardResult:
+    """Compute the gradients of one global batch and clip them.
 
     The loss of every microbatch is divided by the token count of the whole global batch, and gradients are summed over
-    ranks: so neither accumulation nor the number of ranks nor padding changes the result.
+    ranks. So accumulation, the number of ranks and padding don't change the result.
 
     Args:
-        stop: this rank was asked to stop. All ranks learn of it here, and so act after the same step.
-        agree: make sure that loss and norm are the same to the last bit on every rank, whatever went wrong on one.
+        stop: this rank was asked to stop. All ranks learn about it here, and so act after the same step.
+        agree: make loss and gradient norm bit-identical on all ranks.
     """
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels)
@@ -59,13 +105,13 @@ def forward_backward(
         rest = torch.stack([x.double() for x in (total, own, asked.answer())])
         values = torch.cat([outcome, rest]).tolist()
     local_loss = values[3] * values[2] / max(int(local_tokens), 1)
-    return StepResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
+    return BackwardResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
 
 
 def gradients(
     parts: Parts, rows: LocalBatch, local_tokens: Tensor, local_batch_size: int, max_norm: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a step does on the device, without the host waiting for it; the planner traces it.
+    """The device's part of a step, during which the host never waits for it. The planner traces this function.
 
     Args:
         rows: this rank's part of the global batch.
@@ -77,7 +123,7 @@ def gradients(
     mesh, device, compute = parts.mesh, parts.device, parts.compute
     total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    batches = rows.to(device).split(local_batch_size)  # once: a copy from pageable memory may wait for the device
+    batches = rows.to(device).split(local_batch_size)  # all at once: each copy from pageable memory may wait
     for i, part in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
         loss += compute.forward_backward(part, total, last=i == len(batches))
@@ -96,5 +142,5 @@ def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
 
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
-    """The largest of the ranks' values."""
+    """The largest of all ranks' values."""
     return all_reduce(torch.tensor(value, device=device), mesh.loss_group, dist.ReduceOp.MAX).item()

@@ -1,20 +1,21 @@
-"""The one clock of a run: what this rank is doing, and since when.
+"""The one clock of a run: what this rank is doing, since when, and how long it has spent on what.
 
-    with phase("data", "waiting for data from c4", step=7):
+    with phase("data", "waiting for data from c4"):
         batch = next(batches)
 
-The watch's thread reads `current()`, to say where a rank hangs. The ledger and the metrics `subscribe`, to add up where
-the time went: nested time counts for the innermost phase.
+Every change of phase is an event. The ledger and the metrics subscribe to add up time; the watch's thread reads
+`current()` to say where a rank hangs.
 """
 
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Literal, NamedTuple
 
-Kind = Literal["start", "step", "data", "save", "validation", "other"]
+Kind = Literal["start", "first_step", "steps", "repeated", "data", "saves", "validation", "other"]
 DATA, SAVING = "waiting for data", "saving"
-"""How the activities of "data" and "save" begin; the diagnosis of a hang looks for them."""
+"""How the activities of "data" and "saves" begin; the diagnosis of a hang looks for them."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the process group that saves run on. A save in the background blocks nobody."""
 
@@ -28,48 +29,65 @@ class Phase(NamedTuple):
     """In words that follow "has been"."""
     step: int
     since: float
-    """`time.monotonic()` when this activity began."""
+    """`monotonic()` when this activity began."""
 
 
 Subscriber = Callable[[Phase, float], None]
-"""Called with a phase that ends, or that an inner one interrupts, and `time.monotonic()` of that moment."""
+"""Called with a phase that ends, or that a nested one interrupts, and `monotonic()` of that moment."""
 
-_current = Phase("start", "starting", 0, time.monotonic())
+_current = Phase("start", "starting", 0, monotonic())
 _subscribers: list[Subscriber] = []
 
 
 def current() -> Phase:
-    """The innermost phase. A new object after every change, so `is` tells whether anything has moved."""
+    """The innermost phase. Every change makes a new object, so `is` tells whether anything has moved."""
     return _current
 
 
 def begin(kind: Kind, activity: str, step: int = 0) -> None:
-    """Enter a phase that lasts until the next `begin` or `phase`. Called once per run, before any `phase`."""
-    _change(Phase(kind, activity, step, time.monotonic()))
+    """Enter a phase that lasts until the next `begin`; nested phases return to it."""
+    _change(Phase(kind, activity, step, monotonic()))
 
 
 @contextmanager
 def phase(kind: Kind, activity: str, step: int | None = None) -> Iterator[None]:
-    """Time inside counts as `kind`.
+    """Count the time inside as `kind`; nested time counts for the innermost phase.
 
-    An exception leaves the phase in place: it is where the run failed.
+    An exception leaves the phase in place, because that is where the run failed.
     """
     outer = _current
-    _change(Phase(kind, activity, outer.step if step is None else step, time.monotonic()))
+    _change(Phase(kind, activity, outer.step if step is None else step, monotonic()))
     yield
-    _change(outer._replace(since=time.monotonic()))
+    _change(outer._replace(since=monotonic()))
 
 
 def note(activity: str) -> None:
     """Name the part of the current phase that begins now. Costs a microsecond."""
     global _current
-    _current = _current._replace(activity=activity, since=time.monotonic())
+    _current = _current._replace(activity=activity, since=monotonic())
 
 
-def subscribe(subscriber: Subscriber) -> Callable[[], None]:
-    """Call `subscriber` at every change of phase; the result ends that."""
-    _subscribers.append(subscriber)
-    return lambda: _subscribers.remove(subscriber)
+class Stopwatch:
+    """Seconds spent on each kind of phase, until `close`."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._since = monotonic()
+        _subscribers.append(self._add)
+
+    def _add(self, ended: Phase, at: float) -> None:
+        self._seconds[ended.kind] += at - self._since
+        self._since = at
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by kind since the last call, or since the start; 0 for kinds that did not occur."""
+        self._add(_current, monotonic())
+        lap, self._seconds = self._seconds, defaultdict(float)
+        return lap
+
+    def close(self) -> None:
+        if self._add in _subscribers:
+            _subscribers.remove(self._add)
 
 
 def _change(to: Phase) -> None:

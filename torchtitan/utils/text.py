@@ -1,17 +1,28 @@
-"""Words and numbers on a terminal."""
+"""Tables for the terminal, and types of command-line arguments."""
 
 import argparse
+import io
 from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table, its columns as wide as their widest cell."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    """A borderless table whose cells are never cut or wrapped, the same on a terminal and in a file."""
+    from rich.console import Console  # imported late: takes longer than reading a configuration
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in rows[0]:
+        table.add_column(no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    out = io.StringIO()
+    Console(file=out, width=10_000, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a number of things, for `argparse`."""
-    if (value := int(text)) < 1:
+    """Argument type of a positive integer, for `argparse`."""
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return value
+    return int(text)

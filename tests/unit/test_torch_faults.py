@@ -1,0 +1,75 @@
+"""Workarounds say what they are for, and end where they should."""
+
+import inspect
+import re
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan.utils import torch_faults
+from torchtitan.utils.torch_faults import gathers_without_views, micro_pipeline_without_nccl, replaced
+
+GENERAL = {"replaced"}
+
+
+def workarounds():
+    functions = inspect.getmembers(torch_faults, inspect.isfunction)
+    own = [f for name, f in functions if not name.startswith("_") and f.__module__ == torch_faults.__name__]
+    return [f for f in own if f.__name__ not in GENERAL] + [torch_faults.torch_is_before_2_13]
+
+
+@pytest.mark.parametrize("function", workarounds(), ids=lambda f: f.__name__)
+def test_each_names_its_releases_and_the_condition_for_deleting_it(function):
+    text = " ".join(function.__doc__.split())
+    assert "Delete " in text
+    assert re.search(r"torch (2\.1\d|before 2\.1\d)|Each entry of", text)
+
+
+def test_each_silenced_warning_does_too():
+    source = inspect.getsource(torch_faults)
+    table = source[source.index("_WARNINGS") : source.index("def silence_false_alarms")]
+    entries = len(torch_faults._WARNINGS) + len(torch_faults._LOGGERS)
+    assert len(re.findall(r"# torch(ao)? [\d.]+.*\. Delete once", table)) == entries
+
+
+def test_replaced_values_are_restored_after_an_error():
+    from torch._functorch import config
+
+    before = config.donated_buffer
+
+    def fail():
+        assert config.donated_buffer is not before
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), replaced(config, donated_buffer=not before):
+        fail()
+    assert config.donated_buffer is before
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_torch_claims_nccl_only_while_the_micro_pipeline_pass_runs(monkeypatch):
+    from torch._inductor.fx_passes import post_grad
+
+    seen = []
+    monkeypatch.setattr(post_grad, "micro_pipeline_tp_pass", lambda graph: seen.append(dist.is_nccl_available()))
+    truth, original = dist.is_nccl_available(), post_grad.micro_pipeline_tp_pass
+    with micro_pipeline_without_nccl():
+        assert dist.is_nccl_available() == truth
+        post_grad.micro_pipeline_tp_pass(torch.fx.Graph())
+        assert dist.is_nccl_available() == truth
+    assert seen == [True]
+    assert post_grad.micro_pipeline_tp_pass is original
+
+
+def test_gathers_are_concatenated_only_within():
+    from torch.distributed import _functional_collectives as collectives
+
+    gathered = torch.arange(8.0).view(4, 1, 2)
+    with gathers_without_views():
+        parts = collectives._maybe_view_chunk_cat(gathered, 4, 1)
+    assert torch.equal(parts, gathered.view(1, 4, 2))
+    assert parts.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
+    before = collectives._maybe_view_chunk_cat(gathered, 4, 1)
+    assert torch.equal(before, parts)

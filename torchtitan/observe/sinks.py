@@ -1,0 +1,163 @@
+"""Where metrics go: console, `metrics.jsonl`, TensorBoard, Weights & Biases."""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.config import schema
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.logging import logger
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def log(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object per line. After a resume the file continues as if the run had never stopped."""
+
+    def __init__(self, path: Path, start_step: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        if path.exists():
+            self._drop_after(path, start_step)
+        self.file = path.open("a", buffering=1)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was recorded after `step`."""
+        self.file.close()
+        self._drop_after(self.path, step)
+        self.file = self.path.open("a", buffering=1)
+
+    @staticmethod
+    def _drop_after(path: Path, start_step: int) -> None:
+        """Drop the steps that will be trained again; set aside, don't overwrite, another run's file."""
+        if start_step == 0:
+            path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= start_step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                continue  # a line cut off by a crash
+        write_whole(path, "".join(kept).encode())
+
+    def log(self, record: Record) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoardSink:
+    """TensorBoard event files, without TensorFlow or `torch.utils.tensorboard`'s slow import."""
+
+    def __init__(self, folder: Path):
+        _require("tensorboard", "metrics.enable_tensorboard")
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.event, self.summary = Event, Summary
+        self.writer = EventFileWriter(str(folder))
+
+    def log(self, record: Record) -> None:
+        values = [
+            self.summary.Value(tag=key, simple_value=value)
+            for key, value in record.items()
+            if key not in ("step", "time") and isinstance(value, int | float)
+        ]
+        self.writer.add_event(
+            self.event(wall_time=record["time"], step=record["step"], summary=self.summary(value=values))
+        )
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; its usual environment variables name project, entity and run."""
+
+    def __init__(self, folder: Path, job: schema.Job, config: dict[str, Any]):
+        _require("wandb", "metrics.enable_wandb")
+        import wandb
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+            entity=os.environ.get("WANDB_TEAM"),
+            name=os.environ.get("WANDB_RUN_NAME"),
+            notes=job.description,
+            dir=str(folder),
+            config=config,
+        )
+
+    def log(self, record: Record) -> None:
+        self.run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class ConsoleSink:
+    """One readable line per record, and on a terminal a live progress bar below."""
+
+    def __init__(self, total_steps: int, start_step: int, plain: bool):
+        self.total = total_steps
+        self.progress = None
+        if not plain and sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.progress = Progress(
+                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+            )
+            self.task = self.progress.add_task("training", total=total_steps, completed=start_step)
+            self.progress.start()
+
+    def advance(self, step: int) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step)
+
+    def log(self, record: Record) -> None:
+        logger.info(self.line(record))
+
+    def line(self, record: Record) -> str:
+        """The record in words."""
+        step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
+        if "validation_loss" in record:
+            return (
+                f"{step}  validation loss {record['validation_loss']:.4f} over {record['validation_tokens']:,} tokens"
+            )
+        parts = [
+            step,
+            f"loss {record['loss']:.4f}",
+            f"grad norm {record['grad_norm']:.3f}",
+            f"lr {record['lr']:.2e}",
+            f"{record['tokens_per_second']:,.0f} tok/s",
+            f"{record['tflops']:.2f} TFLOP/s",
+        ]
+        if record["mfu"] is not None:
+            parts.append(f"MFU {record['mfu']:.1f}%")
+        parts.append(f"{record['memory_gib']:.2f} GiB ({record['memory_pct']:.0f}%)")
+        return "  ".join(parts)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+
+def _require(package: str, key: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{key} needs the package {package}: pip install {package}, or set {key} = false")

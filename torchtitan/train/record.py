@@ -1,0 +1,66 @@
+"""What a run records about itself: in every checkpoint's manifest, in `run.json`, and as `config.toml`."""
+
+import hashlib
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.checkpoint.commit import versions
+from torchtitan.config.derive import axis_degrees
+from torchtitan.config.render import to_toml
+from torchtitan.config.schema import Config, Parallelism
+from torchtitan.observe.ledger import git_revision
+from torchtitan.train.preflight import Setup
+from torchtitan.utils.device import device_name
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.logging import logger
+
+
+def describe_run(config: Config, setup: Setup, data: dict[str, Any]) -> dict[str, Any]:
+    """What every checkpoint's manifest says about the run.
+
+    Args:
+        data: the loader's fingerprint.
+    """
+    return {
+        "versions": versions(),
+        "model": {"name": setup.spec.name, **setup.args.model_dump()},
+        "git": git_revision() if dist.get_rank() == 0 else None,
+        "ranks": dist.get_world_size(),
+        "data": data,
+        "config": to_toml(config),
+    }
+
+
+def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:
+    """What `run.json` says about this start. Called by all ranks.
+
+    Args:
+        run: from `describe_run`.
+    """
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (socket.gethostname(), device_name()))
+    hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
+    return {
+        "ranks": len(places),
+        "layout": {axis: degree for axis, degree in axis_degrees(parallelism).items() if degree > 1},
+        "hosts": hosts,
+        "devices": devices,
+        "config": {"path": "config.toml", "sha256": hashlib.sha256(run["config"].encode()).hexdigest()},
+        **{key: run[key] for key in ("git", "versions", "data")},
+    }
+
+
+def write_config(config: Config) -> None:
+    """Write the effective configuration to the dump folder, and print it if asked."""
+    folder, text = Path(config.job.dump_folder), to_toml(config)
+    if dist.get_rank() == 0:
+        for name in ("config.toml", config.job.save_config_file):
+            if name:
+                write_whole(folder / name, text.encode())
+    if config.job.print_config:
+        logger.info(f"Configuration:\n{text}")

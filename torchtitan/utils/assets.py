@@ -1,0 +1,31 @@
+"""Files that ship with the package: the configurations, the demo tokenizer, the Slurm script."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+CHECKOUT = None if (PACKAGE / "assets").is_dir() else PACKAGE.parent
+"""Folder of the checkout that this code runs from; None in an installed package."""
+ASSETS = CHECKOUT or PACKAGE / "assets"
+"""Holds the shipped files, in a checkout and in an installed package under the same paths."""
+
+
+def find_asset(path: str | Path) -> Path:
+    """`path` if it exists, else the shipped file of that path, else `path` unchanged."""
+    given = Path(path).expanduser()
+    return next((found for found in (given, ASSETS / given) if found.exists()), given)
+
+
+def find_config(name: str | Path, folder: Path = Path()) -> Path:
+    """The TOML file `name` in `folder`, else the shipped one of that path or bare name (`llama3_8b`).
+
+    Returns:
+        A path that may not exist: reading it says so.
+    """
+    given = Path(name).expanduser()
+    candidates = (folder / given, ASSETS / given, ASSETS / "train_configs" / f"{given}.toml")
+    return next((found for found in candidates if found.is_file()), folder / given)
+
+
+def shipped_configs() -> list[str]:
+    """Bare names of the shipped configurations."""
+    return sorted(path.stem for path in (ASSETS / "train_configs").glob("*.toml"))

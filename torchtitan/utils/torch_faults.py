@@ -1,0 +1,259 @@
+"""Workarounds for faults in torch and torchao, one function each.
+
+Every docstring states the fault, the releases it was seen in, and when to delete the function. Those of DCP's staging
+are methods of one class, so they stand there: `torchtitan.checkpoint.staging`. torch is imported inside the functions,
+because the configuration asks for its version without loading it.
+"""
+
+import logging
+import os
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import cache
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor, Placement
+
+
+@cache
+def torch_is_before_2_13() -> bool:
+    """Whether the installed torch is 2.11 or 2.12. False on a host without torch, which only checks configurations.
+
+    torch before 2.13. Delete it with its last caller, once pyproject.toml requires 2.13.
+    """
+    try:
+        release = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in release.split(".")[:2]) < (2, 13)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of `owner`, a module or one of torch's configurations, and restore them at the end."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+# ---- false alarms
+
+_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # FSDP2 calls collectives by names that torch 2.13 deprecates, and 2.11 knows no others.
+    # torch 2.13. Delete once FSDP2 and torchtitan.parallel.context call the new names.
+    (".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*", FutureWarning),
+    # FSDP2 warns about modules that return views, but only in-place operations on a view are a problem. Hidden states
+    # between stages and gathered logits are views, and nothing modifies them in place.
+    # torch 2.11 to 2.13. Delete once FSDP2 warns of in-place operations only.
+    (".*FSDP2-wrapped module .* returned a view tensor.*", UserWarning),
+)
+_LOGGERS = (
+    # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis, which is logged as
+    # slow. It happens only when checkpoints are exported or runs compared.
+    # torch 2.13. Delete once the warning can be switched off for one redistribution.
+    "torch.distributed.tensor._redistribute",
+    # Every compiled, checkpointed block is reported as possibly containing in-place operations. Ours don't.
+    # torch 2.11 to 2.13. Delete once the warning depends on the block.
+    "torch._higher_order_ops.wrap",
+    # The micro-pipeline pass warns about every graph without collectives, such as the loss.
+    # torch 2.13. Delete once it is silent about those; `FusionReport` names the collectives that matter.
+    "torch._inductor.fx_passes.micro_pipeline_tp",
+    # torchao warns on import about each GPU kernel it can't load, on machines without a GPU too.
+    # torchao 0.18. Delete once importing it on a CPU is silent.
+    "torchao",
+)
+
+
+def silence_false_alarms() -> None:
+    """Silence torch's and torchao's warnings about code that is correct. May be called repeatedly.
+
+    Each entry of `_WARNINGS` and `_LOGGERS` has its releases and its condition. Delete the function with the last one.
+    """
+    for message, category in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+# ---- compilation
+
+
+def keep_buffers_of_backward() -> AbstractContextManager[None]:
+    """A compiled backward frees saved tensors after its first run, but a pipeline schedule may run it in two parts.
+
+    torch 2.11 to 2.13. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs again.
+    """
+    from torch._functorch import config
+
+    return replaced(config, donated_buffer=False)
+
+
+def no_shared_autograd_cache() -> AbstractContextManager[None]:
+    """The keys of AOTAutograd's cache don't distinguish ranks, so a rank can load another's graph.
+
+    Under tensor parallelism those graphs differ: each contains the offset of its part of the vocabulary. Inductor's own
+    cache, keyed by the finished graph, is not affected.
+
+    torch 2.11 to 2.13. Delete once a rank's coordinates in a DTensor's mesh are part of the key.
+    """
+    from torch._functorch import config
+
+    return replaced(config, enable_autograd_cache=False)
+
+
+def must_save_attention(*, compiled: bool, tp_degree: int) -> bool:
+    """A compiled block under tensor parallelism can't recompute attention.
+
+    The partitioner treats SDPA as a random operation and mistakes the saved device mesh for the generator's state.
+
+    torch 2.13. Delete once tests/distributed/test_compile.py passes for `tp 2` with this returning False.
+    """
+    return compiled and tp_degree > 1
+
+
+# ---- tensor parallelism
+
+
+def redistribute_and_wait(x: "DTensor", placements: "Sequence[Placement]") -> "DTensor":
+    """A compiled block loses the gradient of an `AsyncCollectiveTensor` passed to it.
+
+    torch 2.13. Delete once `DTensor.redistribute` can be asynchronous in front of a compiled block.
+    """
+    return x.redistribute(placements=placements, async_op=False)
+
+
+def gathers_without_views() -> AbstractContextManager[None]:
+    """At batch size 1 an all-gather along the sequence returns a view, which inductor doesn't recognize as a gather.
+
+    Within, gathered parts are always concatenated.
+
+    torch 2.13. Delete once the micro-pipeline pass matches the view.
+    """
+    import torch
+    import torch.distributed._functional_collectives as collectives
+
+    def concatenated(gathered: "Tensor", ranks: int, dim: int) -> "Tensor":
+        return torch.cat(torch.chunk(gathered, ranks, dim=0), dim=dim)
+
+    return replaced(collectives, _maybe_view_chunk_cat=concatenated)
+
+
+def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
+    """The micro-pipeline pass gives up if torch was built without NCCL, even if the fused operators have kernels.
+
+    Within, torch claims to have NCCL for the duration of each run of that pass, and at no other time.
+
+    torch 2.11 to 2.13. Delete once the pass asks only whether symmetric memory is enabled for the group.
+    """
+    import torch.distributed as dist
+    from torch._inductor.fx_passes import post_grad
+
+    micro_pipeline: Callable[[Any], None] = post_grad.micro_pipeline_tp_pass
+
+    def with_nccl(graph: Any) -> None:
+        with replaced(dist, is_nccl_available=lambda: True):
+            micro_pipeline(graph)
+
+    return replaced(post_grad, micro_pipeline_tp_pass=with_nccl)
+
+
+# ---- process groups and pipelines
+
+
+@contextmanager
+def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator["dist.Store"]:
+    """torchrun's agent gives every attempt the same store, which still holds the addresses of the previous attempt.
+
+    Yields the agent's store under a prefix that is unique to this attempt. Rank 0 chooses the prefix and answers the
+    other ranks until the process group exists. Each rank asks under a random key, so answers can't be stale.
+
+    torch 2.11 to 2.13. Delete once torchrun's store is empty after a change of membership.
+    """
+    import torch.distributed as dist
+
+    def connect() -> dist.TCPStore:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+
+    agent, own = connect(), uuid.uuid4().hex
+    if rank:
+        agent.set(f"attempt/ask/{rank}", own)
+        yield dist.PrefixStore(agent.get(f"attempt/answer/{own}").decode(), agent)
+        return
+    ready = threading.Event()
+
+    def answer(store: dist.TCPStore) -> None:
+        while not ready.wait(0.05):
+            for other in range(1, world):
+                if store.check([f"attempt/ask/{other}"]):
+                    key = store.get(f"attempt/ask/{other}").decode()  # may be a previous attempt's: harmless
+                    store.set(f"attempt/answer/{key}", own)
+
+    thread = threading.Thread(target=answer, args=(connect(),), name="rendezvous", daemon=True)
+    thread.start()
+    try:
+        yield dist.PrefixStore(own, agent)
+    finally:
+        ready.set()
+        thread.join()
+
+
+def without_self_connections(operations: "list[dist.P2POp]", own_rank: int) -> "list[dist.P2POp]":
+    """A V-shaped pipeline has two neighbouring stages on its last rank, and torch makes gloo connect it to itself.
+
+    torch before 2.13. Delete once pyproject.toml requires 2.13.
+
+    Args:
+        operations: what `PipelineStage._get_init_p2p_neighbors_ops` returns.
+        own_rank: this rank's place in the pipeline's group.
+    """
+    return [operation for operation in operations if operation.group_peer != own_rank]
+
+
+# ---- low precision
+
+
+def gather_float8_as_bytes() -> None:
+    """gloo can't gather Float8 tensors, because it has no such type.
+
+    Changes torchao's table of operations for good, but only for tensors on the CPU, for which the original fails.
+
+    torch 2.11 to 2.13, torchao 0.18. Delete once gloo gathers `float8_e4m3fn`.
+    """
+    import torch
+    from torchao.float8 import float8_ops
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    table = float8_ops.FLOAT8_OPS_TABLE
+    for operation in (
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops.c10d_functional.all_gather_into_tensor.default,
+    ):
+        original = table.get(operation)
+        if original is None or hasattr(original, "gathers_bytes"):
+            continue
+
+        def gather(op: Any, args: Any, kwargs: Any = None, original: Any = original) -> Any:
+            x = args[0]
+            if x._data.device.type != "cpu":
+                return original(op, args, kwargs)
+            out = op(x._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+            out = torch.ops._c10d_functional.wait_tensor(out)  # bytes can be reinterpreted only once they have arrived
+            data = out.view(x._data.dtype)
+            return Float8TrainingTensor(data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role)
+
+        gather.gathers_bytes = True  # type: ignore[attr-defined]
+        table[operation] = gather
