@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.support import FEATURES, torch_is_before_2_13
+from torchtitan.config.support import torch_is_before_2_13
 from torchtitan.lab.matrix import (
+    FEATURES,
     LAYOUTS,
     NAMED_SCHEDULES,
     SCHEDULE_LAYOUTS,

@@ -1,4 +1,4 @@
-"""What works together: the table that validation refuses by, and that `tools.matrix` measures cell by cell."""
+"""Which settings exclude each other: the table by which validation refuses combinations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,52 +18,6 @@ SMALL_LAYERS = "auto_filter_small_kn"
 def uses(config: Config, names: tuple[str, ...]) -> bool:
     """Whether `model.converters` holds one of `names`."""
     return not set(names).isdisjoint(config.model.converters)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Something that combines with layouts."""
-
-    arguments: tuple[str, ...]
-    """What switches it on."""
-    axis: str | None = None
-    """The mesh axis without which it has no effect."""
-
-
-_COMPILE = ("--compile.enable",)
-_AC_BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
-_FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.emulate")
-_WIDER = ("--model.overrides.dim=128", "--model.overrides.ffn_dim=128")  # MXFP8 takes multiples of 32 on each rank
-
-FEATURES = {
-    "plain": Feature(()),
-    "accumulation": Feature(("--training.global_batch_size=16",)),
-    "document mask": Feature(("--training.document_mask",)),
-    "validation": Feature(("--validation.enable", "--validation.freq=2", "--validation.steps=2")),
-    "CPU offload": Feature(("--training.enable_cpu_offload",)),
-    "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),
-    "reshard always": Feature(("--parallelism.fsdp_reshard_after_forward=always",)),
-    "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
-    "AC selective op": Feature(_AC_BY_OPERATION),
-    "AC full": Feature(("--activation_checkpoint.mode=full",)),
-    "compile": Feature((*_COMPILE, *_AC_BY_OPERATION)),
-    "chunked loss": Feature(("--training.loss_chunks=4",)),
-    "float8": Feature((*_FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
-    "float8 all-gather": Feature(
-        (
-            *_FLOAT8,
-            "--quantize.linear.float8.enable_fsdp_float8_all_gather",
-            "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-        )
-    ),
-    "MXFP8": Feature(("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated", *_WIDER)),
-    "Muon": Feature(("--optimizer.name=Muon",)),
-    "async TP": Feature((*_COMPILE, "--parallelism.enable_async_tensor_parallel"), "tp"),
-    "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
-    "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
-    "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
-}
-"""By their names in the matrix."""
 
 
 @dataclass(frozen=True)

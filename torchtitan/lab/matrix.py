@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
 from torchtitan.config.stages import SCHEDULES
-from torchtitan.config.support import FEATURES
 from torchtitan.lab.compare import (
     Difference,
     Observation,
@@ -69,6 +68,52 @@ LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
     (2, 1, 2, 2, 2),
 )
 SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of the matrix."""
+
+    arguments: tuple[str, ...]
+    """Flags that switch it on."""
+    axis: str | None = None
+    """It has no effect without this mesh axis."""
+
+
+_COMPILE = ("--compile.enable",)
+_AC_BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+_FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.emulate")
+_WIDER = ("--model.overrides.dim=128", "--model.overrides.ffn_dim=128")  # MXFP8 takes multiples of 32 on each rank
+
+FEATURES = {
+    "plain": Feature(()),
+    "accumulation": Feature(("--training.global_batch_size=16",)),
+    "document mask": Feature(("--training.document_mask",)),
+    "validation": Feature(("--validation.enable", "--validation.freq=2", "--validation.steps=2")),
+    "CPU offload": Feature(("--training.enable_cpu_offload",)),
+    "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),
+    "reshard always": Feature(("--parallelism.fsdp_reshard_after_forward=always",)),
+    "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
+    "AC selective op": Feature(_AC_BY_OPERATION),
+    "AC full": Feature(("--activation_checkpoint.mode=full",)),
+    "compile": Feature((*_COMPILE, *_AC_BY_OPERATION)),
+    "chunked loss": Feature(("--training.loss_chunks=4",)),
+    "float8": Feature((*_FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
+    "float8 all-gather": Feature(
+        (
+            *_FLOAT8,
+            "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+            "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        )
+    ),
+    "MXFP8": Feature(("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated", *_WIDER)),
+    "Muon": Feature(("--optimizer.name=Muon",)),
+    "async TP": Feature((*_COMPILE, "--parallelism.enable_async_tensor_parallel"), "tp"),
+    "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
+    "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
+    "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
+}
+"""Column of the matrix to what it measures."""
 PAIRWISE = {
     "AC selective op",
     "AC full",

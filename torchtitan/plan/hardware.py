@@ -8,8 +8,7 @@ import tomli
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from torchtitan.utils.errors import ConfigError, did_you_mean
-
-FILE = Path(__file__).with_name("hardware.toml")
+from torchtitan.utils.hardware import FILE
 
 
 class Hardware(BaseModel):
@@ -85,6 +84,7 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
     except (OSError, ValueError) as error:
         raise ConfigError([f"--hardware: can't read {path}: {getattr(error, 'strerror', None) or error}"]) from None
     shared = load_shared() | tables.pop("shared", {})
+    tables.pop("peak_bf16", None)
     found, problems = {}, []
     for name, table in tables.items():
         try:

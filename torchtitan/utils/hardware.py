@@ -1,22 +1,23 @@
-"""Peak rates of known accelerators. Unknown hardware is None, never a guess."""
+"""Peak rates of accelerators, from `hardware.toml`, which the planner reads in full."""
 
-# Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets. The first name found in the device's wins.
-PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    ("H100 NVL", 835e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("MI300X", 1307e12),
-    ("MI325X", 1307e12),
-    ("MI250X", 191.5e12),  # one of its two dies, which is one device
-)
+from pathlib import Path
+
+import tomli
+
+FILE = Path(__file__).with_name("hardware.toml")
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a device for compute in `dtype`, or None where it isn't known."""
+    """Peak FLOP/s of a device for compute in `dtype`; None, never a guess, if it isn't known.
+
+    Args:
+        device_name: as torch reports it, for example `NVIDIA H100 80GB HBM3`.
+    """
     if dtype != "bfloat16":
         return None
-    return next((peak for name, peak in PEAK_BF16_FLOPS if name in device_name), None)
+    tables = tomli.loads(FILE.read_text(encoding="utf-8"))
+    matches = [name for name in tables["peak_bf16"] if name in device_name]
+    if not matches:
+        return None
+    peak = tables["peak_bf16"][max(matches, key=len)]
+    return tables[peak]["bf16"] if isinstance(peak, str) else peak
