@@ -31,8 +31,8 @@ added to a sum in fp32 (4 + 4). Counted."""
 EMBEDDING_PASSES = 3
 """Passes over the embedding's activations: written and read, and their gradient read. Estimate."""
 CAST_INPUT_BYTES, RECAST_INPUT_BYTES, CAST_GRADIENT_BYTES = 4, 3, 5
-"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). Fusion with what produces
-an input is taken to save 1 byte in the forward, and 2 when the backward rounds it again: an estimate."""
+"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). That fusion saves 1 byte
+of an input in the forward, and 2 when the backward rounds it again, is an estimate."""
 SCALINGS_ROWWISE = 2
 """A rowwise recipe rounds each operand by rows and by columns; a tensorwise one rounds it once."""
 ADAMW_BYTES_FUSED, ADAMW_BYTES = 40, 70
@@ -312,7 +312,9 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of one of Muon's iterations (Jordan et al. 2024, kellerjordan.github.io/posts/muon) on a matrix X: A = X X',
-    A A, and a polynomial in A times X."""
+    """FLOPs of one of Muon's iterations on a matrix X: A = X X', A A, and a polynomial in A times X.
+
+    Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+    """
     short, long = sorted((rows, columns))
     return 4.0 * short * short * long + 2.0 * short**3

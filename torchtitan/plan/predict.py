@@ -18,6 +18,8 @@ from torchtitan.utils.errors import ConfigError
 
 MEMORY_BAND = 0.10
 """Relative error within which the closed forms meet every published measurement whose sources agree."""
+TRACED_BATCHES = 3
+"""Batches of an accumulated step that a trace runs: the first, one in the middle, and the last."""
 _WORTH_A_NOTE = 0.05
 """Relative difference between a trace and the closed forms that a plan mentions."""
 _MAX_TRACED = 320
@@ -111,7 +113,7 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
 def is_traceable(w: Workload, pp_rank: int) -> bool:
     """Whether a trace takes half a minute or less."""
     layers = sum(stage.layers for stage in w.stages_of(pp_rank))
-    return layers * w.microbatches * min(w.accumulation, 3) <= _MAX_TRACED
+    return layers * w.microbatches * min(w.accumulation, TRACED_BATCHES) <= _MAX_TRACED
 
 
 def trace_memory(plan: Plan, config: Config) -> Plan:
