@@ -211,7 +211,7 @@ def table(rows: list[Row], changed: Mapping[str, float] | None = None) -> Iterat
     groups = {f"throughput, held out, {hw}": [] for hw in sorted({row.hardware for row, _ in others})}
     for row, e in others:
         groups.setdefault("throughput, fitted" if row.fit else f"throughput, held out, {row.hardware}", []).append(e)
-    groups["throughput, all but rowwise Float8"] = [e for _, e in others]
+    groups["throughput, held out and fitted"] = [e for _, e in others]
     groups["throughput, rowwise Float8"] = [e for row, e in speed if row.rowwise]
     groups["memory"] = [e for _, e in space]
     yield from (summary(name, found) for name, found in groups.items() if found)

@@ -57,7 +57,7 @@ class RankTrace:
     flops: dict[tuple[str, str], float]
     """By (`matmul` or `attention`, dtype), recomputation included. Causal attention counts half."""
     collectives: dict[str, dict[str, tuple[int, int]]]
-    """Mesh axis to operation to (calls, bytes): of a gather's result, a reduction's input, or else what a rank sends."""
+    """Mesh axis to operation to (calls, bytes): bytes of a gather's result, a reduction's input, or what is sent."""
 
 
 def trace_ranks(config: Config, world: int, pp_ranks: Iterable[int], *, device_type: str = "cuda") -> list[RankTrace]:
