@@ -79,8 +79,9 @@ class Plan:
     @property
     def schedule(self) -> str | None:
         """Name or CSV file of the pipeline's schedule; None without a pipeline."""
-        pipeline = self.workload.pipeline
-        return pipeline and (pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule)
+        if (pipeline := self.workload.pipeline) is None:
+            return None
+        return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
 
 
 def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
@@ -136,7 +137,7 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
     traced, notes = {}, list(plan.notes)
     for trace in trace_ranks(config, w.world, ranks, device_type=device):
         computed = plan.memory[trace.pp_rank].reserved if device == "cuda" else 0.0
-        parts: dict[str, float] = dict(trace.memory)
+        parts = {part: float(size) for part, size in trace.memory.items()}
         parts["other"] += max(float(trace.peak_reserved), computed) - trace.peak_active  # held by the allocator, unused
         traced[trace.pp_rank] = Memory(parts)
         if computed > trace.peak_reserved * (1 + _WORTH_A_NOTE):
@@ -148,8 +149,7 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
     state = _state(before.parts)
     factor = (after.reserved - state) / (before.reserved - state)
     memory = tuple(traced.get(rank) or _scaled(computed, factor) for rank, computed in enumerate(plan.memory))
-    names = ", ".join(map(str, ranks))
-    source = "traced" if len(ranks) == w.pp else f"pp ranks {names} traced, others scaled"
+    source = "traced" if len(ranks) == w.pp else f"pp ranks {', '.join(map(str, ranks))} traced, others scaled"
     return dataclasses.replace(plan, memory=memory, memory_source=source, notes=tuple(notes))
 
 

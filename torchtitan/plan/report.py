@@ -221,11 +221,12 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
 
 def search_data(found: Found) -> dict[str, Any]:
     """A search, for JSON."""
-    best = [
-        _layout_data(plan) | {"tokens_per_second_per_gpu": plan.tokens_per_second, "peak_gib": plan.peak_gib}
-        for plan in found.best
-    ]
+    best = [_layout_data(plan) | _figures(plan) for plan in found.best]
     return {"seen": found.seen, "points": found.points, "best": best}
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {"tokens_per_second_per_gpu": plan.tokens_per_second, "peak_gib": plan.peak_gib}
 
 
 def _layout_data(plan: Plan) -> dict[str, Any]:
@@ -240,11 +241,5 @@ def _layout_data(plan: Plan) -> dict[str, Any]:
 
 
 def _change_data(change: Change) -> dict[str, Any]:
-    return {
-        "text": change.text,
-        "settings": change.settings,
-        "tokens_per_second_per_gpu": change.after.tokens_per_second,
-        "gain": change.gain,
-        "peak_gib": change.after.peak_gib,
-        "fits": change.after.fits,
-    }
+    effect = {"gain": change.gain, "fits": change.after.fits} | _figures(change.after)
+    return {"text": change.text, "settings": change.settings} | effect
