@@ -61,7 +61,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             f"Step {time.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s per GPU{mfu} (within "
             f"{plan.hardware.band:.0%}, see docs/plan.md){bubble}",
-            f"{run.tokens:.4g} tokens: {_plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
+            f"{_rounded(run.tokens)} tokens: {_plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
             f"{_rounded(run.gpu_hours)} GPU-hours",
             "",
             "Largest costs:",
@@ -156,7 +156,7 @@ def _duration(hours: float) -> str:
 
 
 def _rounded(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.4g}"
 
 
 # ---- data
