@@ -21,7 +21,7 @@ _TERMINAL = "-"
 
 
 def main(argv: list[str]) -> int:
-    options, flags = _parse(argv)
+    options, flags = _parse(argv or ["--help"])
     if options.calibrate:
         from torchtitan.plan.calibrate import calibrate
 
