@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repo-id", required=True, help="for example meta-llama/Llama-3.1-8B")
     parser.add_argument("--weights", action="store_true", help="also download the weights, to start training from them")
-    parser.add_argument("--output", type=Path, default=Path("assets/hf"), help="parent of the models' folders (assets/hf)")
+    parser.add_argument("--output", type=Path, default=Path("assets/hf"), help="parent folder (assets/hf)")
     options = parser.parse_args()
     folder = options.output / options.repo_id.rpartition("/")[2]
     patterns = TOKENIZER + CONFIG + (WEIGHTS if options.weights else [])
