@@ -46,6 +46,14 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     assert "Nothing to do" in again.stdout
 
 
+def test_help_explains_the_environment_and_lists_the_flags(tmp_path):
+    done = start(ROOT / "run_train.sh", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("CONFIG_FILE", "NGPU", "NNODES", "RDZV_ENDPOINT", "MAX_RESTARTS", "LOG_RANK"):
+        assert f"\n  {name} " in done.stdout
+    assert "--training.steps" in done.stdout
+
+
 def test_plain_torchrun(tmp_path):
     argv = arguments(tmp_path)
     done = start(sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -54,10 +62,10 @@ def test_plain_torchrun(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_configuration_error_is_one_clear_message(tmp_path, ranks):
+@pytest.mark.parametrize("env", [{"NGPU": "1"}, {"NGPU": "2", "CONFIG_FILE": "llama3_8b"}])
+def test_a_configuration_error_is_one_clear_message(tmp_path, env):
     bad = ["--training.stpes=3", "--optimizer.lr=fast"]
-    done = start(ROOT / "run_train.sh", *bad, cwd=tmp_path, NGPU=ranks)
+    done = start(ROOT / "run_train.sh", *bad, cwd=tmp_path, **env)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: 2 problems in the configuration",
@@ -119,7 +127,7 @@ BAD_LAYOUTS = {
 def test_a_bad_layout_is_refused_before_any_rank_starts(tmp_path, case):
     extra, text = BAD_LAYOUTS[case]
     argv = [*arguments(tmp_path), "--parallelism.pipeline_parallel_degree=2", *extra]
-    done = start(sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", "2", "--", *argv, cwd=tmp_path)
+    done = start(sys.executable, "-m", "torchtitan", "train", *argv, "--nproc-per-node", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr

@@ -102,6 +102,17 @@ def test_every_node_runs_the_launcher_with_the_first_as_meeting_point(slurm, tmp
     assert not any("requeue" in call for call in calls(tmp_path, "scontrol"))
 
 
+def test_without_a_checkout_the_installed_package_runs(slurm, tmp_path):
+    python = tmp_path / "python"
+    (slurm.root / "run_train.sh").rename(python)
+    job = slurm(TEMPLATE, "my.toml", "--training.steps=7", TORCHTITAN_PYTHON=str(python), NGPU="8", NNODES="2:3")
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    launcher = ["-m", "torchtitan", "train", "my.toml", "--nnodes", "2:3", "--rdzv-endpoint", "node7:23456"]
+    argv = json.loads(calls(tmp_path, "task")[0])["argv"]
+    assert argv == [*launcher, "--nproc-per-node", "8", "--", "--training.steps=7"]
+    assert not calls(tmp_path, "setup")
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
 def test_a_signal_reaches_the_launcher_and_the_job_is_put_back(slurm, tmp_path, number, state):
@@ -144,7 +155,7 @@ def test_no_configuration_is_refused(slurm):
     assert "give a TOML file" in job.stderr.read()
 
 
-LAYOUT = ["--", "--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=4"]
+LAYOUT = ["--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=4"]
 
 
 def submit(*arguments):
@@ -176,7 +187,7 @@ def test_the_layout_decides_on_the_nodes_and_the_job_runs(slurm, tmp_path, monke
     task = json.loads(calls(tmp_path, "task")[0])
     assert task.pop("RDZV_ENDPOINT")
     assert task == {
-        "argv": [*LAYOUT[1:], "--training.global_batch_size=64", "--job.description=it's mine"],
+        "argv": [*LAYOUT, "--training.global_batch_size=64", "--job.description=it's mine"],
         "CONFIG_FILE": str(BASE),
         "NNODES": "2",
         "NGPU": "8",
@@ -192,11 +203,11 @@ def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
 
 
 BAD = {
-    "all ranks": ([], "say how many nodes"),
-    "part of a node": (["--", "--parallelism.data_parallel_shard_degree=12"], "12 ranks, which don't fill nodes of 8"),
-    "batch": (["--nodes=2", "--", "--training.global_batch_size=7"], "not a multiple"),
+    "all ranks": ([], "give the number of nodes"),
+    "part of a node": (["--parallelism.data_parallel_shard_degree=12"], "12 ranks, which don't fill nodes of 8"),
+    "batch": (["--nodes=2", "--training.global_batch_size=7"], "not a multiple"),
     "range": (["--nodes=1:2", "--", "--training.global_batch_size=128"], "need fault_tolerance.elastic = true"),
-    "key": (["--nodes=2", "--", "--training.stpes=7"], "did you mean"),
+    "key": (["--nodes=2", "--training.stpes=7"], "did you mean"),
 }
 
 

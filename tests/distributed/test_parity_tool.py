@@ -149,18 +149,14 @@ def test_tolerances_are_tight_enough_to_matter(ranks):
 
 
 @pytest.mark.e2e
-def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    tool = [
-        "torchtitan",
-        "parity",
-        "--config",
-        "train_configs/debug_model.toml",
-        f"--job.dump_folder={tmp_path / 'no'}",
-    ]
-    done = subprocess.run(
-        [*command, *tool, "--parallelism.pipeline_parallel_degree=2"], capture_output=True, text=True, timeout=200
-    )
+@pytest.mark.parametrize("launcher", ["torchtitan", "torchrun"])
+def test_the_command(tmp_path, launcher):
+    command, ranks = [sys.executable, "-m"], "--nproc-per-node=2"
+    if launcher == "torchrun":
+        command, ranks = [*command, "torch.distributed.run", "--standalone", ranks, "-m"], ""
+    flags = [f"--job.dump_folder={tmp_path / 'no'}", "--parallelism.pipeline_parallel_degree=2"]
+    argv = [*command, "torchtitan", "parity", *flags, "debug_model", *filter(None, [ranks])]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "2 rank(s), pp 2, schedule 1F1B, against one process" in done.stdout
     assert "PASS" in done.stdout

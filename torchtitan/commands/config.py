@@ -27,7 +27,7 @@ def explain(resolved: Resolved) -> str:
     return aligned(rows)
 
 
-def main(argv: list[str]) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan config", description=__doc__)
     parser.add_argument("--world", type=count, default=os.environ.get("WORLD_SIZE", "1"), metavar="N", help="ranks (1)")
     shown = parser.add_mutually_exclusive_group()
@@ -38,7 +38,11 @@ def main(argv: list[str]) -> int:
         "--markdown": "print the reference, docs/config.md",
     }.items():
         shown.add_argument(flag, dest="shown", action="store_const", const=flag, help=text)
-    options, config_argv = parse_args(parser, argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    options, config_argv = parse_args(parser(), argv)
     if options.shown == "--markdown":
         print(markdown(), end="")
         return 0

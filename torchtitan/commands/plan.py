@@ -20,6 +20,27 @@ from torchtitan.utils.text import count
 _TERMINAL = "-"
 
 
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
+    add("--hardware", default="h100-sxm", metavar="NAME", help="a built-in name or a TOML file (default: h100-sxm)")
+    add("--tokens", type=_tokens, metavar="N", help="tokens to train on, as 15e12 (default: those of training.steps)")
+    add("--search", action="store_true", help="find the fastest layout of this model and batch, and plan that")
+    add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
+    add(
+        "--compare", nargs="+", metavar="TOML", help="compare two TOML files, or CONFIG.toml with another, side by side"
+    )
+    add("--write", metavar="FILE", help="write the planned configuration as a TOML file, ready to train")
+    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
+    add("--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it")
+    add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
+    add("--calibrate", metavar="FILE", help="measure this machine, and write a file for --hardware")
+    return parser
+
+
 def main(argv: list[str]) -> int:
     options, flags = _parse(argv or ["--help"])
     if options.calibrate:
@@ -65,26 +86,10 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and the configuration's flags."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
-    add("--hardware", default="h100-sxm", metavar="NAME", help="a built-in name or a TOML file (default: h100-sxm)")
-    add("--tokens", type=_tokens, metavar="N", help="tokens to train on, as 15e12 (default: those of training.steps)")
-    add("--search", action="store_true", help="find the fastest layout of this model and batch, and plan that")
-    add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
-    add(
-        "--compare", nargs="+", metavar="TOML", help="compare two TOML files, or CONFIG.toml with another, side by side"
-    )
-    add("--write", metavar="FILE", help="write the planned configuration as a TOML file, ready to train")
-    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
-    add("--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it")
-    add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
-    add("--calibrate", metavar="FILE", help="measure this machine, and write a file for --hardware")
-    options, flags = parse_args(parser, argv)
+    own = parser()
+    options, flags = parse_args(own, argv)
     if options.compare and (len(options.compare) + bool(options.config)) != 2:
-        parser.error("--compare needs two TOML files")
+        own.error("--compare needs two TOML files")
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
     return options, flags

@@ -1,7 +1,7 @@
-"""A distributed run against one process: both observed, and their difference measured.
+"""Observe a distributed run and a reference on one process, and measure how they differ.
 
-The reference is ordinary PyTorch (one module, `F.cross_entropy`, `torch.optim`), and shares with the framework only the
-model's definition, its initial values, and the order of the data.
+The reference is plain PyTorch: one module, `F.cross_entropy`, `torch.optim`. It shares with the framework only the
+model's definition and initial values, the order of the data, and the learning-rate schedule.
 """
 
 import json
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.config import resolve
 from torchtitan.config.schema import Config, Optimizer
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend
@@ -25,28 +26,28 @@ from torchtitan.optim.schedule import lr_factor
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.init import materialize
 from torchtitan.train.build import build_data
-from torchtitan.train.preflight import Setup
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.trainer import Trainer
 
 
 @dataclass
 class Observation:
-    """What a run did."""
+    """What a run computed."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Predicted tokens since the start, after each step."""
+    """Predicted tokens since the start of training, after each step."""
     validation_losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step, as the optimizer sees them, in the model's order. Later ones carry earlier mistakes on.
-    `[copies, *shape]`: more than one copy, if ranks that should hold the same disagree."""
+    """Parameter to its gradient in the first step, as the optimizer sees it, in the model's order. (Later steps inherit
+    earlier errors.) `[copies, *shape]`: more than one copy if ranks disagree on a tensor they share."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step, in the same form."""
+    """Parameter to its value after the last step, in the same form."""
 
 
 def observe(config: Config, setup: Setup) -> Observation:
-    """Train as `config` says, on all ranks of the default process group; the answer is the same on every rank."""
+    """Train on all ranks of the default process group. Every rank returns the same observation."""
     trainer = Trainer(config, setup)
     try:
         gradients = _watch_gradients(trainer)
@@ -76,7 +77,7 @@ def _metrics(config: Config) -> list[dict[str, Any]]:
 
 
 def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """Will hold a copy of the first update's gradients."""
+    """A dict that training fills with a copy of the first step's gradients."""
     seen: dict[str, Tensor] = {}
     optimizer = trainer.parts.optimizer
     named = [(name, p) for model in trainer.parts.models for name, p in model.named_parameters()]
@@ -106,7 +107,7 @@ def _full(value: Any) -> Tensor:
 
 
 def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
-    """Tensors of the whole model, in its order: the distinct copies that ranks have of each. A stage has only some."""
+    """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage holds only some."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     copies: dict[str, list[Tensor]] = {}
@@ -121,10 +122,10 @@ def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]
 
 
 def reference(config: Config, setup: Setup) -> Observation:
-    """The same run in plain PyTorch on this one process, in fp32 and on the CPU.
+    """The same run in plain PyTorch on this process, in fp32 on the CPU.
 
     Args:
-        config: derived for the distributed run: its global batch is what counts.
+        config: resolved for the distributed run; a step here is its global batch.
     """
     device = torch.device("cpu")
     model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
@@ -179,7 +180,7 @@ def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optim
 def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None) -> Tensor:
     documents = None
     if end is not None:
-        before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document begins after the end of another
+        before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document starts after an end-of-text token
         documents = (before == end).cumsum(1)
     logits = model(tokens, None, documents)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
@@ -199,38 +200,44 @@ def _validate(model: nn.Module, config: Config, setup: Setup, end: int | None) -
     return total / count
 
 
+def run_reference(argv: list[str]) -> Observation:
+    """The reference for the run that `argv` configures for one rank."""
+    config = resolve(argv, 1).config
+    return reference(config, preflight(config))
+
+
 # ---- the difference
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest relative differences that fp32 in another order of additions explains."""
+    """Largest relative differences that fp32 sums in another order explain."""
 
     loss: float = 1e-5
     grad_norm: float = 1e-5
     gradient: float = 1e-4
     """Largest difference within a parameter's gradient, relative to its largest element."""
     weight: float = 1e-2
-    """Largest difference within a weight, relative to the largest step the optimizer has made. Adam divides by the
-    gradient's size, so an element with next to no gradient moves by a noticeable part of a step either way."""
+    """Largest difference within a weight, relative to the peak learning rate. Adam divides by the gradient's magnitude,
+    so an element whose gradient is almost zero moves by a noticeable fraction of it in either direction."""
 
 
 def tolerances_of(config: Config) -> Tolerances:
-    """What the types explain that `config` computes in: the reference is in fp32 throughout."""
-    if config.model.converters:  # operands of products have 3 bits of mantissa
+    """Tolerances for the dtypes that `config` computes in; the reference uses fp32 throughout."""
+    if config.model.converters:  # matrix products have operands with 3 bits of mantissa
         return Tolerances(loss=1e-2, grad_norm=5e-2, gradient=0.5, weight=20)
-    if config.optimizer.name == "Muon" or config.optimizer.state_dtype == "bfloat16":  # updates are computed in bf16
+    if config.optimizer.name == "Muon" or config.optimizer.state_dtype == "bfloat16":  # updates in bf16
         return Tolerances(loss=1e-4, grad_norm=1e-3, weight=0.5)
     return Tolerances()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from the reference. All relative, as `Tolerances` has them."""
+    """How far a run is from the reference; relative, as in `Tolerances`."""
 
     loss: float
     first_loss: float
-    """The first step's: before any update, so a matter of the forward alone."""
+    """In the first step: before any update, so it depends on the forward alone."""
     grad_norm: float
     gradients: dict[str, float]
     weights: dict[str, float]
@@ -242,7 +249,7 @@ class Difference:
         return max(self.gradients.values())
 
     def problems(self, tolerances: Tolerances) -> list[str]:
-        """What is out of tolerance, in words."""
+        """A phrase for each quantity that is out of tolerance."""
         checks = {
             "loss": (max(self.loss, self.validation_loss), tolerances.loss),
             "gradient norm": (self.grad_norm, tolerances.grad_norm),
@@ -256,8 +263,11 @@ class Difference:
 def difference(run: Observation, expected: Observation, peak_lr: float) -> Difference:
     """How far `run` is from `expected`.
 
+    Args:
+        peak_lr: learning rate that differences of weights are relative to.
+
     Raises:
-        AssertionError: they are not observations of the same model and number of steps.
+        AssertionError: the observations are of different models or numbers of steps.
     """
     assert run.gradients.keys() == expected.gradients.keys() == run.weights.keys()
     assert len(run.losses) == len(expected.losses)
@@ -291,8 +301,11 @@ def _or_inf(value: float) -> float:
 # ---- data
 
 
+_WORDS = "a model reads rows of tokens every rank sees its own part one batch"
+
+
 def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
-    """A JSONL file of documents of very different lengths, the same on every machine."""
+    """Write a JSONL file of documents of 3 to 120 words, the same on every machine."""
     rng = random.Random(seed)
     words = [
         "a",

@@ -20,7 +20,7 @@ from torchtitan.lab.compare import (
     Tolerances,
     difference,
     observe,
-    reference,
+    run_reference,
     tolerances_of,
     write_corpus,
 )
@@ -223,11 +223,6 @@ def run_cell(argv: list[str]) -> Observation | None:
     config = resolve(argv, dist.get_world_size()).config
     run = observe(config, preflight(config))
     return run if dist.get_rank() == 0 else None
-
-
-def run_reference(argv: list[str]) -> Observation:
-    config = resolve(argv, 1).config
-    return reference(config, preflight(config))
 
 
 class Lab:

@@ -1,9 +1,4 @@
-"""Does this configuration compute the same as one process? `torchrun ... -m torchtitan parity --config X.toml`.
-
-The model and the rows are made tiny; degrees, schedule and features stay. The run is compared to plain PyTorch on one
-process: loss, gradient norm, every parameter's gradient, token counters, weights after the update. If they differ, each
-mesh axis is tried on its own, to say along which one the mistake is.
-"""
+"""Whether a distributed run computes what one process does, and if not, along which mesh axis it goes wrong."""
 
 import itertools
 import math
@@ -41,18 +36,18 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one comparison; the same on every rank."""
+    """The result of one comparison; the same on every rank."""
 
     difference: Difference
     problems: list[str]
     culprit: str | None
-    """The diverging parameter nearest to the loss: where the backward first goes wrong."""
+    """The wrong gradient nearest to the loss, which the backward computes first."""
     factor: float | None
-    """What its gradient is multiplied by, if that is all that is wrong with it."""
+    """The factor its gradient is off by, if that explains the whole difference."""
 
 
 def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
-    """Arguments of the same run with a tiny model, few short rows, in fp32; its files go to `folder`."""
+    """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in `folder`."""
     p, training = config.parallelism, config.training
     degrees = axis_degrees(p)
     cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
@@ -71,7 +66,7 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     )
     tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
     corpus = write_corpus(folder / "corpus.jsonl")
-    # Written out anew: a flag in an old spelling would contradict the ones added here.
+    # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"
     written.write_text(to_toml(load_config(list(argv)).config), encoding="utf-8")
     sizes = {
@@ -110,7 +105,7 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
 
 
 def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
-    """Run on all ranks, and on rank 0 once more as one process."""
+    """Run on all ranks, and compare with the reference, which rank 0 runs."""
     config = resolve(list(argv), dist.get_world_size()).config
     setup = preflight(config)
     run = observe(config, setup)
@@ -135,9 +130,9 @@ def _factor(run: Observation, expected: Observation, name: str) -> float | None:
 
 
 def find_axes(argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances) -> list[str]:
-    """Mesh axes along which the run goes wrong: one, or several that do so only together; empty if none is found.
+    """Mesh axes that cause the error: one, or several that cause it only in combination; empty if none is found.
 
-    An axis is tried alone, all other ranks filled up with a data-parallel axis that has been found right.
+    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks.
     """
     world = math.prod(degrees.values())
 
@@ -165,7 +160,7 @@ def find_axes(argv: Sequence[str], degrees: dict[str, int], rows: int, tolerance
 
 
 def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
-    """One sentence: what diverges, by how much, along which axes."""
+    """One sentence: what differs, by how much, along which axes."""
     delta = finding.difference
     if not finding.problems:
         return "PASS: the distributed run computes what one process does"
@@ -204,7 +199,7 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     """Compare the run that `argv` configures, on the ranks that call this together.
 
     Returns:
-        Whether it passes, and the report.
+        Whether it passes, and a report.
     """
     world = dist.get_world_size()
     config = resolve(list(argv), world).config

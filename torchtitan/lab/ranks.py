@@ -1,7 +1,7 @@
-"""Real gloo ranks on this machine, forked from a server that has already imported torch: for tests and the matrix.
+"""Gloo ranks on this machine, forked from a server that has already imported torch: for tests, parity and the matrix.
 
-A pool of ranks lives as long as its owner; a task is a module-level function that every rank runs. After a
-failure or a time-out the pool is thrown away and forked anew, which costs well under a second.
+A pool keeps its ranks between tasks; a task is a module-level function that every rank calls. After a failure or
+time-out the ranks are killed, and the next task forks new ones, which takes well under a second.
 """
 
 import faulthandler
@@ -19,14 +19,14 @@ from typing import Any
 from torchtitan.utils.errors import from_another_rank
 
 MAX_THREADS = 150
-"""Of a rank. Every layout adds process groups, and gloo's threads wake up all the time; then the ranks start afresh."""
+"""Threads of a rank from which on the pool is restarted: each layout adds gloo threads, which poll continuously."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torchtitan.lab.ranks_preload"])
 
 
 class RankError(AssertionError):
-    """A rank failed or hung; the message holds the traceback or the stack of the culprit."""
+    """A rank failed or hung; the message holds its traceback or stack."""
 
 
 def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> None:
@@ -35,7 +35,7 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    stacks = Path(folder, f"stack-{rank}").open("w+")  # noqa: SIM115 - open as long as the process lives
+    stacks = Path(folder, f"stack-{rank}").open("w+")  # noqa: SIM115 - stays open
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     while True:
         try:
@@ -52,11 +52,11 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
         try:
             connection.send((*result, len(os.listdir("/proc/self/task"))))
         except BrokenPipeError:
-            return  # the pool was closed, because another rank had failed
+            return  # another rank failed, and the pool was closed
 
 
 class RankPool:
-    """`world` ranks that run one task after another."""
+    """`world` ranks that run tasks one at a time."""
 
     def __init__(self, world: int):
         self.world = world
@@ -74,7 +74,17 @@ class RankPool:
             self.connections.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank; their results in order of rank."""
+        """Call `function(*args, **kwargs)` on every rank.
+
+        Args:
+            timeout: in seconds.
+
+        Returns:
+            Their results, in order of rank.
+
+        Raises:
+            RankError: a rank failed, or didn't return in time.
+        """
         if not self.processes:
             self.start()
         for connection in self.connections:
@@ -91,7 +101,7 @@ class RankPool:
                 except EOFError:
                     results[rank] = ("error", "the process died")
                 if results[rank][0] == "error":
-                    deadline = min(deadline, time.monotonic() + 3)  # the others won't get far without it
+                    deadline = min(deadline, time.monotonic() + 3)  # the others depend on it
         errors = {rank: text for rank, (kind, text) in sorted(results.items()) if kind == "error"}
         if errors or len(results) < self.world:
             stacks = {r: Path(self.folder, f"stack-{r}").read_text() for r in range(self.world) if r not in results}

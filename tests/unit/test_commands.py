@@ -1,0 +1,144 @@
+"""The command line itself: commands, help, completion, and how the launcher reads its arguments."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan import __version__
+from torchtitan.commands import COMMANDS, completion, main, train
+from torchtitan.commands.train import _count_gpus, _parse
+
+
+def run(monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", ["torchtitan", *argv])
+    return main()
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_help_lists_every_command_with_a_sentence(monkeypatch, capsys, argv):
+    assert run(monkeypatch, *argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for command, text in COMMANDS.items():
+        assert any(line.split() == [command, *text.split()] for line in lines)
+        assert text.endswith(".")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(monkeypatch, capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, command, "--help")
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: torchtitan {command}")
+    assert importlib.import_module(f"torchtitan.commands.{command}").__doc__.split(".")[0].split()[0] in out
+
+
+def test_version(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"torchtitan {__version__}\n"
+
+
+def test_a_misspelt_command(monkeypatch, capsys):
+    assert run(monkeypatch, "trian") == 2
+    assert capsys.readouterr().err == "error: no command 'trian'; did you mean 'train'?\n"
+
+
+# ---- the launcher's arguments
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["my.toml", "--nproc-per-node", "8", "--log-dir", "logs", "--training.steps", "100"],
+        ["--training.steps", "100", "--nproc-per-node=8", "--log-dir", "logs", "my.toml"],
+        ["--log-dir", "logs", "--nproc_per_node", "8", "my.toml", "--training.steps", "100"],
+        ["--nproc-per-node", "8", "--log-dir", "logs", "--", "--job.config_file=my.toml", "--training.steps", "100"],
+    ],
+)
+def test_options_and_flags_mix_in_any_order(argv):
+    options, torchrun, config = _parse(argv)
+    assert (options.nproc_per_node, options.nnodes, options.max_restarts) == (8, (1, 1), 0)
+    assert torchrun == ["--log-dir", "logs"]
+    assert config == ["--job.config_file=my.toml", "--training.steps", "100"]
+
+
+def test_a_flag_of_torchrun_does_not_take_a_configuration_for_its_value():
+    _, torchrun, config = _parse(["--no-python", "llama3_8b", "--nproc-per-node", "2"])
+    assert (torchrun, config) == (["--no-python"], ["--job.config_file=llama3_8b"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--nproc-per-nod", "8"], "did you mean '--nproc-per-node'?"),
+        (["--max-restart=1"], "did you mean '--max-restarts'?"),
+        (["--nproc-per-node", "0"], "must be 1 or more"),
+        (["--nnodes", "2:1"], "neither a number of nodes nor MIN:MAX"),
+        (["--nnodes", "2"], "--rdzv-endpoint: with several nodes"),
+        (["my.toml", "--config", "other.toml"], "two configurations"),
+    ],
+)
+def test_wrong_launcher_options(capsys, argv, message):
+    with pytest.raises(SystemExit) as ended:
+        _parse(argv)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a-1b,GPU-12", 2)],
+)
+def test_visible_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _count_gpus() == count
+    assert _parse([])[0].nproc_per_node == max(count, 1)
+
+
+def test_all_gpus_are_counted_without_torch(monkeypatch):
+    listed = "GPU 0: H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: H200 (UUID: GPU-2)\n"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(train.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed))
+    assert _count_gpus() == 2
+
+
+# ---- completion
+
+
+def complete(*words):
+    """What bash offers for the last of `words`."""
+    typed = " ".join(f"'{word}'" for word in ("torchtitan", *words))
+    body = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _torchtitan; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", completion.script("bash") + body], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_completion(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").touch()
+    (tmp_path / "mine.txt").touch()
+    assert complete("t") == ["train", "tokenize"]
+    assert complete("train", "--nproc") == ["--nproc-per-node"]
+    assert complete("train", "--training.st") == ["--training.steps"]
+    assert complete("config", "m") == ["mine.toml"]
+    assert complete("submit", "llama3_8") == ["llama3_8b"]
+    assert complete("ckpt", "ver") == ["verify"]
+    assert complete("ckpt", "prune", "--keep-l") == ["--keep-latest"]
+    assert complete("tokenize", "--training.st") == []
+    assert complete("plan", "--sea") == ["--search"]
+
+
+def test_completion_for_zsh_loads_the_same_function():
+    assert completion.script("zsh").endswith(completion.script("bash"))
+
+
+@pytest.mark.e2e
+def test_completion_does_not_import_torch():
+    code = "import sys; sys.argv[1:] = ['completion', 'bash']; from torchtitan.commands import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "_torchtitan" in done.stdout
