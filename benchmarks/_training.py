@@ -83,20 +83,20 @@ def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
     from torchtitan.config.schema import DataLoader
     from torchtitan.data.loader import build_loader
+    from torchtitan.data.sources import DataSpec
     from torchtitan.data.tokenizer import build_tokenizer
 
-    return build_loader(
+    spec = DataSpec(
         dataset="demo",
         dataset_path=None,
         tokenizer=build_tokenizer("./tests/assets/tokenizer"),
         seq_len=SEQ_LEN,
         rows_per_step=BATCH,
-        dp_rank=rank,
-        dp_degree=ranks,
         seed=0,
-        dataloader=DataLoader(),
         infinite=True,
+        options=DataLoader(),
     )
+    return build_loader(spec, dp_rank=rank, dp_degree=ranks)
 
 
 def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> None:

@@ -16,6 +16,7 @@ from torchtitan.commands import tokenize
 from torchtitan.config.schema import DataLoader
 from torchtitan.data.documents import DemoDocuments
 from torchtitan.data.loader import build_loader
+from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import build_tokenizer
 
 ROWS, SEQ_LEN = 8, 2048
@@ -23,18 +24,17 @@ ROWS, SEQ_LEN = 8, 2048
 
 def measure(path: Path | None, steps: int) -> tuple[float, float]:
     """Tokens per wall second and per CPU-second, after the first step (which opens the files)."""
-    loader = build_loader(
+    spec = DataSpec(
         dataset="demo",
         dataset_path=None if path is None else str(path),
         tokenizer=build_tokenizer("./tests/assets/tokenizer"),
         seq_len=SEQ_LEN,
         rows_per_step=ROWS,
-        dp_rank=0,
-        dp_degree=1,
         seed=0,
-        dataloader=DataLoader(),
         infinite=True,
+        options=DataLoader(),
     )
+    loader = build_loader(spec)
     batches = iter(loader)
     for _ in range(4):  # the queue is full and being drained
         next(batches)

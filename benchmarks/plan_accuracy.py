@@ -1,8 +1,8 @@
-"""The planner against published measurements: `python benchmarks/plan_accuracy.py [--fit]`.
+"""Compare the planner with published measurements: `python benchmarks/plan_accuracy.py [--fit]`.
 
 `published.csv` holds the measurements with their settings and sources. Each row becomes a configuration of this
-project, and goes through the planner as any other. `--fit` finds the constants anew, from the rows marked `fit` alone.
-`--trace repo-T1 paper-70B` traces the memory of the rows whose names begin so, too: half a minute to minutes each.
+project and is planned like any other. `--fit` fits the constants again, to the rows marked `fit` alone.
+`--trace repo-T1 paper-70B` also traces the memory of the rows whose names begin so: half a minute to minutes each.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MODELS = {
     "L2-13B": ("8B", {**LLAMA_2, "dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
     "L2-70B": ("70B", LLAMA_2),
 }
-"""Names in the file that are no flavor: the flavor they are made of, and what is different."""
+"""Names in the file that are not flavors: the flavor they derive from, and its overrides."""
 CHECKPOINTING = {
     "none": ["none"],
     "full": ["full"],
@@ -52,10 +52,12 @@ FITTED = {
     "async_tp": (0.6, 0.4),
     "link_efficiency": (0.65, 0.3),
 }
-"""Constants that are fitted: what is expected of each, and the standard deviation of its logarithm."""
+"""Fitted constants: the prior mean of each, and the standard deviation of its logarithm."""
 FITTED_ON = "h100-hbm2e"
+MEASUREMENT_DEVIATION = 0.02
+"""Standard deviation assumed for the logarithm of a measured throughput, against the priors."""
 LOSS_COMPILED_SINCE = "2025-05"
-"""TorchTitan's tables before that had a loss that was not compiled."""
+"""TorchTitan's earlier tables were measured with a loss that was not compiled."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Row:
 
 
 def arguments(row: dict[str, str]) -> list[str]:
-    """The row's settings as this project's."""
+    """The row's settings as flags of this project."""
     pp = int(row["pp"])
     rows = int(row["local_bs"])
     mode, *more = CHECKPOINTING[row["ac"]]
@@ -86,7 +88,7 @@ def arguments(row: dict[str, str]) -> list[str]:
         "parallelism.tensor_parallel_degree": row["tp"],
         "parallelism.pipeline_parallel_degree": pp,
         "parallelism.enable_async_tensor_parallel": row["async_tp"] == "1",
-        "parallelism.context_parallel_rotate_method": "alltoall",  # so its gradients travelled
+        "parallelism.context_parallel_rotate_method": "alltoall",  # how TorchTitan sent gradients
         "training.seq_len": row["seq"],
         "training.local_batch_size": rows,
         "activation_checkpoint.mode": mode,
@@ -134,15 +136,15 @@ def load(file: Path = FILE) -> list[Row]:
 
 
 def fit(rows: list[Row], hw: Hardware) -> dict[str, float]:
-    """Constants for which the throughput of `rows` is nearest, by damped least squares on their logarithms."""
+    """Constants that best predict the throughput of `rows`: least squares on logarithms, by Levenberg-Marquardt."""
     names = list(FITTED)
     expected = np.log([FITTED[name][0] for name in names])
     widths = np.array([FITTED[name][1] for name in names])
 
     def residuals(x: np.ndarray) -> np.ndarray:
         made = hw.model_copy(update=dict(zip(names, np.exp(x).tolist(), strict=True)))
-        off = [math.log(step_time(row.workload, made).tokens_per_second / row.tokens_per_second) / 0.02 for row in rows]
-        return np.array([*off, *((x - expected) / widths)])
+        off = [math.log(step_time(row.workload, made).tokens_per_second / row.tokens_per_second) for row in rows]
+        return np.array([*(e / MEASUREMENT_DEVIATION for e in off), *((x - expected) / widths)])
 
     x, damping = expected, 1e-2
     now = residuals(x)
@@ -161,10 +163,10 @@ Errors = list[tuple[Row, float]]
 
 
 def errors(rows: list[Row], changed: Mapping[str, float] | None = None) -> tuple[Errors, Errors]:
-    """Relative errors of throughput, and of peak memory, where they are published.
+    """Relative errors of throughput and of peak memory, where published.
 
     Args:
-        changed: constants to use instead of those of the tables' GPU.
+        changed: constants that replace those of the tables' GPU.
     """
     speed, space = [], []
     for row in rows:
@@ -185,9 +187,9 @@ def summary(name: str, found: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
     parser.add_argument("--file", type=Path, default=FILE, help="measurements in the format of published.csv")
-    parser.add_argument("--trace", nargs="+", metavar="ROW", help="beginnings of the names of rows to trace instead")
+    parser.add_argument("--trace", nargs="+", metavar="ROW", help="trace the rows whose names begin so instead")
     options = parser.parse_args()
     rows = load(options.file)
     if options.trace:
@@ -202,10 +204,19 @@ def main() -> None:
 
 
 def table(rows: list[Row], changed: Mapping[str, float] | None = None) -> Iterator[str]:
-    """Every row with its errors, and their statistics, as Markdown."""
+    """The statistics, held-out rows first, and every row with its errors, as Markdown."""
     speed, space = errors(rows, changed)
+    yield "| | rows | median error | mean | worst |\n|---|---|---|---|---|"
+    others = [(row, e) for row, e in speed if not row.rowwise]
+    groups = {f"throughput, held out, {hw}": [] for hw in sorted({row.hardware for row, _ in others})}
+    for row, e in others:
+        groups.setdefault("throughput, fitted" if row.fit else f"throughput, held out, {row.hardware}", []).append(e)
+    groups["throughput, held out and fitted"] = [e for _, e in others]
+    groups["throughput, rowwise Float8"] = [e for row, e in speed if row.rowwise]
+    groups["memory"] = [e for _, e in space]
+    yield from (summary(name, found) for name, found in groups.items() if found)
     fast, large = {row.id: e for row, e in speed}, {row.id: e for row, e in space}
-    yield "| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|"
+    yield "\n| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|"
     for row in rows:
         cells = [f"{row.id}{' (fit)' if row.fit else ''}"]
         for published, off, digits in (
@@ -215,19 +226,10 @@ def table(rows: list[Row], changed: Mapping[str, float] | None = None) -> Iterat
             told = published is not None and off is not None
             cells += [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"] if told else [""] * 3
         yield f"| {' | '.join(cells)} |"
-    yield "\n| | rows | median error | mean | worst |\n|---|---|---|---|---|"
-    others = [(row, e) for row, e in speed if not row.rowwise]
-    groups = {f"throughput, held out, {hw}": [] for hw in sorted({row.hardware for row, _ in others})}
-    for row, e in others:
-        groups.setdefault("throughput, fitted" if row.fit else f"throughput, held out, {row.hardware}", []).append(e)
-    groups["throughput, all but rowwise Float8"] = [e for _, e in others]
-    groups["throughput, rowwise Float8"] = [e for row, e in speed if row.rowwise]
-    groups["memory"] = [e for _, e in space]
-    yield from (summary(name, found) for name, found in groups.items() if found)
 
 
 def traces(rows: list[Row]) -> Iterator[str]:
-    """Memory of the first and last pipeline rank, and of that which the closed forms find largest, by either way."""
+    """Memory of the first, largest and last pipeline ranks, computed and traced."""
     yield "| row | GiB | pp rank | closed form | error | traced | error |\n|---|---|---|---|---|---|---|"
     for row in rows:
         w = row.workload

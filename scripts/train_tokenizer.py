@@ -1,7 +1,6 @@
-"""Train the small byte-level BPE that ships with the project, on the demo text.
+"""Train the demo tokenizer, a small byte-level BPE, on the demo text.
 
-`python scripts/train_tokenizer.py [--output tests/assets/tokenizer] [--entries 2048]`. Deterministic for one version of
-Python's standard library.
+The text is Python's standard library, so the result depends on the version of Python, and on nothing else.
 """
 
 import argparse

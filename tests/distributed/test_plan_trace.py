@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.runs import arguments
+from tests.runs import arguments, train
+from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
-from torchtitan.plan.memory import PARTS
+from torchtitan.plan.memory import PARTS, memory_of
 from torchtitan.plan.trace import trace_ranks
+from torchtitan.plan.workload import Workload, hardware_flops
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
@@ -230,3 +232,36 @@ def test_a_large_cluster(tmp_path):
     (trace,) = trace_ranks(config, 512, [1])
     assert trace.rank == 256
     assert set(trace.collectives) == {"batch", "cp", "dp_replicate", "fsdp", "loss", "pp", "tp"}
+
+
+# ---- the planner on top of the trace
+
+
+@pytest.mark.parametrize(
+    ("argv", "world"),
+    [
+        (["--training.local_batch_size=1", "--training.loss_chunks=8", "--training.global_batch_size=16"], 8),
+        (["--training.local_batch_size=4", f"{P}tensor_parallel_degree=4"], 8),
+        (["--training.local_batch_size=4", f"{P}pipeline_parallel_degree=2"], 4),
+    ],
+)
+def test_closed_forms_agree_with_a_trace(argv, world):
+    """For 4 layers of the 8B model: reserved memory nearly, FLOPs exactly."""
+    shape = ["--model.flavor=8B", "--model.overrides.n_layers=4", "--training.seq_len=8192"]
+    config = resolve([*shape, *FULL, *argv], world).config
+    setup = preflight(config, output=False)
+    w = Workload(config, setup.args, setup.stages)
+    (trace,) = trace_ranks(config, world, [0])
+    assert memory_of(w, 0).reserved == pytest.approx(trace.peak_reserved, rel=0.10)
+    if w.pp == 1:
+        assert hardware_flops(w) == pytest.approx(trace.flops, rel=1e-3)
+
+
+def test_written_file_trains_as_it_is(ranks, tmp_path, capsys):
+    """The best layout of two ranks for a tiny model: planned with a trace, written, and trained."""
+    file = tmp_path / "best.toml"
+    argv = [*arguments(tmp_path, steps=2, global_batch=4), "--world=2", "--search", "--write", str(file)]
+    assert main(argv) == 0
+    assert "(traced, " in capsys.readouterr().out
+    metrics = ranks(2, train, ["--job.config_file", str(file)])[0]["metrics"]
+    assert [record["step"] for record in metrics if "loss" in record] == [1, 2]

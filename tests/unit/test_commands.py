@@ -134,6 +134,7 @@ def test_completion_for_zsh_loads_the_same_function():
     assert completion.script("zsh").endswith(completion.script("bash"))
 
 
+@pytest.mark.e2e
 def test_completion_does_not_import_torch():
     code = "import sys; sys.argv[1:] = ['completion', 'bash']; from torchtitan.commands import main; main()"
     done = subprocess.run(

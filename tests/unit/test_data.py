@@ -18,6 +18,7 @@ from torchtitan.data.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows import IGNORE_INDEX, merge_states
 from torchtitan.data.shuffle import permute
+from torchtitan.data.sources import DataSpec
 from torchtitan.data.token_files import write_token_file
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.utils.errors import UserError
@@ -27,18 +28,17 @@ SEQ, ROWS = 24, 8
 
 
 def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files", **options):
-    return build_loader(
+    spec = DataSpec(
         dataset=dataset,
         dataset_path=None if path is None else str(path),
         tokenizer=TOKENIZER,
         seq_len=options.pop("seq_len", SEQ),
         rows_per_step=rows,
-        dp_rank=rank,
-        dp_degree=degree,
         seed=options.pop("seed", 3),
-        dataloader=DataLoader(**options),
         infinite=infinite,
+        options=DataLoader(**options),
     )
+    return build_loader(spec, dp_rank=rank, dp_degree=degree)
 
 
 def take(loader, count):

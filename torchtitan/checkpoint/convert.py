@@ -1,7 +1,6 @@
 """Conversion of checkpoints to and from Hugging Face folders, in one process."""
 
 import importlib.util
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from torchtitan.models.layers import attention_backend
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
+from torchtitan.utils.torch_faults import silence_false_alarms
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it warns about missing GPU kernels
 PROMPT = 64
 """Tokens in the prompt that an export and the original are compared on."""
 _LOGITS_AGREE = 1e-3
@@ -112,6 +111,7 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    silence_false_alarms()
     with torch.device("meta"):
         ours = spec.build(args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu"))
     ours.to_empty(device="cpu")

@@ -1,7 +1,7 @@
-"""Print a completion script for the shell: commands, options, configuration keys and TOML files.
+"""Print a completion script for bash or zsh: commands, options, configuration keys and TOML files.
 
-eval "$(torchtitan completion bash)"     in ~/.bashrc
-eval "$(torchtitan completion zsh)"      in ~/.zshrc, after compinit
+torchtitan completion bash > ~/.local/share/bash-completion/completions/torchtitan
+torchtitan completion zsh > ~/.torchtitan.zsh     # and in ~/.zshrc, after compinit: source ~/.torchtitan.zsh
 """
 
 import argparse
@@ -39,23 +39,25 @@ _torchtitan() {
 complete -o default -o filenames -F _torchtitan torchtitan
 """
 ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
+"""Makes zsh run bash's completion functions."""
 
 
 def words_of(parser: argparse.ArgumentParser) -> list[str]:
-    """A command's options and subcommands, and the options of those."""
+    """A command's options, the choices of its arguments, and the options of its subcommands."""
     words: list[str] = []
     for action in parser._actions:
         words += [option for option in action.option_strings if option.startswith("--")]
+        if not action.option_strings:
+            words += action.choices or ()
         if isinstance(action, argparse._SubParsersAction):
-            words += [*action.choices, *(word for sub in action.choices.values() for word in words_of(sub))]
+            words += [word for subcommand in action.choices.values() for word in words_of(subcommand)]
     return list(dict.fromkeys(words))
 
 
 def script(shell: str) -> str:
-    cases = []
-    for command in COMMANDS:
-        words = words_of(importlib.import_module(f"torchtitan.commands.{command}").parser())
-        cases.append(f"        {command}) words='{' '.join(words)}' ;;")
+    """The completion script, which answers without starting Python."""
+    parsers = {name: importlib.import_module(f"torchtitan.commands.{name}").parser() for name in COMMANDS}
+    cases = [f"        {name}) words='{' '.join(words_of(parser))}' ;;" for name, parser in parsers.items()]
     filled = SCRIPT % {
         "commands": " ".join(COMMANDS),
         "cases": "\n".join(cases),

@@ -53,11 +53,11 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     printer = _Printer(tokenizer, texts) if rank == 0 and not options.json else None
+    progress = printer.progress if printer else lambda _: None
     rows: list[Continuation] = []
     began = time.perf_counter()
     for i in range(0, len(prompts), generator.max_rows):
         batch = prompts[i : i + generator.max_rows]
-        progress = printer.progress if printer else lambda _: None
         rows += generator(batch, sampling, options.max_new_tokens, progress)
         if printer:
             printer.finish(rows)

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.config import schema
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.rows import Row, blank_row, split_rows
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
-from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
@@ -45,36 +43,25 @@ _KEYS = {
 
 
 def build_loader(
+    spec: DataSpec,
     *,
-    dataset: str,
-    dataset_path: str | None,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    rows_per_step: int,
-    dp_rank: int,
-    dp_degree: int,
-    seed: int,
-    dataloader: schema.DataLoader,
-    infinite: bool,
-    key_prefix: str = "training",
+    dp_rank: int = 0,
+    dp_degree: int = 1,
     local_batch_size: int = 1,
     limits: tuple[float, float] = (150.0, 50.0),
 ) -> "StepLoader":
-    """Build this rank's loader of `[training]` or `[validation]`.
+    """Build the loader of a rank; by default, of all rows.
 
     Args:
-        rows_per_step: rows of one step over all ranks; at least `dp_degree`.
-        local_batch_size: each rank's number of rows is rounded up to a multiple of it, with rows without labels.
-        infinite: read epoch after epoch, shuffled; else make one pass in order.
+        local_batch_size: the rank's number of rows is rounded up to a multiple of it, with rows without labels.
         limits: seconds to wait for the first batch and for each later one, unless `dataloader.timeout_seconds` is set.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
-    rows = split_rows(range(rows_per_step), dp_degree)[dp_rank]
-    batches = -(-rows_per_step // (dp_degree * local_batch_size))
-    spec = DataSpec(dataset, dataset_path, tokenizer, seq_len, rows_per_step, seed, infinite, key_prefix, dataloader)
-    later = dataloader.timeout_seconds or limits[1]
+    rows = split_rows(range(spec.rows_per_step), dp_degree)[dp_rank]
+    batches = -(-spec.rows_per_step // (dp_degree * local_batch_size))
+    later = spec.options.timeout_seconds or limits[1]
     return StepLoader(spec, rows, batches * local_batch_size, (max(limits[0], later), later))
 
 

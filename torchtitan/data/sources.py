@@ -15,7 +15,7 @@ from torchtitan.data.token_files import TokenFiles
 from torchtitan.data.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataSpec:
     """What to read, as plain values: worker processes get a copy."""
 
@@ -24,13 +24,13 @@ class DataSpec:
     tokenizer: Tokenizer
     seq_len: int
     rows_per_step: int
-    """Over all ranks."""
+    """Over all ranks; at least one each."""
     seed: int
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
-    section: str
-    """Of the configuration: `training` or `validation`."""
     options: schema.DataLoader
+    section: str = "training"
+    """Of the configuration: `training` or `validation`."""
 
     @property
     def name(self) -> str:

@@ -1,11 +1,8 @@
 """Datasets too large to index, streamed from the Hugging Face hub."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
-
-import torch.utils.data
 
 from torchtitan.data.retry import Retry
 from torchtitan.utils.errors import UserError
@@ -45,17 +42,6 @@ def open_stream(dataset: str, section: str) -> Any:
         ) from error
 
 
-@contextmanager
-def _undivided() -> Iterator[None]:
-    """Within, `datasets` doesn't divide a stream among DataLoader's workers: the lanes divide it already."""
-    real = torch.utils.data.get_worker_info
-    torch.utils.data.get_worker_info = lambda: None
-    try:
-        yield
-    finally:
-        torch.utils.data.get_worker_info = real
-
-
 class StreamCursor:
     """The documents of one lane of a stream: every `lanes`-th shard, or document if there are too few shards."""
 
@@ -84,8 +70,7 @@ class StreamCursor:
         if self.iterator is None:
             self.stream.set_epoch(self.epoch)
             self.iterator = iter(self.stream)
-        with _undivided():
-            row = next(self.iterator, None)
+        row = next(self.iterator, None)
         if row is None:
             return None
         if "text" not in row:

@@ -1,14 +1,17 @@
 """Worker processes that read a rank's rows."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.data.rows import Row, blank_row, merge_states, split_rows
 from torchtitan.data.sources import DataSpec, open_source
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
+from torchtitan.utils.torch_faults import replaced
 
 
 class Workers:
@@ -63,14 +66,21 @@ class _WorkerRows(IterableDataset):
         try:
             reader = open_source(self.spec, self.spec.retry()).reader(self.shares[info.id])
             if self.start is not None:
-                reader.load_state_dict(self.start)
+                with _undivided():
+                    reader.load_state_dict(self.start)
             while True:
-                rows = reader.step()
+                with _undivided():
+                    rows = reader.step()
                 yield rows, reader.state_dict()
         except UserError as error:
             # DataLoader re-raises only exceptions that take a single string, with a traceback as their text.
             while True:
                 yield str(error)
+
+
+def _undivided() -> AbstractContextManager[None]:
+    """Hide from `datasets` that this is a worker: it would divide a stream's shards, which the lanes already divide."""
+    return replaced(torch.utils.data, get_worker_info=lambda: None)
 
 
 def _unchanged(item: Any) -> Any:

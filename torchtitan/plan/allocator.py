@@ -1,9 +1,9 @@
-"""Replay of PyTorch's CUDA caching allocator: from allocations in order to what it reserves of the device.
+"""PyTorch's CUDA caching allocator, replayed: from a sequence of allocations to the memory reserved on the device.
 
-As it is with `expandable_segments:True`: blocks are rounded up to 512 bytes; each stream has two pools, one for blocks
-of up to 1 MiB and one for all others; a pool takes the smallest free block that fits, and else grows at its end, in
-pages of 2 or 20 MiB. A block that one stream has freed is of no use to another, and neither are two separate free
-blocks to one that needs their sum: so what is reserved is more than what is ever alive.
+It replays `expandable_segments:True`. Blocks are rounded up to 512 bytes. Each stream has two pools, one for blocks up
+to 1 MiB and one for larger blocks. A pool uses the smallest free block that fits, or grows at its end in pages of 2 or
+20 MiB. A stream can't use a block that another has freed, nor can a large block use two separate free ones, so more is
+reserved than is ever allocated.
 """
 
 import bisect
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 ROUND, SMALL = 512, 2**20
 SMALL_PAGE, LARGE_PAGE = 2 * 2**20, 20 * 2**20
+"""Bytes: kMinBlockSize, kSmallSize, kSmallBuffer and kLargeBuffer of PyTorch's c10/cuda/CUDACachingAllocator."""
 
 Event = tuple[int, int, str]
-"""(block, bytes, stream): an allocation; with 0 bytes, the end of the block."""
+"""(block, bytes, stream): an allocation, or with 0 bytes a free."""
 
 
 @dataclass
@@ -22,20 +23,20 @@ class _Pool:
     page: int
     size: int = 0
     sizes: list[tuple[int, int]] = field(default_factory=list)
-    """Free blocks, (bytes, offset), in order."""
+    """(bytes, offset) of the free blocks, sorted."""
     starts: dict[int, int] = field(default_factory=dict)
-    """Free blocks, bytes by offset."""
+    """Bytes of each free block by its offset."""
     ends: dict[int, int] = field(default_factory=dict)
-    """Free blocks, offset by the end."""
+    """Offset of each free block by its end."""
 
     def take(self, size: int) -> int:
-        """The offset of a new block."""
+        """Allocate a block and return its offset."""
         place = bisect.bisect_left(self.sizes, (size, -1))
         if place < len(self.sizes):
             found, offset = self.sizes[place]
             self._remove(found, offset)
         else:
-            offset = self.ends.get(self.size, self.size)  # a free block at the end is part of the new one
+            offset = self.ends.get(self.size, self.size)  # the new block starts in a free one at the end
             found = self.size - offset
             if found:
                 self._remove(found, offset)
@@ -47,7 +48,7 @@ class _Pool:
         return offset
 
     def give(self, offset: int, size: int) -> None:
-        """Free a block, and join it with its free neighbours."""
+        """Free a block and merge it with its free neighbours."""
         if after := self.starts.get(offset + size):
             self._remove(after, offset + size)
             size += after
@@ -68,7 +69,7 @@ class _Pool:
 
 
 def reserved(events: Iterable[Event]) -> int:
-    """Bytes that the allocator holds at the end, which are its most: it gives nothing back."""
+    """Bytes that the allocator has reserved at the end, which is its peak, as it returns nothing to the device."""
     pools: dict[tuple[str, bool], _Pool] = {}
     placed: dict[int, tuple[_Pool, int, int]] = {}
     for block, size, stream in events:

@@ -1,8 +1,7 @@
-"""Measures the rates of the machine at hand, and writes them as a hardware file.
+"""Measure this machine's rates for a hardware file.
 
-Matrix products by type, causal attention, and memory bandwidth, of one device, with sizes of a training step. Rates
-between devices are taken from the data sheet if the device is a known one, else guessed from the memory bandwidth, and
-said to be so.
+One device's matrix products by type, causal attention, and memory bandwidth are measured, at the sizes of a training
+step. Rates between devices come from the data sheet of a known device, and are otherwise guessed and marked as such.
 """
 
 import time
@@ -14,11 +13,15 @@ import torch.nn.functional as F
 from torchtitan.plan.hardware import load_hardware
 
 _SECONDS = 1.0
-"""Of each measurement, after the first call."""
+"""Duration of each measurement, after a first call."""
+_LINK_GUESS = 4
+"""Memory bandwidth over that of a link or a network port, where neither is known: a guess."""
+_CPU = ("reserve_gib = 1.0  # a guess", "eager = 1.5  # a guess")
+"""Constants of a CPU that differ from the shared ones."""
 
 
 def calibrate() -> str:
-    """A hardware file of this machine."""
+    """The text of a hardware file for this machine."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     name = torch.cuda.get_device_name() if cuda else "CPU"
@@ -43,7 +46,7 @@ def calibrate() -> str:
         f"memory_gib = {_memory_gib(cuda):.1f}",
         *(f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}" for key, value in peaks.items()),
         f"gemm_bf16 = {bf16 / peaks['bf16']:.3f}  # measured",
-        f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # measured, if it has float8",
+        f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # measured where the device has Float8",
         f"attention = {attention / base:.3f}  # measured, forward",
         f"memory_bandwidth = {known.memory_bandwidth if known else memory:.4g}",
         f"memory_efficiency = {memory / known.memory_bandwidth if known else 1.0:.3f}  # measured",
@@ -57,11 +60,11 @@ def calibrate() -> str:
     else:
         ranks = max(1, torch.cuda.device_count())
         lines += [
-            f"link = {memory / 4:.4g}  # a guess",
-            f"network = {memory / 4:.4g}  # a guess",
+            f"link = {memory / _LINK_GUESS:.4g}  # a guess",
+            f"network = {memory / _LINK_GUESS:.4g}  # a guess",
             f"gpus_per_node = {ranks}",
         ]
-    return "\n".join([*lines, *(() if cuda else ("reserve_gib = 1.0", "eager = 1.5")), ""])
+    return "\n".join([*lines, *(() if cuda else _CPU), ""])
 
 
 def _memory_gib(cuda: bool) -> float:
@@ -73,7 +76,7 @@ def _memory_gib(cuda: bool) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of one call: the fastest of several rounds, since others may use the machine too."""
+    """Seconds of one call, in the fastest of several rounds, since other processes may use the machine."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -105,14 +108,14 @@ def _matmul_fp8(size: int, device: torch.device) -> float:
 
 
 def _attention(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of causal attention, of which half of the square counts."""
+    """FLOP/s of causal attention's forward; only the unmasked half counts."""
     q = torch.randn(1, 16, size, 64 if device.type == "cpu" else 128, device=device).to(dtype)
     flops = 2 * size**2 * q.shape[1] * q.shape[3]
     return flops / _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device)
 
 
 def _copy(size: int, device: torch.device) -> float:
-    """Bytes/s that a copy reads and writes."""
+    """Bytes/s that a copy reads and writes in total."""
     a = torch.empty(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     return 2 * size / _seconds(lambda: b.copy_(a), device)

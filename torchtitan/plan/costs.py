@@ -1,22 +1,48 @@
 """The performance model: seconds of one training step, by what they are spent on.
 
 Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and bytes over a sustained
-bandwidth. Communication is bytes over the bandwidth of its ring, less what hides behind compute. A pipeline's bubble
-comes from running its schedule (`schedule.py`). Formulas and their sources are in `docs/plan.md`.
+bandwidth. Communication is bytes over the bandwidth of its ring, less what compute hides. A pipeline's bubble comes
+from simulating its schedule (`schedule.py`). `docs/plan.md` lists the formulas with their sources; what depends on the
+hardware is in its table (`hardware.py`). The constants below say where they come from: "counted" is by hand from the
+code of a block, checked only as part of the whole against `benchmarks/published.csv`.
 """
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from torchtitan.plan.collectives import tensor_parallel_calls
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.schedule import Timeline, program, simulate
-from torchtitan.plan.workload import Linear, Stage, Workload
+from torchtitan.plan.workload import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, FP8, FP32, Linear, Stage, Workload
+
+BACKWARD_POINTWISE = 2
+"""Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
+LOSS_BYTES, LOSS_BYTES_COMPILED = 36, 12
+"""Bytes moved per logit by softmax and cross-entropy in fp32, forward and backward: 9 passes, or 3 when compiled into
+one kernel. Counted."""
+LOSS_FORWARD = 1 / 3
+"""Share of the loss's bytes that its forward moves. Counted."""
+CHUNK_BYTES = 10
+"""Bytes moved per parameter of the output projection for each chunk of the loss: its bf16 gradient is read (2) and
+added to a sum in fp32 (4 + 4). Counted."""
+EMBEDDING_PASSES = 3
+"""Passes over the embedding's activations: written and read, and their gradient read. Estimate."""
+CAST_INPUT_BYTES, RECAST_INPUT_BYTES, CAST_GRADIENT_BYTES = 4, 3, 5
+"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). That fusion saves 1 byte
+of an input in the forward, and 2 when the backward rounds it again, is an estimate."""
+SCALINGS_ROWWISE = 2
+"""A rowwise recipe rounds each operand by rows and by columns; a tensorwise one rounds it once."""
+ADAMW_BYTES_FUSED, ADAMW_BYTES = 40, 70
+"""Bytes moved per parameter of a shard. Fused: AdamW reads parameter, gradient and two moments and writes all but the
+gradient (28), the norm reads the gradient (4), clipping reads and writes it (8). Not fused: with temporary tensors, an
+estimate."""
 
 Seconds = dict[str, float]
-"""By part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and `communication: AXIS`."""
+"""Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
+`communication: AXIS`."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +51,18 @@ class StepTime:
 
     seconds: float
     parts: Mapping[str, float]
-    """Seconds of the slowest rank by what they are spent on; they add up to `seconds`."""
+    """Seconds of the slowest rank by what they are spent on, the largest first; they add up to `seconds`."""
     timeline: Timeline | None
-    """Of a pipeline, without the steps before and after it."""
+    """One batch of the pipeline; None without one."""
     bubble: float
-    """Share of the step in which the mean rank waits for the pipeline."""
+    """Share of the step in which the average rank waits for the pipeline."""
     tokens_per_second: float
-    """Of one GPU."""
+    """Per GPU."""
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Seconds of one block, or of the head, for one microbatch."""
+class _Pass:
+    """Seconds of one block, or of the model's two ends, for one microbatch."""
 
     forward: Seconds
     backward: Seconds
@@ -48,35 +74,22 @@ class _Block:
         return itertools.chain(self.forward.items(), self.backward.items())
 
 
-@dataclass
-class Collectives:
-    """Bytes of a step's collectives on one rank, and the number of calls."""
-
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def add(self, axis: str, operation: str, calls: float, size: float) -> None:
-        if calls and size:
-            self.calls[axis, operation] += round(calls)
-            self.bytes[axis, operation] += round(calls * size)
-
-
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
-    block, head = _block(w, hw), _head(w, hw)
+    block, ends = _block(w, hw), _ends(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
-    timeline, idle, worst = None, 0.0, 0
+    timeline, idle, slowest = None, 0.0, 0
     if w.pipeline is not None:
-        timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, head), _transfer(w, hw))
-        worst = max(range(w.pp), key=timeline.busy.__getitem__)
+        timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, ends), _transfer(w, hw))
+        slowest = max(range(w.pp), key=timeline.busy.__getitem__)
         idle = timeline.idle * timeline.length * w.accumulation
-    for stage in w.of_rank(worst):
-        for count, work in (stage.layers, block), (stage.projects, head):
+    for stage in w.stages_of(slowest):
+        for count, work in (stage.layers, block), (stage.has_output, ends):
             for part, seconds in work.both:
                 parts[part] += count * seconds * w.microbatches * w.accumulation
     if timeline is not None:
         parts["pipeline bubble"] = timeline.length * w.accumulation - sum(parts.values())
-    parts |= _exposed(w, hw, block, max(w.of_rank(worst), key=lambda stage: stage.layers))
+    parts |= _data_parallel(w, hw, block, max(w.stages_of(slowest), key=lambda stage: stage.layers))
     parts["optimizer"] = _optimizer(w, hw)
     parts["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
@@ -86,237 +99,222 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     return StepTime(seconds, ordered, timeline, idle / seconds, w.tokens_per_step / seconds / w.world)
 
 
-def _product(w: Workload, hw: Hardware, linear: Linear, tokens: float) -> float:
-    """Seconds of one matrix product of `tokens` rows."""
-    if linear.narrow:
-        rate = hw.fp8 * (hw.gemm_fp8 if w.tensorwise or w.mx else hw.gemm_fp8_rowwise)
-        rate = rate or hw.bf16 * hw.gemm_bf16
-    else:
-        rate = hw.fp32 * hw.gemm_bf16 if w.width == 4 else hw.bf16 * hw.gemm_bf16
-    narrow = 1 if linear.narrow else w.width
-    moved = narrow * (tokens * linear.inputs + linear.inputs * linear.outputs) + w.width * tokens * linear.outputs
-    return max(tokens * linear.flops / rate, moved / hw.bytes_per_s)
+# ---- compute
 
 
-def _block(w: Workload, hw: Hardware) -> _Block:
-    """A block, for one microbatch."""
-    f: Seconds = {}
-    b: Seconds = {}
-    products = {x: _product(w, hw, x, w.tokens) for x in w.linears}
+def _peak(w: Workload, hw: Hardware) -> float:
+    """Data-sheet FLOP/s in the type that computes."""
+    return hw.fp32 if w.element == FP32 else hw.bf16
+
+
+def _product(w: Workload, hw: Hardware, linear: Linear) -> float:
+    """Seconds of one linear layer's forward: a roofline (Williams et al., doi:10.1145/1498765.1498785)."""
+    rate, operand = _peak(w, hw) * hw.gemm_bf16, w.element
+    if linear.eight_bit:
+        rate = hw.fp8 * (hw.gemm_fp8 if w.tensorwise or w.mx else hw.gemm_fp8_rowwise) or hw.bf16 * hw.gemm_bf16
+        operand = FP8
+    moved = operand * (w.tokens * linear.inputs + linear.inputs * linear.outputs)
+    moved += w.element * w.tokens * linear.outputs
+    return max(w.tokens * linear.flops / rate, moved / hw.bytes_per_s)
+
+
+def _block(w: Workload, hw: Hardware) -> _Pass:
+    """One block."""
+    products = {x: _product(w, hw, x) for x in w.linears}
     forward = sum(products.values())
-    again = sum(seconds * x.again for x, seconds in products.items())
-    f["matrix products"], b["matrix products"] = forward, 2 * forward + again
+    recomputed = sum(seconds * x.recomputed for x, seconds in products.items())
 
-    # Causal, so half of the square: 2 S q per token. The ring's other ranks have all but 1 / cp of it.
-    rate = (hw.fp32 if w.width == 4 else hw.bf16) * hw.attention
-    attention = 2.0 * w.seq_len * w.q / w.tp * w.tokens / rate
-    attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
-    f["attention"] = attention
-    b["attention"] = attention * (2.5 / hw.attention_backward + w.attention_again)
+    attention = w.attention_flops * w.tokens / (_peak(w, hw) * hw.attention)
+    attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention  # a ring's other ranks hold all but 1 / cp of the keys
 
-    # Norms 4 d, residuals 5 d, rotation, activation: reads and writes of compiled blocks.
-    moved = w.width * w.tokens / w.tp * (9 * w.dim + 4 * w.q + 4 * w.kv + 3 * w.ffn)
-    pointwise = moved * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
-    f["pointwise"], b["pointwise"] = pointwise, pointwise * (2 + w.pointwise_again)
+    pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
+    casts = _casts(w, hw)
+    tensor, context = _tensor_parallel(w, hw), _context_parallel(w, hw, attention)
+    return _Pass(
+        {
+            "matrix products": forward,
+            "attention": attention,
+            "pointwise": pointwise,
+            "8-bit casts": casts[0],
+            "communication: tp": tensor[0],
+            "communication: cp": context[0],
+        },
+        {
+            "matrix products": BACKWARD_PRODUCTS * forward + recomputed,
+            "attention": attention * (BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention),
+            "pointwise": pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise),
+            "8-bit casts": casts[1],
+            "communication: tp": tensor[1],
+            "communication: cp": context[1],
+        },
+        weights=forward,
+    )
 
-    casts, casts_back = _casts(w, hw)
-    f["8-bit casts"], b["8-bit casts"] = casts, casts_back
-    f["communication: tp"], b["communication: tp"] = _tensor_parallel(w, hw)
-    f["communication: cp"], b["communication: cp"] = _context_parallel(w, hw, attention)
-    return _Block(f, b, weights=forward)
+
+def _pointwise_bytes(w: Workload) -> float:
+    """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in elements per token:
+    norms 4 d, residual additions 5 d, rotary embedding 4 q + 4 kv, gated activation 3 f."""
+    return w.element * w.tokens / w.tp * (9 * w.dim + 4 * w.q + 4 * w.kv + 3 * w.ffn)
 
 
-def _head(w: Workload, hw: Hardware) -> _Block:
-    """Output projection, loss and embedding, for one microbatch."""
-    tokens = w.tokens
-    output = Linear("output", w.dim, w.vocab // w.tp, w.head_narrow, 0.0)
-    product = _product(w, hw, output, tokens)
-    # The softmax in fp32, forward and backward: some 9 passes over the logits, or 3 in one compiled kernel.
-    loss = (12 if w.loss_compiled else 36) * w.vocab * tokens / w.tp / hw.bytes_per_s
+def _ends(w: Workload, hw: Hardware) -> _Pass:
+    """Embedding, output projection and loss. The embedding counts with the output, on whatever stage it is."""
+    product = _product(w, hw, w.output)
+    per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
+    loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
     chunks = w.config.training.loss_chunks
-    loss += (chunks > 1) * chunks * 10 * w.vocab_params / hw.bytes_per_s  # adds up the weight's gradient
-    embedding = 3 * w.width * tokens * w.dim / w.tp / hw.bytes_per_s
+    if chunks > 1:
+        loss += chunks * CHUNK_BYTES * w.vocab_params / hw.bytes_per_s
+    embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
     part = "head and loss"
-    return _Block({part: product + loss / 3}, {part: 2 * product + loss * 2 / 3 + embedding}, product)
+    return _Pass(
+        {part: product + loss * LOSS_FORWARD},
+        {part: BACKWARD_PRODUCTS * product + loss * (1 - LOSS_FORWARD) + embedding},
+        weights=product,
+    )
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Rounding the operands of 8-bit products: forward the inputs, backward the gradients and the inputs again.
+    """Seconds to round a block's 8-bit operands: inputs in the forward, gradients and inputs again in the backward."""
+    eight_bit = [x for x in w.linears if x.eight_bit]
+    # wq, wk and wv share an input, and so do w1 and w3.
+    inputs = {(x.name.rpartition(".")[0] if x.name[-2:] not in ("wo", "w2") else x.name): x.inputs for x in eight_bit}
+    outputs = sum(x.outputs for x in eight_bit)
+    per_byte = (1 if w.tensorwise else SCALINGS_ROWWISE) * w.tokens / hw.bytes_per_s
+    forward = CAST_INPUT_BYTES * sum(inputs.values()) * per_byte
+    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * sum(inputs.values())) * per_byte
+    return forward, backward + forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))
 
-    A value is read for its scale, read and written narrow: 2 + 2 + 1 bytes, of which fusion saves some.
-    """
-    narrow = [x for x in w.linears if x.narrow]
-    inputs = {(x.name.rpartition(".")[0] if x.name[-2:] not in ("wo", "w2") else x.name): x.inputs for x in narrow}
-    outputs = sum(x.outputs for x in narrow)
-    scales = 1.0 if w.tensorwise else 2.0  # by rows and by columns
-    per_token = scales * w.tokens / hw.bytes_per_s
-    forward = 4 * sum(inputs.values()) * per_token
-    backward = (5 * outputs + 3 * sum(inputs.values())) * per_token
-    return forward, backward + forward * sum(x.again for x in narrow) / max(1, len(narrow))
+
+# ---- communication inside a block, and between stages
 
 
 def _tensor_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Exposed seconds of one block's collectives: gathers before, reduce-scatters after attention and feed-forward."""
+    """Exposed seconds of one block's tensor-parallel collectives, forward and backward."""
     if w.tp == 1:
         return 0.0, 0.0
     share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
-    gather, scatter = share * (1 if w.tensorwise else w.width) + hw.launch, share * w.width + hw.launch
-    gathers, scatters = _tp_calls(w)
+    gather, scatter = share * (FP8 if w.tensorwise else w.element) + hw.launch, share * w.element + hw.launch
+    gathers, scatters = tensor_parallel_calls(w)
     forward, backward = 2 * (gather + scatter), (gathers - 2) * gather + (scatters - 2) * scatter
-    visible = 1 - hw.async_tp if w.async_tp else 1.0
-    return forward * visible, backward * visible
-
-
-def _tp_calls(w: Workload) -> tuple[float, float]:
-    """Gathers and reduce-scatters of one block and microbatch.
-
-    Two of each forward, and backward, where gradients go the other way. What is computed again gathers its inputs
-    again; with full checkpointing it scatters its results again, too, of which a compiler drops the last.
-    """
-    return 4 + 2 * w.pointwise_again, 4 + (1 if w.compiled else 2) * w.attention_again
+    exposed = 1 - hw.async_tp if w.async_tp else 1.0
+    return forward * exposed, backward * exposed
 
 
 def _context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
-    """Exposed seconds of one block: keys and values travel around, and their gradients back."""
+    """Exposed seconds of one block's context parallelism, forward and backward (Liu et al., arXiv:2310.01889).
+
+    Keys and values travel to every rank, and their gradients back in fp32.
+    """
     if w.cp == 1:
         return 0.0, 0.0
+    elements = 2 * w.tokens * w.kv_attended / w.tp * (w.cp - 1)
     bandwidth = hw.bandwidth(w.cp, w.tp)
-    size = 2 * w.width * w.tokens * w.kv_sent / w.tp * (w.cp - 1)
-    exposed = max(0.0, size / bandwidth - attention / w.cp)  # the own keys are attended to meanwhile
-    gradients = size * 4 / w.width / bandwidth
-    if w.config.parallelism.context_parallel_rotate_method == "alltoall":  # each behind the next rank's attention
-        exposed = max(0.0, size / bandwidth - attention)
-        gradients = max(gradients / (w.cp - 1), gradients - 2.5 * attention)
-    return exposed, exposed * (1 + w.attention_again) + gradients
+    keys_values, gradients = elements * w.element / bandwidth, elements * FP32 / bandwidth
+    if w.config.parallelism.context_parallel_rotate_method == "alltoall":
+        # Each transfer hides behind attention to the keys that arrived before it; the last gradients have none left.
+        exposed = max(0.0, keys_values - attention)
+        gradients = max(gradients / (w.cp - 1), gradients - BACKWARD_ATTENTION * attention)
+    else:
+        exposed = max(0.0, keys_values - attention / w.cp)  # a gather hides behind attention to the rank's own keys
+    return exposed, exposed * (1 + w.recompute.attention) + gradients
 
 
 def _transfer(w: Workload, hw: Hardware) -> float:
-    """Seconds to send a microbatch's hidden states to the next stage, whose rank is a whole inner mesh away."""
-    stride = w.world // w.pp
-    size = w.width * w.tokens * w.dim / w.tp
-    return size / hw.bandwidth(2, stride) + hw.launch
+    """Seconds to send a microbatch's hidden states to the next stage."""
+    size = w.element * w.tokens * w.dim / w.tp
+    return size / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
 
 
-def _durations(w: Workload, block: _Block, head: _Block) -> Callable[[int, str], float]:
-    """Seconds of a stage's computation, by stage and kind.
+def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], float]:
+    """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
 
-    A backward in two parts saves work only where autograd sees the operations of a block: a compiled block is one of
-    them, which runs as a whole in both parts, and a checkpointed one is computed again for each.
+    Splitting a backward saves work only where autograd sees a block's operations one by one. A compiled block is a
+    single operation, all of which runs in both parts; a checkpointed block is recomputed in both.
     """
     forward, backward = sum(block.forward.values()), sum(block.backward.values())
     inputs = backward if w.compiled else backward - block.weights
     weights = block.weights if not w.compiled and w.config.activation_checkpoint.mode == "none" else backward
     blocks = {"F": forward, "B": backward, "I": inputs, "W": weights}
-    end = {"F": sum(head.forward.values()), "B": sum(head.backward.values()), "W": head.weights}
+    end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
-        return w.stages[index].layers * blocks[kind] + w.stages[index].projects * end[kind]
+        return w.stages[index].layers * blocks[kind] + w.stages[index].has_output * end[kind]
 
     return duration
 
 
-def _fsdp(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to gather one block's weights, and to reduce its gradients, over the data-parallel ranks."""
+# ---- data parallelism and the optimizer
+
+
+def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Seconds to gather one block's weights, and to reduce its gradients, over the data-parallel ranks.
+
+    A ring over n ranks moves (n - 1) / n of the data; an all-reduce does it twice (Patarasuk and Yuan,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
     gather = reduce = 0.0
     if w.fsdp > 1:
         bandwidth, share = hw.bandwidth(w.fsdp, w.tp), (w.fsdp - 1) / w.fsdp
-        hops = hw.latency * (w.fsdp - 1) if w.fsdp * w.tp > hw.gpus_per_node else hw.launch
-        gather = w.block_params * (1 if w.narrow_gather else w.width) * share / bandwidth + hops
-        reduce = w.block_params * 4 * share / bandwidth + hops
-    if w.replicate > 1:
-        bandwidth = hw.bandwidth(w.replicate, w.tp * w.fsdp)
-        reduce += 2 * 4 * w.block_params / w.fsdp * (w.replicate - 1) / w.replicate / bandwidth
+        latency = hw.latency * (w.fsdp - 1) if w.fsdp * w.tp > hw.gpus_per_node else hw.launch
+        gather = w.block_params * w.gathered * share / bandwidth + latency
+        reduce = w.block_params * FP32 * share / bandwidth + latency
+    if w.dp_replicate > 1:
+        bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
+        reduce += 2 * FP32 * w.block_params / w.fsdp * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
     return gather, reduce
 
 
-def _exposed(w: Workload, hw: Hardware, block: _Block, stage: Stage) -> Seconds:
-    """FSDP's communication that compute doesn't hide, and the compute that it slows down."""
-    gather, reduce = _fsdp(w, hw)
+def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Seconds:
+    """FSDP's communication that compute doesn't hide, and the compute that it slows down.
+
+    Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block exposes what its
+    neighbour's compute is too short for. The ends count as `ends` blocks.
+    """
+    gather, reduce = _gather_and_reduce(w, hw)
     forward, backward = sum(block.forward.values()), sum(block.backward.values())
-    layers, times = stage.layers, w.accumulation
-    ends = w.vocab_params / w.block_params * (stage.embeds + stage.projects)
-    behind_forward = layers * max(0.0, gather - forward)
+    layers, batches = stage.layers, w.accumulation
+    ends = w.vocab_params / w.block_params * (stage.has_embedding + stage.has_output)
+    in_forward = layers * max(0.0, gather - forward)
     if w.pipeline is None:
-        again = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
-        late = layers * max(0.0, again - backward)
-        last = layers * max(0.0, again + reduce - backward) + reduce * (1 + ends / 2)
-        exposed = (gather * (1 + ends) + behind_forward) * times + late * (times - 1) + last
-        beside = layers * (times * (min(gather, forward) + min(again, backward)) + min(reduce, backward))
+        regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
+        in_backward = layers * max(0.0, regather - backward)
+        # Only the last batch reduces; the last block's gradients and half of the ends' have no compute left to hide in.
+        in_last = layers * max(0.0, regather + reduce - backward) + reduce * (1 + ends / 2)
+        exposed = (gather * (1 + ends) + in_forward) * batches + in_backward * (batches - 1) + in_last
+        hidden = layers * (batches * (min(gather, forward) + min(regather, backward)) + min(reduce, backward))
     else:
-        # Gathered once for all microbatches of a batch, beside the first; reduced beside the last.
-        exposed = gather * (1 + ends) + behind_forward + reduce + layers * max(0.0, reduce - backward)
-        exposed, beside = exposed * times, 0.0
+        # Gathered once per batch, beside its first microbatch; reduced beside its last.
+        exposed = gather * (1 + ends) + in_forward + reduce + layers * max(0.0, reduce - backward)
+        exposed, hidden = exposed * batches, 0.0
     out = {"communication: dp": exposed}
-    if w.fsdp * w.replicate > 1:
-        out["slowed by communication"] = hw.overlap_slowdown * beside
-    if w.config.training.enable_cpu_offload:  # every gather reads from the host, every gradient goes there
-        shard = sum(map(w.params, w.of_rank(stage.rank))) / w.fsdp
-        out["host memory"] = shard * (w.stored * 2 * times + 4) / hw.host_link
+    if w.fsdp * w.dp_replicate > 1:
+        out["slowed by communication"] = hw.overlap_slowdown * hidden
+    if w.config.training.enable_cpu_offload:  # two gathers per batch read from the host; the gradient is written to it
+        shard = sum(map(w.params, w.stages_of(stage.rank))) / w.fsdp
+        out["host memory"] = shard * (w.stored * 2 * batches + FP32) / hw.host_link
     return out
 
 
 def _optimizer(w: Workload, hw: Hardware) -> float:
-    """Reads and writes of the update and the clipping; Muon's matrix products on top."""
+    """Seconds of clipping and the update, on the pipeline rank with the most parameters."""
     optimizer = w.config.optimizer
-    shard = max(sum(map(w.params, w.of_rank(rank))) for rank in range(w.pp)) / w.fsdp
-    moved = 40 if optimizer.implementation == "fused" else 70
+    shard = max(sum(map(w.params, w.stages_of(rank))) for rank in range(w.pp)) / w.fsdp
+    moved = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":
-        layers = sum(stage.layers for stage in w.of_rank(0))
-        flops = sum(_newton_schulz(x.inputs, x.outputs) for x in w.linears) * optimizer.muon_ns_steps * layers
+        layers = sum(stage.layers for stage in w.stages_of(0))
+        flops = sum(_newton_schulz_flops(x.inputs, x.outputs) for x in w.linears) * optimizer.muon_ns_steps * layers
         seconds += flops / w.fsdp / (hw.bf16 * hw.gemm_bf16)
     return seconds
 
 
-def _newton_schulz(rows: int, columns: int) -> float:
-    """FLOPs of one iteration on a matrix: X X', (X X')^2, and that times X."""
+def _newton_schulz_flops(rows: int, columns: int) -> float:
+    """FLOPs of one of Muon's iterations on a matrix X: A = X X', A A, and a polynomial in A times X.
+
+    Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+    """
     short, long = sorted((rows, columns))
     return 4.0 * short * short * long + 2.0 * short**3
-
-
-def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
-    """What one rank of a pipeline rank communicates in a step, by mesh axis.
-
-    Bytes are the size of the larger side: of what is gathered, reduced or reduce-scattered.
-    """
-    out = Collectives()
-    stages = w.of_rank(pp_rank)
-    layers, times = sum(stage.layers for stage in stages), w.microbatches * w.accumulation
-    weights = sum(map(w.params, stages))
-    hidden = w.tokens * w.dim
-    ends = weights - layers * w.block_params
-    groups = layers + (ends > 0)
-    reductions = w.accumulation if w.pipeline else 1  # a pipeline reduces at the end of each batch
-    if w.fsdp > 1:
-        narrow = 1 if w.narrow_gather else w.width
-        reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
-        # For the backward again, but for what is kept: nothing, or by default the last block and the ends.
-        again = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
-        batches = w.accumulation
-        out.add("fsdp", "all_gather", batches * (layers + again), w.block_params * narrow)
-        out.add("fsdp", "all_gather", batches * (groups - layers) * (1 + (reshard == "always")), ends * w.width)
-        out.add("fsdp", "reduce_scatter", groups * reductions, weights / groups * 4)
-    if w.replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups * reductions, weights / groups / w.fsdp * 4)
-    if w.tp > 1:
-        gathers, scatters = _tp_calls(w)
-        out.add("tp", "all_gather", gathers * layers * times, hidden * (1 if w.tensorwise else w.width))
-        out.add("tp", "reduce_scatter", scatters * layers * times, hidden * w.width)
-        ends_of_model = sum(stage.embeds + stage.projects for stage in stages)
-        for operation in ("all_gather", "reduce_scatter"):  # one forward, the other backward
-            out.add("tp", operation, ends_of_model * times, hidden * w.width)
-    if w.cp > 1:
-        passes, own = 2 + w.attention_again, 2 * w.width * w.tokens * w.kv_sent / w.tp
-        if w.config.parallelism.context_parallel_rotate_method == "alltoall":
-            out.add("cp", "all_to_all", passes * (w.cp - 1) * layers * times, own)
-            out.add("cp", "all_to_all", w.cp * layers * times, own * 4 / w.width)
-        else:
-            out.add("cp", "all_gather", passes * layers * times, own * w.cp)
-            out.add("cp", "reduce_scatter", layers * times, own * w.cp * 4 / w.width)
-    if w.pp > 1:
-        last = len(w.stages) - 1
-        sends = sum((index < last) + (index > 0) for index, stage in enumerate(w.stages) if stage.rank == pp_rank)
-        out.add("pp", "send", sends * times, hidden / w.tp * w.width)
-    return out

@@ -1,7 +1,7 @@
-"""One rank of a cluster that isn't there: process groups that answer at once, and tensors without memory.
+"""One rank of a simulated cluster: collectives that return at once, and tensors without memory.
 
-PyTorch's `fake` backend stands in for the network and `FakeTensorMode` for the device. The tensors claim to be on the
-CPU, since autograd needs a device that this build of torch has; what CUDA does differently is put in its place here.
+PyTorch's `fake` backend replaces the network and `FakeTensorMode` the device. Tensors are nominally on the CPU, since
+autograd needs a device that this build of torch supports; what CUDA does differently is patched in here.
 """
 
 import functools
@@ -29,14 +29,14 @@ from torchtitan.plan.tracer import Tracer
 
 @contextmanager
 def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
-    """A default process group of `world` ranks, of which this process is `rank`."""
-    assert not dist.is_initialized(), "a trace makes a process group of its own"
+    """Make this process `rank` of a fake default process group of `world` ranks."""
+    assert not dist.is_initialized(), "a trace creates its own process group"
     known = set(meshes._meshes)
     with ExitStack() as stack:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-        # DTensor tries each operation on tensors of global shape, which no rank ever holds.
+        # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _aside(propagate)))
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13 lets the ranks vote on what they have
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13: ranks exchange shapes first
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
@@ -62,7 +62,7 @@ def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
 
 
 def take_fake_memory(mode: FakeTensorMode, model: nn.Module) -> None:
-    """Give a sharded model on the meta device tensors of its own in `mode`."""
+    """Move a sharded model from the meta device to fake tensors of `mode`."""
     with mode:
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
@@ -78,11 +78,11 @@ def take_fake_memory(mode: FakeTensorMode, model: nn.Module) -> None:
             setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
 
 
-# ---- what is different on CUDA
+# ---- what differs on CUDA
 
 
 class _Stream:
-    """Stands in for `torch.cuda.Stream`: has a name, by which the tracer tells allocations apart."""
+    """Replaces `torch.cuda.Stream` with a name, by which the tracer attributes allocations."""
 
     def __init__(self, tracer: Tracer, name: str):
         self.tracer, self.name = tracer, name
@@ -116,7 +116,11 @@ class _Event:
 
 @contextmanager
 def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
-    """Let `tracer` see what happens within."""
+    """Record in `tracer` what happens inside the context.
+
+    Args:
+        cuda: behave as on CUDA: streams of their own, fused RMSNorm.
+    """
     with ExitStack() as stack:
         resize = torch.UntypedStorage.resize_
 
@@ -140,13 +144,13 @@ def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
             )
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         stack.enter_context(tracer)
-        gc.disable()  # as while training; a collection would free what training keeps
+        gc.disable()  # as in training; a collection would free what training keeps
         stack.callback(gc.enable)
         yield
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Takes the memory of CUDA's fused kernel. The CPU has none, and keeps the intermediate results of a dozen."""
+    """Has the memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate results."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -168,7 +172,7 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = N
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Takes the memory of the compiled loss: no copy of the logits in fp32, and their gradient in their own type."""
+    """Has the memory footprint of the compiled loss: no fp32 copy of the logits, their gradient in their own type."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -181,10 +185,10 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def fused_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """`cross_entropy_sum` as compiled: the same memory, no value."""
+    """The memory footprint of a compiled `cross_entropy_sum`, without its value."""
     if isinstance(logits, DTensor):
         group = logits.device_mesh.get_group()
-        for _ in range(2):  # the largest logit of each token, and the sum of exponentials
+        for _ in range(2):  # each token's largest logit, and its sum of exponentials
             dist.all_reduce(torch.empty(labels.shape, dtype=torch.float32), group=group)
         return _FusedLoss.apply(logits.to_local(), labels)
     return _FusedLoss.apply(logits, labels)

@@ -1,4 +1,4 @@
-"""The machines that a plan can be made for: `hardware.toml`, or a file in its format that `--calibrate` wrote."""
+"""The hardware that a plan can target: `utils/hardware.toml`, or a file in its format, as `--calibrate` writes."""
 
 from functools import cache
 from pathlib import Path
@@ -12,14 +12,14 @@ from torchtitan.utils.hardware import FILE
 
 
 class Hardware(BaseModel):
-    """One set of constants. Rates in FLOP/s and bytes/s of one GPU; `hardware.toml` tells what each means."""
+    """The performance model's constants for one GPU, in FLOP/s and bytes/s; `hardware.toml` explains each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     description: str
     device_names: tuple[str, ...] = ()
-    """As torch names the device."""
+    """Names that torch reports for the device."""
     device: Literal["cuda", "cpu"] = "cuda"
     memory_gib: PositiveFloat
     bf16: PositiveFloat
@@ -51,7 +51,7 @@ class Hardware(BaseModel):
 
     @property
     def usable_gib(self) -> float:
-        """What the allocator can have."""
+        """Memory left for the allocator."""
         return self.memory_gib - self.reserve_gib
 
     @property
@@ -62,8 +62,8 @@ class Hardware(BaseModel):
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s per rank of a ring over `ranks` ranks that are `stride` ranks apart.
 
-        Within a node it is the link's. Between nodes it is that of the network ports of the ranks that a node has in
-        the ring, for a ring enters and leaves a node once; never more than the link's.
+        A ring runs at the speed of its slowest hop: the link within a node; between nodes the network ports of the
+        ranks that a node has in the ring, since a ring enters and leaves each node once.
         """
         link = self.link * self.link_efficiency
         if ranks * stride <= self.gpus_per_node:
@@ -74,10 +74,10 @@ class Hardware(BaseModel):
 
 @cache
 def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
-    """Every hardware of a file, by name.
+    """All hardware in a file, by name.
 
     Raises:
-        ConfigError: the file can't be read, or a table is not complete and right.
+        ConfigError: the file can't be read, or a table is incomplete or invalid.
     """
     try:
         tables = tomli.loads(path.read_text(encoding="utf-8"))
@@ -97,12 +97,12 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
 
 
 def load_shared() -> dict[str, float]:
-    """The constants that a table need not repeat."""
+    """The constants that apply unless a table overrides them."""
     return tomli.loads(FILE.read_text(encoding="utf-8"))["shared"]
 
 
 def find_hardware(name: str) -> Hardware:
-    """The hardware called `name`, or the first of the TOML file `name`.
+    """The built-in hardware called `name`, or the first in the TOML file `name`.
 
     Raises:
         ConfigError: there is none.
@@ -110,7 +110,7 @@ def find_hardware(name: str) -> Hardware:
     if name.endswith(".toml"):
         found = load_hardware(Path(name))
         if not found:
-            raise ConfigError([f"--hardware: {name} describes no hardware; make one with --calibrate {name}"])
+            raise ConfigError([f"--hardware: {name} describes no hardware; write one with --calibrate {name}"])
         return next(iter(found.values()))
     known = load_hardware()
     if name not in known:

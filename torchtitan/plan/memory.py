@@ -1,19 +1,42 @@
 """Peak memory in closed form, by part: what the allocator reserves on each pipeline rank.
 
-Memory of FSDP's communication streams is not shared with that of the compute stream (the caching allocator keeps a pool
-for each), so parts that peak at different times still add up. `tools.plan` traces its answers; these formulas are for
-the thousands of layouts that a search looks at.
+The caching allocator keeps a pool for each stream, and FSDP's streams can't use what the compute stream has freed, so
+parts that peak at different times still add up. A plan's answer is traced (`trace.py`); these formulas are for the
+thousands of layouts that a search visits.
+
+State and kept activations follow from the code to the byte (tests hold them to autograd). The working set of a block,
+and what is held beyond the tensors, were adjusted by hand until eager runs met traces, and compiled pipelines the
+published runs (`python benchmarks/plan_accuracy.py --trace repo paper`); constants from there are marked "adjusted".
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.plan.schedule import program
-from torchtitan.plan.workload import Workload
+from torchtitan.plan.workload import BYTES, FP32, Stage, Workload
 
+GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer", "activations", "unsharded", "logits", "communication", "other")
-_LIBRARIES = 0.5 * 2**30
-"""What every run has on top: workspaces of matrix products, rotary tables, small tensors."""
+
+LIBRARY_BYTES = 0.5 * GIB
+"""Workspaces of matrix products, rotary tables and small tensors, on every rank. Estimate."""
+PREFETCHED_BLOCKS = 2
+"""Blocks whose weights are gathered at a time: FSDP gathers the next while one computes (arXiv:2304.11277)."""
+GATHER_COPIES = 1.5
+"""Buffers of FSDP's all-gather, in gathered blocks: the input and output of one, the output of another. Adjusted."""
+LOGIT_BYTES = {"compiled": 4, "eager": 12, "sharded": 16}
+"""Bytes per logit at the peak. Compiled: bf16 logits and their gradient. Eager: bf16 logits, fp32 logits, softmax and
+gradient less what is freed by then; sharding the vocabulary keeps one more copy in fp32. As traced."""
+LOGIT_HOLE_BYTES = {"compiled": 0, "eager": 2, "sharded": 4}
+"""Bytes per logit that the allocator holds and nothing fits into. Adjusted."""
+CHUNK_GRADIENT_BYTES = 8
+"""Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32 (4), a chunk's
+gradient in bf16 (2), and the result in bf16 (2)."""
+COMPILED_PIPELINE_HOLES = 0.5
+"""Bytes that a compiled pipeline holds beyond its tensors, per byte of a block's working set: alternating forwards and
+backwards leave holes. Adjusted."""
+COMPILED_PIPELINE_BUFFERS = 2
+"""Blocks in gathered type, and in fp32, that a compiled pipeline's communication holds. Adjusted."""
 
 
 @dataclass(frozen=True)
@@ -25,79 +48,103 @@ class Memory:
 
     @property
     def reserved(self) -> float:
+        """Bytes that the allocator takes from the device."""
         return sum(self.parts.values())
 
 
 def predict_memory(w: Workload) -> Memory:
-    """Of the rank that needs most."""
+    """Memory of the pipeline rank that needs most."""
     return max((memory_of(w, rank) for rank in range(w.pp)), key=lambda memory: memory.reserved)
 
 
 def memory_of(w: Workload, pp_rank: int) -> Memory:
-    """Peak of one rank, with all its stages."""
-    stages = w.of_rank(pp_rank)
-    t, optimizer = w.config.training, w.config.optimizer
+    """Peak of one pipeline rank, with all its stages."""
+    stages = w.stages_of(pp_rank)
+    parts = dict.fromkeys(PARTS, 0.0) | _state(w, stages)
     total = sum(map(w.params, stages))
-    matrices = sum(stage.layers * (w.block_params - 2 * w.dim) for stage in stages)
-    moments = 4 * total - 2 * matrices if optimizer.name == "Muon" else 4 * total
-    ends = sum(w.params(stage) - stage.layers * w.block_params for stage in stages)
     layers = sum(stage.layers for stage in stages)
-    shard = 0.0 if t.enable_cpu_offload else 1 / w.fsdp
-    gathered = 1 if w.narrow_gather else w.width
-    kept = _kept_bytes(w) * w.tokens
-    parts = dict.fromkeys(PARTS, 0.0)
-    parts["parameters"] = w.stored * total * shard
-    parts["optimizer"] = (2 if optimizer.state_dtype == "float32" else 1) * moments * shard
-    parts["gradients"] = 0.0 if optimizer.early_step_in_backward else 4 * total * shard
-    parts["other"] = _LIBRARIES
-    projects = any(stage.projects for stage in stages)
+    ends = w.element * (total - layers * w.block_params)  # embedding, last norm, output projection
+    has_output = any(stage.has_output for stage in stages)
+    logits, hole = _logits(w) if has_output else (0.0, 0.0)
     working = _working_bytes(w) * w.tokens
-    logits, hole = _logit_bytes(w) if projects else (0.0, 0.0)
+    parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
-        parts["activations"] = kept * layers + max(0.0, working - logits)
-        blocks = layers if w.config.parallelism.fsdp_reshard_after_forward == "never" else min(2, layers)
-        parts["unsharded"] = w.width * ends + gathered * blocks * w.block_params
+        parts["activations"] = _kept_bytes(w) * w.tokens * layers + max(0.0, working - logits)
+        never = w.config.parallelism.fsdp_reshard_after_forward == "never"
+        blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
+        parts["unsharded"] = ends + w.gathered * blocks * w.block_params
         if w.fsdp > 1:
-            # Copies into and out of the gathers of two groups, and the reduced gradients of one block.
-            parts["communication"] = w.width * ends + 1.5 * gathered * w.block_params + 4 * w.block_params / w.fsdp
-        if w.accumulation > 1:  # gradients are added up before they are reduced
-            parts["unsharded"] += 4 * total
-    else:
-        boundary = w.width * w.tokens * w.dim / w.tp  # a stage keeps its output too
-        size = {stage: kept * w.stages[stage].layers + boundary for stage in w.pipeline.stages_of(pp_rank)}
-        numbers = program(w.pipeline, w.microbatches).kept[pp_rank]
-        alive = max(sum(count * size[stage] for stage, count in number.items()) for number in numbers)
-        parts["activations"] = alive + max(0.0, working - logits)
-        received = 2 * w.microbatches * w.width * w.tokens * w.dim / w.tp * len(stages)
-        parts["communication"] = received + 4 * w.block_params * (w.fsdp > 1)
-        if w.compiled:  # the published runs held more than their tensors: forwards and backwards in turns leave holes
-            parts["communication"] += (2 * gathered + 8) * w.block_params * (w.fsdp > 1)
-            hole += working / 2
-        parts["unsharded"] = gathered * layers * w.block_params + w.width * ends
-        parts["unsharded"] += 4 * total  # gradients, added up over the microbatches in fp32
-    parts["logits"], parts["other"] = logits, parts["other"] + hole
+            reduced = FP32 * w.block_params / w.fsdp
+            parts["communication"] = ends + GATHER_COPIES * w.gathered * w.block_params + reduced
+        if w.accumulation > 1:  # gradients are summed before they are reduced
+            parts["unsharded"] += FP32 * total
+        return Memory(parts)
+    parts["activations"] = _in_flight(w, pp_rank) + max(0.0, working - logits)
+    # Gradients are summed over the microbatches before they are reduced.
+    parts["unsharded"] = w.gathered * layers * w.block_params + ends + FP32 * total
+    # Hidden states and their gradients have a receive buffer for every microbatch.
+    parts["communication"] = 2 * w.microbatches * _hidden_bytes(w) * len(stages)
+    parts["communication"] += FP32 * w.block_params * (w.fsdp > 1)
+    if w.compiled:
+        held = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * w.block_params
+        parts["communication"] += held * (w.fsdp > 1)
+        parts["other"] += working * COMPILED_PIPELINE_HOLES
     return Memory(parts)
 
 
+def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
+    """Parameters, gradients and optimizer state of a rank's shard."""
+    optimizer = w.config.optimizer
+    shard = 0.0 if w.config.training.enable_cpu_offload else 1 / w.fsdp
+    total = sum(map(w.params, stages))
+    moments = 2 * total
+    if optimizer.name == "Muon":  # keeps one moment of a block's matrices, and AdamW's two of the rest
+        moments -= sum(stage.layers * (w.block_params - 2 * w.dim) for stage in stages)
+    return {
+        "parameters": w.stored * total * shard,
+        "gradients": 0.0 if optimizer.early_step_in_backward else FP32 * total * shard,
+        "optimizer": BYTES[optimizer.state_dtype] * moments * shard,
+    }
+
+
+def _hidden_bytes(w: Workload) -> float:
+    """One microbatch's hidden states between two blocks, split over the sequence by tensor parallelism."""
+    return w.element * w.tokens * w.dim / w.tp
+
+
+def _in_flight(w: Workload, pp_rank: int) -> float:
+    """Activations of the microbatches that the schedule keeps at a time; a stage keeps its output too."""
+    assert w.pipeline is not None
+    kept, output = _kept_bytes(w) * w.tokens, _hidden_bytes(w)
+    size = {stage: kept * w.stages[stage].layers + output for stage in w.pipeline.stages_of(pp_rank)}
+    combinations = program(w.pipeline, w.microbatches).kept[pp_rank]
+    return max(sum(count * size[stage] for stage, count in counts.items()) for counts in combinations)
+
+
+def _log_sum_exp_bytes(w: Workload) -> float:
+    """What flash attention keeps per token beside its output: one fp32 number per head."""
+    return FP32 * w.args.n_heads / w.tp
+
+
 def _block_bytes(w: Workload) -> float:
-    """All that the backward of a block needs of a token: inputs of products and norms, q, k, v, log-sum-exp."""
+    """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v, log-sum-exp."""
     d, q, f, tp = w.dim, w.q / w.tp, w.ffn / w.tp, w.tp
-    return w.width * (2 * d / tp + 2 * d + 2 * q + 2 * w.kv_sent / tp + 4 * f) + 4 * w.args.n_heads / tp
+    return w.element * (2 * d / tp + 2 * d + 2 * q + 2 * w.kv_attended / tp + 4 * f) + _log_sum_exp_bytes(w)
 
 
 def _kept_bytes(w: Workload) -> float:
-    """What a block keeps of a token from its forward to its backward."""
+    """Bytes per token that a block keeps from its forward to its backward."""
     d, q, kv, f, tp = w.dim, w.q / w.tp, w.kv / w.tp, w.ffn / w.tp, w.tp
     ac = w.config.activation_checkpoint
-    attention, everything = 4 * w.args.n_heads / tp, _block_bytes(w)
-    boundary = w.width * d / tp
+    boundary, everything = w.element * d / tp, _block_bytes(w)
     if ac.mode == "full":
         return boundary
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
+    if w.checkpoints_operations():
         # Every second product: wq, wv, w1 and w2, whose result is not yet summed over the ranks; attention; the sums.
-        # Nothing needs w2's: a compiler drops it.
-        whole = 0 if w.compiled else d
-        return boundary + w.width * (q + kv + f + whole + q + (2 * d / tp if tp > 1 else 0)) + attention
+        # No gradient needs w2's: a compiler drops it.
+        w2 = 0 if w.compiled else d
+        sums = 2 * d / tp if tp > 1 else 0
+        return boundary + w.element * (q + kv + f + w2 + q + sums) + _log_sum_exp_bytes(w)
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
         return share * boundary + (1 - share) * everything
@@ -107,28 +154,32 @@ def _kept_bytes(w: Workload) -> float:
 
 
 def _working_bytes(w: Workload) -> float:
-    """Of a token, while a block's backward runs: what it computes again, gradients, and what collectives gather."""
+    """Bytes per token while a block's backward runs: what it recomputes, gradients, and what collectives gather.
+
+    The numbers of d, q and f are adjusted: tensors that the compiled and the eager backward hold at its peak.
+    """
     d, q, f = w.dim, w.q / w.tp, w.ffn / w.tp
     if w.compiled:
         gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
-        own = w.width * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
+        block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
     else:
         # Partial sums, gathered gradients, and the copies that put them in order along the sequence.
         gathered = 8 * d if w.tp > 1 else 0
-        own = _block_bytes(w) + w.width * (d / w.tp + 2 * f + gathered)
+        block = _block_bytes(w) + w.element * (d / w.tp + 2 * f + gathered)
     # Keys and values of all ranks, and their gradients in fp32.
-    ring = 2 * w.kv_sent / w.tp * w.cp * (w.width + 4) if w.cp > 1 else 0
-    return own + ring
+    ring = 2 * w.kv_attended / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
+    return block + ring
 
 
-def _logit_bytes(w: Workload) -> tuple[float, float]:
-    """Of logits and loss with their gradients, and of the hole that the bf16 logits leave in the allocator's pool."""
+def _logits(w: Workload) -> tuple[float, float]:
+    """Bytes of logits and loss with their gradients, and of the holes that they leave in the allocator's pool."""
     chunks = w.config.training.loss_chunks
-    count = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1) / chunks
-    # bf16 logits, in fp32, softmax and gradient; vocabulary-sharded losses make one more copy. Compiled: in and out.
-    each = 4 if w.loss_compiled else 12 if not w.sharded_loss else 16
-    hole = 0 if w.loss_compiled else 2 if not w.sharded_loss else 4
-    weight = (4 + 2 + 2) * w.vocab_params if chunks > 1 else 0  # its gradient: sum, of one slice, and in the end
-    # The hidden states of all ranks' parts of the sequence; without async TP the layers' gathers have left holes.
-    gathered = w.width * w.dim * w.tokens / chunks if w.tp > 1 else 0
-    return each * count + weight + gathered, hole * count + (0 if w.async_tp else gathered)
+    kind = "compiled" if w.loss_compiled else "sharded" if w.sharded_loss else "eager"
+    logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1) / chunks
+    weight = CHUNK_GRADIENT_BYTES * w.vocab_params if chunks > 1 else 0
+    # Tensor parallelism gathers the whole sequence's hidden states; without async TP the layers' gathers left holes.
+    hidden = w.element * w.dim * w.tokens / chunks if w.tp > 1 else 0
+    return (
+        LOGIT_BYTES[kind] * logits + weight + hidden,
+        LOGIT_HOLE_BYTES[kind] * logits + (0 if w.async_tp else hidden),
+    )

@@ -1,7 +1,7 @@
-"""One training step of one pipeline rank, traced: its memory, FLOPs and collectives, without a GPU or a second process.
+"""Trace one training step of one pipeline rank: its memory, FLOPs and collectives, without a GPU or other ranks.
 
-The model is built, split, sharded and checkpointed by the very functions that a run uses, on a fake process group of
-the full size, and takes one step on tensors without memory (`docs/plan-memory.md`).
+The functions that a run uses build, split, shard and checkpoint the model on a fake process group of the full size,
+and take one step on tensors without memory (`docs/plan-memory.md`).
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ from torchtitan.parallel.quantize import quantize
 from torchtitan.plan.allocator import Event, reserved
 from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.plan.memory import PARTS
+from torchtitan.plan.predict import TRACED_BATCHES
 from torchtitan.plan.tracer import Block, Tracer
 from torchtitan.train.build import build_compute
 from torchtitan.train.compute import Compute
@@ -43,35 +44,39 @@ from torchtitan.train.step import gradients
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One pipeline rank's training step, in the steady state: optimizer state and all buffers are there."""
+    """One pipeline rank's training step in the steady state, with optimizer state and all buffers allocated."""
 
     rank: int
-    """Of the first of the stage's ranks."""
+    """Global rank of the first rank at this place of the pipeline."""
     pp_rank: int
     memory: dict[str, int]
-    """Bytes by part, `PARTS`, at the moment when most are in use."""
+    """Bytes by part, `PARTS`, at the peak."""
     peak_active: int
-    """Their sum: bytes of all tensors that are alive."""
+    """Their sum: bytes of all live tensors."""
     peak_reserved: int
-    """Bytes that the caching allocator takes from the device."""
+    """Bytes that the caching allocator reserves on the device."""
     flops: dict[tuple[str, str], float]
     """By (`matmul` or `attention`, dtype), recomputation included. Causal attention counts half."""
     collectives: dict[str, dict[str, tuple[int, int]]]
-    """Mesh axis to operation to (calls, bytes). Bytes are those of the whole result of a gather, the whole input of a
-    reduction, and else of what a rank sends."""
+    """Mesh axis to operation to (calls, bytes): bytes of a gather's result, a reduction's input, or what is sent."""
 
 
 def trace_ranks(config: Config, world: int, pp_ranks: Iterable[int], *, device_type: str = "cuda") -> list[RankTrace]:
-    """`trace_rank` of several ranks, each in a process of its own, as many at a time as there are cores.
+    """Trace several pipeline ranks, each in its own process, in parallel.
 
-    PyTorch remembers process groups and meshes beyond their end, so a process that has traced can do nothing else.
-    `config` goes through `preflight` there once more.
+    PyTorch keeps references to process groups and meshes after they are destroyed, so a process that has traced can't
+    be reused.
+
+    Args:
+        config: derived and validated for `world` ranks.
+        pp_ranks: places along the `pp` axis.
+        device_type: as for `trace_rank`.
 
     Raises:
-        ConfigError: as `preflight`.
+        ConfigError: `preflight` refuses `config`.
     """
     ranks, ac = list(pp_ranks), config.activation_checkpoint
-    # The compiler keeps so much of what lies between everything and nothing.
+    # `memory_budget` is the share, between nothing and everything, that the compiler keeps.
     modes = {"full": 1 - ac.memory_budget, "none": ac.memory_budget} if ac.mode == "memory_budget" else {ac.mode: 1.0}
     jobs = [(replace(config, "activation_checkpoint.mode", mode), rank) for mode in modes for rank in ranks]
     context = multiprocessing.get_context("forkserver")
@@ -86,13 +91,13 @@ def trace_ranks(config: Config, world: int, pp_ranks: Iterable[int], *, device_t
 
 def _trace_alone(world: int, device_type: str, config: Config, pp_rank: int) -> RankTrace:
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # of what is built here, and is no run
+    logging.disable(logging.WARNING)  # about a run, which this is not
     warnings.simplefilter("ignore")
     return trace_rank(config, preflight(config, output=False), world, pp_rank, device_type=device_type)
 
 
 def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
-    """`a`, so far on the way to `b`."""
+    """Linear interpolation from `a` to `b`."""
 
     def mix(x: float, y: float) -> int:
         return round(x + share * (y - x))
@@ -107,14 +112,13 @@ def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
 
 
 def trace_rank(config: Config, setup: Setup, world: int, pp_rank: int = 0, *, device_type: str = "cuda") -> RankTrace:
-    """Trace a step of `config`, which must be derived and validated for `world` ranks, in this process.
-
-    A process may do so once, and nothing distributed afterwards; `trace_ranks` sees to that.
+    """Trace a step in this process, which can trace only once and run nothing distributed afterwards.
 
     Args:
+        config: derived and validated for `world` ranks.
         setup: from `preflight`.
-        pp_rank: place along the `pp` axis; all ranks of one place do the same.
-        device_type: `cuda` as on a GPU; `cpu` as this framework runs on one.
+        pp_rank: place along the `pp` axis; all ranks at one place do the same.
+        device_type: trace what would happen on `cuda`, or on `cpu`.
     """
     degree = config.parallelism.pipeline_parallel_degree
     with fake_cluster(world, pp_rank * (world // degree)) as mode:
@@ -144,7 +148,8 @@ def trace_rank(config: Config, setup: Setup, world: int, pp_rank: int = 0, *, de
 def _record(
     config: Config, setup: Setup, mode: FakeTensorMode, *, cuda: bool
 ) -> tuple[Tracer, list[tuple[int, bool]], set[int]]:
-    """A step of an eager run; its allocations, and those that outlive it: parameters, buffers, optimizer state."""
+    """Run one eager step. Returns its tracer, its allocations, and the blocks that outlive it: parameters, buffers and
+    optimizer state."""
     eager = _eager(config, cuda)
     device = torch.device("cpu")
     mesh = build_mesh(config.parallelism, device.type)
@@ -160,7 +165,7 @@ def _record(
         _axes(mesh),
         weights=shapes.values(),
         vocabulary={vocabulary, vocabulary // mesh.size("tp")},
-        narrow=_narrow(config, setup, shapes),
+        eight_bit=_eight_bit(config, setup, shapes),
         cuda=cuda,
     )
     if compiles_blocks(config):
@@ -189,12 +194,12 @@ def _record(
             lasting = tracer.rename(state, "optimizer")
             optimizer.zero_grad(set_to_none=True)
             del tokens, rows
-            events = list(tracer.events)  # what follows is the end of the model
+            events = list(tracer.events)  # later events are the model being freed
     return tracer, events, lasting | {number for number, _ in events[:before]}
 
 
 def _eager(config: Config, cuda: bool) -> Config:
-    """What of `config` a trace can run. The rest is accounted for apart (`docs/plan-memory.md`)."""
+    """The part of `config` that a trace can run. The rest is accounted for separately (`docs/plan-memory.md`)."""
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
     # On CUDA a mask within documents is a few kilobytes of block numbers, and its kernel takes no more memory.
@@ -205,8 +210,8 @@ def _eager(config: Config, cuda: bool) -> Config:
 
 @contextmanager
 def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
-    """Count for all batches of a step what is traced for three: the first, one in between, and the last."""
-    traced, marks = min(batches, 3), []
+    """Trace at most three batches of a step, and count the middle one for all those that are left out."""
+    traced, marks = min(batches, TRACED_BATCHES), []
     run = compute.forward_backward
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
@@ -222,7 +227,7 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
 
 
 def _gathered_shape(param: Tensor) -> tuple[int, ...]:
-    """Of a weight as a rank computes with it: split by tensor parallelism, not by FSDP."""
+    """Shape of a weight in compute: split by tensor parallelism, gathered by FSDP."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         for axis, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=True):
@@ -231,8 +236,8 @@ def _gathered_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _narrow(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
-    """Type of the operands of the layers that `model.converters` changes, by shape of the weight."""
+def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+    """Operand type of the layers that `model.converters` changes, by the weight's shape."""
     if not config.model.converters:
         return {}
     with torch.device("meta"):
@@ -244,7 +249,7 @@ def _narrow(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]) ->
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
-    """Mesh axis by name of its process group. FSDP's is dp_shard x cp; where groups coincide, the later counts."""
+    """Mesh axis by the name of its process group. FSDP's is dp_shard x cp; of groups that coincide, the last wins."""
     groups = {"loss": mesh.loss_group, "batch": mesh.batch_group}
     groups |= {axis: mesh.group(axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
     fsdp = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
@@ -256,7 +261,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 
 def _at_peak(blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]) -> dict[str, int]:
-    """Bytes by part when most are in use, while `events` happen beside `lasting` blocks."""
+    """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
     now = dict.fromkeys(PARTS, 0)
     for number in lasting:
         now[blocks[number].part] += blocks[number].size
@@ -279,7 +284,7 @@ def _at_peak(blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple
 
 
 def _replay(blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]) -> int:
-    """Reserved bytes after two steps: the second finds the optimizer's state where the first has put it."""
+    """Reserved bytes after two steps: in the second, the optimizer's state is where the first allocated it."""
     alive = {number for number, new in first if new} - {number for number, new in first if not new}
     left = alive & {number for number, _ in steady}
     again = [(number + len(blocks), new) for number, new in steady]

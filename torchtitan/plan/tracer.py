@@ -1,4 +1,4 @@
-"""What one rank does: every allocation, every matrix product and every collective of a fake run, seen below DTensor."""
+"""A dispatch mode below DTensor that records a fake run: every allocation, matrix product and collective of a rank."""
 
 import weakref
 from collections import Counter
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from torchtitan.parallel.context import ring_attention, ring_attention_backward
 
 MAIN = "main"
-"""The stream that computes."""
+"""The compute stream."""
 
 _COLLECTIVES = (
     ("reduce_scatter", "reduce_scatter"),
@@ -28,12 +28,12 @@ _COLLECTIVES = (
     ("send", "send"),
     ("recv", "receive"),
 )
-"""Part of an operator's name, and what it is. The first that is in it counts."""
+"""Part of an operator's name, and the collective that it is; the first match wins."""
 
 
 @dataclass
 class Block:
-    """A piece of memory, from its allocation to its end."""
+    """One allocation."""
 
     size: int
     stream: str
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass
 class Counts:
-    """What the operations so far add up to."""
+    """Totals of the operations so far."""
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (`matmul` or `attention`, dtype)."""
@@ -54,7 +54,7 @@ class Counts:
         return Counts(self.flops.copy(), self.calls.copy(), self.bytes.copy())
 
     def repeat(self, begin: "Counts", end: "Counts", times: int) -> None:
-        """Add what was counted from `begin` to `end` so many times more."""
+        """Add what was counted between `begin` and `end` another `times` times."""
         for name in ("flops", "calls", "bytes"):
             own, first, last = (getattr(counts, name) for counts in (self, begin, end))
             own.update({key: times * (last[key] - first[key]) for key in last})
@@ -69,41 +69,41 @@ class Tracer(TorchDispatchMode):
         *,
         weights: Iterable[tuple[int, ...]],
         vocabulary: Iterable[int],
-        narrow: Mapping[tuple[int, ...], str],
+        eight_bit: Mapping[tuple[int, ...], str],
         cuda: bool,
     ):
         """
         Args:
             axes: mesh axis of each process group's name.
-            weights: shapes of gathered weights, to tell their gradients from activations.
-            vocabulary: widths of logits.
-            narrow: of weights whose products take 8-bit operands, the type, by the gathered weight's shape.
-            cuda: count what CUDA's kernels take for themselves.
+            weights: shapes of gathered weights, which distinguish their gradients from activations.
+            vocabulary: widths that logits can have.
+            eight_bit: type of 8-bit operands, by the shape of the gathered weight.
+            cuda: count the workspaces of CUDA's kernels.
         """
         super().__init__()
-        self.axes, self.weights, self.vocabulary, self.narrow = axes, set(weights), set(vocabulary), narrow
+        self.axes, self.weights, self.vocabulary, self.eight_bit = axes, set(weights), set(vocabulary), eight_bit
         self.cuda = cuda
         self.blocks: list[Block] = []
         self.events: list[tuple[int, bool]] = []
-        """(number of the block, whether it is allocated or freed), in order."""
+        """(number of the block, whether it is allocated rather than freed), in order."""
         self.counts = Counts()
         self.phase = "model"
         self.sent: list[Tensor] = []
-        """What gloo holds until a pipeline has waited for its sends."""
+        """Tensors that gloo holds until a pipeline has waited for its sends."""
         self.stream = MAIN
         self._product: int | None = None
-        """Block of the last matrix product of a forward."""
+        """Block of the last matrix product in the forward."""
         self._dropped: set[int] = set()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     # ---- memory
 
     def track(self, tensor: Tensor, part: str) -> None:
-        """Count a tensor that is there already."""
+        """Count an existing tensor."""
         self._see(local(tensor), part)
 
     def rename(self, tensors: Iterable[Tensor], part: str) -> set[int]:
-        """Say what the blocks of these tensors are, and return their numbers."""
+        """Change the part of these tensors' blocks, and return the blocks' numbers."""
         found = [self._alive.get(local(tensor).untyped_storage()._cdata) for tensor in tensors]
         numbers = {entry[1] for entry in found if entry}
         for number in numbers:
@@ -111,7 +111,7 @@ class Tracer(TorchDispatchMode):
         return numbers
 
     def _see(self, tensor: Tensor, part: str | None = None) -> None:
-        if tensor.device.type == "meta":  # a stage that finds out the shapes it is to receive
+        if tensor.device.type == "meta":  # a pipeline stage infers the shapes that it will receive
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -133,10 +133,10 @@ class Tracer(TorchDispatchMode):
             self.events.append((number, False))
 
     def drop_unneeded(self, *hook: Any) -> None:
-        """At the end of a compiled block's forward: forget what is kept of its end, which no gradient needs.
+        """A forward hook of compiled blocks: drop what no gradient needs.
 
-        Checkpointing by operation keeps the last product and what communication makes of it, though they are only
-        added to the residual stream. A compiler sees that.
+        Checkpointing by operation keeps the last product and its reduction, which are only added to the residual
+        stream. A compiler drops them.
         """
         output = self._alive[local(hook[-1]).untyped_storage()._cdata][1]
         for _, number in list(self._alive.values()):
@@ -158,7 +158,7 @@ class Tracer(TorchDispatchMode):
         return "activations"
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """FSDP frees and restores gathered weights in place."""
+        """Record that FSDP freed or restored a gathered weight in place."""
         key = storage._cdata
         if key not in self._alive:
             return
@@ -168,7 +168,7 @@ class Tracer(TorchDispatchMode):
         self._alive[key] = reference, self._allocate(size, "unsharded")
 
     def _workspace(self, size: int) -> None:
-        """What a kernel takes while it runs."""
+        """Record memory that a kernel takes while it runs."""
         self.events.append((self._allocate(size, "activations"), False))
 
     # ---- operations
@@ -180,7 +180,7 @@ class Tracer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        if func.namespace == "torchtitan":  # an operator of our own, made of others
+        if func.namespace == "torchtitan":  # our own operator, composed of others
             with self:
                 return _INSIDE[func.name()](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -201,17 +201,17 @@ class Tracer(TorchDispatchMode):
         if "_flash_attention" not in name:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             shapes = [tuple(x.shape) for x in (*args, out) if isinstance(x, Tensor)]
-            kinds = [self.narrow[s] for shape in shapes for s in (shape, shape[::-1]) if s in self.narrow]
+            kinds = [self.eight_bit[s] for shape in shapes for s in (shape, shape[::-1]) if s in self.eight_bit]
             self.counts.flops["matmul", kinds[0] if kinds else dtype] += flops
             return
         backward = name.endswith("backward")
         q, k = args[1:3] if backward else args[:2]
         causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
-        products = 5 if backward else 2  # the backward computes the scores again
+        products = 5 if backward else 2  # the backward recomputes the scores
         pairs = q.shape[2] * k.shape[2] / (2 if causal else 1)
         self.counts.flops["attention", dtype] += 2 * products * q.shape[0] * q.shape[1] * pairs * q.shape[3]
         if self.cuda and backward:
-            # Gradients of queries are summed in fp32; those of keys and values are first made for every query head.
+            # Gradients of queries are summed in fp32; those of keys and values are first computed for every query head.
             repeated = 2 * q.element_size() * q.numel() if q.shape[1] != k.shape[1] else 0
             self._workspace(4 * q.numel() + repeated)
 
@@ -224,7 +224,7 @@ class Tracer(TorchDispatchMode):
             axis = "fsdp" if namespace == "c10d" or kind == "all_reduce" else "cp"
         inputs, outputs = list(_tensors(args)), list(_tensors(out))
         if kind in ("send", "receive") and (inputs[0].numel() == 1 or not inputs[0].is_floating_point()):
-            return  # torch before 2.13 tries the connections in its first step, and sends shapes
+            return  # torch before 2.13 tests connections and sends shapes in its first step
         if namespace == "c10d":  # the result is an argument
             size = max(map(_nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else _nbytes(inputs[0])
         else:
@@ -241,7 +241,7 @@ class Tracer(TorchDispatchMode):
 
 
 _INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
-"""What our own operators do, by name; their fake versions hide it."""
+"""Implementations of our own operators by name; their fake versions would hide what they do."""
 
 
 def _in_backward() -> bool:
@@ -249,7 +249,7 @@ def _in_backward() -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A rank's own part."""
+    """The rank's local part of a DTensor; other tensors as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -272,6 +272,6 @@ def _group_name(args: tuple[Any, ...]) -> str:
         if isinstance(arg, torch.ScriptObject):
             try:
                 return ProcessGroup.unbox(arg).group_name
-            except (RuntimeError, TypeError):  # the reduction, which is such an object too
+            except (RuntimeError, TypeError):  # a reduction operator is a ScriptObject too
                 continue
     return ""

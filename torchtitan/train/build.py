@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.derive import data_parallel_degree
 from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
+from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.optim.loss import LossSum, cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
@@ -67,20 +68,20 @@ def build_data(
         rows, first = section.global_batch_size, config.comm.init_timeout_seconds
     else:
         rows, first = section.local_batch_size * data_parallel_degree(config), config.comm.train_timeout_seconds
-    return build_loader(
+    spec = DataSpec(
         dataset=section.dataset,
         dataset_path=section.dataset_path,
         tokenizer=tokenizer,
         seq_len=section.seq_len,
         rows_per_step=rows,
-        dp_rank=dp_rank,
-        dp_degree=dp_degree,
         seed=config.debug.seed,
-        dataloader=section.dataloader,
         infinite=key == "training",
-        key_prefix=key,
-        local_batch_size=section.local_batch_size,
-        limits=(first / 2, config.comm.train_timeout_seconds / 2),
+        options=section.dataloader,
+        section=key,
+    )
+    limits = first / 2, config.comm.train_timeout_seconds / 2
+    return build_loader(
+        spec, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=section.local_batch_size, limits=limits
     )
 
 

@@ -1,0 +1,21 @@
+"""What the planner's tests share."""
+
+from torchtitan.config import load_config
+from torchtitan.models import get_spec
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.predict import derived_workload
+from torchtitan.plan.workload import Workload
+
+SPEC = get_spec("llama3")
+H100 = find_hardware("h100-sxm")
+TINY = [
+    f"--model.overrides.{key}={value}"
+    for key, value in {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}.items()
+]
+NONE, FULL = "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
+OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+ONE_ROW = ["--training.seq_len=8192", "--training.local_batch_size=1"]
+
+
+def workload(*argv: str, world: int = 1) -> Workload:
+    return derived_workload(load_config(list(argv)).config, SPEC, world)

@@ -1,0 +1,71 @@
+"""Pipeline schedules in the planner: bubbles against published formulas, and what stays in flight."""
+
+import pytest
+
+from torchtitan.config.schedule_file import Action
+from torchtitan.config.stages import PipelineStages
+from torchtitan.plan.schedule import program, simulate
+
+
+def stages(name, degree, per_rank=1, csv_file=None):
+    count = degree * per_rank
+    v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
+    owners = tuple(2 * degree - 1 - s if v_shaped and s >= degree else s % degree for s in range(count))
+    return PipelineStages(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
+
+
+def run(pipeline, microbatches, *, forward=1.0, backward=2.0, weights=1.0):
+    per_rank = len(pipeline.ranks) / (max(pipeline.ranks) + 1)
+    seconds = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+    return simulate(program(pipeline, microbatches), lambda stage, kind: seconds[kind] / per_rank, 0.0)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("degree", "microbatches"), [(2, 2), (4, 8), (8, 32)])
+def test_bubble_of_one_stage_per_rank(name, degree, microbatches):
+    """(P - 1) / (m + P - 1), Huang et al., arXiv:1811.06965."""
+    assert run(stages(name, degree), microbatches).idle == pytest.approx((degree - 1) / (microbatches + degree - 1))
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
+def test_bubble_of_interleaved_stages(name):
+    """(P - 1) / (v m + P - 1), Narayanan et al., arXiv:2104.04473."""
+    assert run(stages(name, 4, 2), 8).idle == pytest.approx(3 / (2 * 8 + 3))
+
+
+def test_splitting_the_backward_fills_the_bubble():
+    zero, whole = run(stages("ZBVZeroBubble", 4, 2), 8), run(stages("Interleaved1F1B", 4, 2), 8)
+    assert zero.idle < 0.4 * whole.idle
+
+
+def test_a_transfer_delays_what_waits_for_it():
+    pipeline = stages("GPipe", 2)
+    slow = simulate(program(pipeline, 1), lambda stage, kind: 1.0, 0.5)
+    assert slow.length == 4 + 2 * 0.5  # there and back
+
+
+def test_a_schedule_file_is_run_as_written(tmp_path):
+    file = tmp_path / "s.csv"
+    orders = program(stages("1F1B", 3), 6).orders
+    file.write_text("\n".join(",".join(f"{a.stage}{a.kind}{a.microbatch}" for a in order) for order in orders))
+    pipeline = stages("1F1B", 3, csv_file=str(file))
+    assert program(pipeline, 6).orders == orders
+    assert run(pipeline, 6).length == run(stages("1F1B", 3), 6).length
+
+
+@pytest.mark.parametrize(
+    "name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS"]
+)
+def test_every_named_schedule_computes_everything_once(name):
+    pipeline = stages(name, 4, 1 if name == "1F1B" else 2)
+    made = [action for order in program(pipeline, 8).orders for action in order]
+    assert len(made) == len(set(made))
+    assert {(a.stage, a.microbatch) for a in made if a.kind == "F"} == {
+        (s, m) for s in range(len(pipeline.ranks)) for m in range(8)
+    }
+
+
+def test_microbatches_in_flight():
+    assert [kept[0][rank] for rank, kept in enumerate(program(stages("1F1B", 4), 8).kept)] == [4, 3, 2, 1]
+    assert program(stages("GPipe", 4), 8).kept[0] == ({0: 8},)
+    assert Action(0, "F", 0) in program(stages("GPipe", 2), 1).orders[0]

@@ -1,0 +1,165 @@
+"""A plan: the time and memory predicted for one configuration on one hardware."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchtitan.config.derive import axis_degrees, derive
+from torchtitan.config.schema import Config
+from torchtitan.config.stages import pipeline_stages
+from torchtitan.config.validate import validate
+from torchtitan.models import ModelSpec
+from torchtitan.plan.costs import StepTime, step_time
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.memory import GIB, Memory, memory_of
+from torchtitan.plan.workload import Workload
+from torchtitan.train.preflight import check_tensor_parallel
+from torchtitan.utils.errors import ConfigError
+
+MEMORY_BAND = 0.10
+"""Relative error within which the closed forms meet every published measurement whose sources agree."""
+TRACED_BATCHES = 3
+"""Batches of an accumulated step that a trace runs: the first, one in the middle, and the last."""
+_WORTH_A_NOTE = 0.05
+"""Relative difference between a trace and the closed forms that a plan mentions."""
+_MAX_TRACED = 320
+"""Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration on one hardware."""
+
+    workload: Workload
+    spec: ModelSpec
+    hardware: Hardware
+    time: StepTime
+    memory: tuple[Memory, ...]
+    """Of each pipeline rank."""
+    memory_source: str = "closed form"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        return self.workload.config
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Degree of each mesh axis."""
+        return axis_degrees(self.config.parallelism)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per GPU."""
+        return self.time.tokens_per_second
+
+    @property
+    def peak_gib(self) -> float:
+        """Memory of the pipeline rank that needs most."""
+        return max(memory.reserved for memory in self.memory) / GIB
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_gib <= self.hardware.usable_gib
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization as the trainer logs it: share of the bf16 peak. None if another type computes."""
+        if self.workload.element != 2:
+            return None
+        flops = self.spec.flops_per_token(self.workload.args, self.workload.seq_len)
+        return flops * self.tokens_per_second / self.hardware.bf16
+
+    @property
+    def checkpointing(self) -> str:
+        """Mode of activation checkpointing, with its option."""
+        ac = self.config.activation_checkpoint
+        return f"{ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else ac.mode
+
+    @property
+    def schedule(self) -> str | None:
+        """Name or CSV file of the pipeline's schedule; None without a pipeline."""
+        if (pipeline := self.workload.pipeline) is None:
+            return None
+        return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
+
+
+def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
+    """The workload of a configuration that may leave values to be derived.
+
+    Raises:
+        ConfigError: the trainer would refuse it.
+    """
+    config, _ = derive(config, world)
+    validate(config, world)
+    args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
+    if problems := list(check_tensor_parallel(config, spec.tensor_parallel_sizes(args))):
+        raise ConfigError(problems)
+    stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+    return Workload(config, args, stages)
+
+
+def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
+    """Time and memory by the closed forms."""
+    memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
+    notes: tuple[str, ...] = ()
+    if workload.float8 and not hardware.fp8:
+        notes = (f"{hardware.name} has no 8-bit matrix products, so a run would refuse model.converters",)
+    return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=notes)
+
+
+# ---- traced memory
+
+
+def is_traceable(w: Workload, pp_rank: int) -> bool:
+    """Whether a trace takes half a minute or less."""
+    layers = sum(stage.layers for stage in w.stages_of(pp_rank))
+    return layers * w.microbatches * min(w.accumulation, TRACED_BATCHES) <= _MAX_TRACED
+
+
+def trace_memory(plan: Plan, config: Config) -> Plan:
+    """The same plan with the memory of its first, largest and last pipeline ranks traced, the others scaled to them.
+
+    A rank's memory is the larger of the trace and the closed form. The trace knows every tensor but leaves few holes;
+    the closed form knows what published runs held beyond their tensors.
+
+    Args:
+        config: the plan's, naming only files that are on this machine.
+    """
+    from torchtitan.plan.trace import trace_ranks
+
+    w, device = plan.workload, plan.hardware.device
+    largest = max(range(w.pp), key=lambda rank: plan.memory[rank].reserved)
+    ranks = sorted({0, largest, w.pp - 1})
+    if not all(is_traceable(w, rank) for rank in ranks):
+        note = "memory is computed: tracing this many layers and microbatches would take minutes"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    traced, notes = {}, list(plan.notes)
+    for trace in trace_ranks(config, w.world, ranks, device_type=device):
+        computed = plan.memory[trace.pp_rank].reserved if device == "cuda" else 0.0
+        parts = {part: float(size) for part, size in trace.memory.items()}
+        parts["other"] += max(float(trace.peak_reserved), computed) - trace.peak_active  # held by the allocator, unused
+        traced[trace.pp_rank] = Memory(parts)
+        if computed > trace.peak_reserved * (1 + _WORTH_A_NOTE):
+            notes.append(
+                f"pp rank {trace.pp_rank}: the closed form's {computed / GIB:.1f} GiB is used, as published runs hold "
+                f"more than the {trace.peak_reserved / GIB:.1f} GiB traced"
+            )
+    before, after = plan.memory[largest], traced[largest]
+    state = _state(before.parts)
+    factor = (after.reserved - state) / (before.reserved - state)
+    memory = tuple(traced.get(rank) or _scaled(computed, factor) for rank, computed in enumerate(plan.memory))
+    source = "traced" if len(ranks) == w.pp else f"pp ranks {', '.join(map(str, ranks))} traced, others scaled"
+    return dataclasses.replace(plan, memory=memory, memory_source=source, notes=tuple(notes))
+
+
+_STATE = ("parameters", "optimizer")
+"""Parts whose size is exact in either way."""
+
+
+def _state(parts: Mapping[str, float]) -> float:
+    return sum(parts[part] for part in _STATE)
+
+
+def _scaled(memory: Memory, factor: float) -> Memory:
+    return Memory({part: size * (1 if part in _STATE else factor) for part, size in memory.parts.items()})
