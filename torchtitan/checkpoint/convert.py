@@ -1,7 +1,6 @@
 """Conversion of checkpoints to and from Hugging Face folders, in one process."""
 
 import importlib.util
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from torchtitan.models.layers import attention_backend
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
+from torchtitan.utils.torch_faults import silence_false_alarms
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # transformers imports it, and it warns about missing GPU kernels
 PROMPT = 64
 """Tokens in the prompt that an export and the original are compared on."""
 _LOGITS_AGREE = 1e-3
@@ -108,6 +107,7 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
     Raises:
         CheckpointError: it is more than rounding.
     """
+    silence_false_alarms()  # transformers imports torchao
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
