@@ -107,7 +107,7 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
 
 
 BAD_LAYOUTS = {
-    "tied weights": (["--model.overrides.tie_embeddings=true"], "has one weight in tok_embeddings and output"),
+    "tied weights": (["--model.overrides.tie_embeddings=true"], "shares one weight between tok_embeddings and output"),
     "microbatches": (["--parallelism.pipeline_parallel_microbatch_size=3"], "set it to one of 1, 2"),
     "schedule": (["--parallelism.pipeline_parallel_schedule=1F1b"], "did you mean '1F1B'?"),
     "schedule file": (["--parallelism.pipeline_parallel_schedule_csv=no.csv"], "can't read 'no.csv': No such file"),

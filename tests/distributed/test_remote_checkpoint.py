@@ -230,8 +230,8 @@ def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3,
     assert "pip install gcsfs" in problems("--checkpoint.folder=gs://bucket/run")
     assert "pip install gcsfs" in problems("--checkpoint.initial_load_path=gs://bucket/run/step-1")
     hf = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=s3://runs/hf"]
-    assert "from a local folder only" in problems(*hf)
-    assert "memory:// of its own" in problems("--checkpoint.folder=memory://run", world=2)
+    assert "must be in a local folder" in problems(*hf)
+    assert "has its own memory://" in problems("--checkpoint.folder=memory://run", world=2)
     assert "must be a local folder" in problems("--job.dump_folder=s3://runs/out")
     assert not Path("s3:").exists()
     with pytest.raises(

@@ -23,7 +23,7 @@ def failing(error):
         (ConfigError(["a: wrong"]), 1, 2, ""),
         (CheckpointError("no space\nfree some"), 1, 1, "error: no space\n       free some\n"),
         (KeyboardInterrupt(), 0, 130, "interrupted\n"),
-        (RuntimeError("Connection closed by peer [::1]"), 3, 1, "rank 3: stopped, because another rank did\n"),
+        (RuntimeError("Connection closed by peer [::1]"), 3, 1, "rank 3: stopped because another rank failed\n"),
     ],
 )
 def test_failures_are_told_once(error, rank, code, shown, capsys, monkeypatch):

@@ -91,7 +91,7 @@ def test_other_ways_to_cut(extra, expected):
     assert [name for stage in stages for name in stage] == ALL
 
 
-# ---- refusals: (arguments, options, text of the one problem, arguments that mend it)
+# ---- refusals: (arguments, options, text of the one problem, arguments that fix it)
 
 REFUSED = [
     (["--parallelism.pipeline_parallel_microbatch_size=3"], {},
@@ -101,14 +101,14 @@ REFUSED = [
       "--parallelism.pipeline_parallel_microbatch_size=2"], {},
      "2 does not divide validation.local_batch_size 3; set it to one of 1, 3", ["--validation.local_batch_size=4"]),
     (["--parallelism.pipeline_parallel_microbatch_size=4"], {"degree": 4},
-     "1F1B needs a microbatch for each of its 4 stages, and there are 2; set "
+     "1F1B needs at least as many microbatches as its 4 stages, got 2; set "
      "parallelism.pipeline_parallel_microbatch_size to 1 or 2", ["--parallelism.pipeline_parallel_microbatch_size=2"]),
     (["--training.local_batch_size=2"], {"degree": 4}, "raise training.local_batch_size to 4",
      ["--training.local_batch_size=4"]),
     (["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--training.local_batch_size=5"], {},
-     "can't work off 5 microbatches on 2 ranks in 2 equal rounds", ["--training.local_batch_size=6"]),
+     "can't run 5 microbatches on 2 ranks in 2 equal rounds", ["--training.local_batch_size=6"]),
     (["--parallelism.pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=3"], {},
-     "needs a microbatch for each of its 4 stages, and there are 3", ["--training.local_batch_size=4"]),
+     "needs at least as many microbatches as its 4 stages, got 3", ["--training.local_batch_size=4"]),
     (["--parallelism.pipeline_parallel_schedule=LoopedBFS"], {"degree": 4}, "8 stages for 6 layers; at most 7",
      ["--model.overrides.n_layers=7"]),
     (["--parallelism.pipeline_parallel_layers_per_stage=2"], {},
@@ -133,19 +133,20 @@ REFUSED = [
      [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
     ([f"--parallelism.module_fqns_per_model_part={[ALL[4:], ALL[:4]]}"], {}, "layers.3 is out of order",
      [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
-    ([], {"flavor": "1B"}, "has one weight in tok_embeddings and output", ["--model.overrides.tie_embeddings=false"]),
+    ([], {"flavor": "1B"}, "shares one weight between tok_embeddings and output",
+     ["--model.overrides.tie_embeddings=false"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("extra", "options", "text", "mend"), REFUSED)
-def test_refusals(extra, options, text, mend):
-    if mend is None:  # the one stage without layers that is allowed: the output projection alone
+@pytest.mark.parametrize(("extra", "options", "text", "fix"), REFUSED)
+def test_refusals(extra, options, text, fix):
+    if fix is None:  # the one stage without layers that is allowed: the output projection alone
         assert layers(plan(*extra, **options).modules) == [[0, 1, 2, 3, 4, 5], []]
         return
     found = problems(*extra, **options)
     assert len(found) == 1, found
     assert text in found[0]
-    plan(*extra, *mend, **options)
+    plan(*extra, *fix, **options)
 
 
 def test_microbatch_advice_is_legal():
@@ -192,8 +193,8 @@ def test_a_schedule_from_a_file(tmp_path):
     [
         ("0F0,0B0\n", 1, "has 1 rows, one per rank"),
         ("0F0,1F0,1B0,0B0\n\n", 1, ":2: rank 1 computes nothing"),
-        ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is no computation"),
-        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "without communication"),
+        ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is not a computation"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "leave out communication"),
         (GOOD, 4, "the schedule has 2 microbatches, but training.local_batch_size 4"),
         ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", 2, "stage 0, microbatch 1 has F; it needs F and B"),
         ("0F0,0F0,0B0\n1F0,1B0\n", 1, "stage 0, microbatch 0 has FFB"),
@@ -224,12 +225,12 @@ def test_a_missing_file():
         (
             16,
             ["--model.overrides.n_kv_heads=8"],
-            "16 does not divide n_kv_heads 8 of model.flavor debugmodel; it can be",
+            "16 does not divide n_kv_heads 8 of model.flavor debugmodel; set it to one of",
         ),
         (
             8,
             ["--model.overrides.ffn_dim=772"],
-            "does not divide ffn_dim 772 of model.flavor debugmodel; it can be 1, 2, 4",
+            "does not divide ffn_dim 772 of model.flavor debugmodel; set it to one of 1, 2, 4",
         ),
     ],
 )

@@ -10,7 +10,7 @@ TP = ["--parallelism.tensor_parallel_degree=2"]
 OP = ["--activation_checkpoint.selective_ac_option=op"]
 FLOAT8 = ["--model.converters=float8"]
 
-# rule -> (ranks, arguments it refuses, words of the message, arguments that mend it)
+# rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
 ELASTIC = ["--fault_tolerance.elastic"]
 CASES = {
     "degrees_fill_the_world": [
@@ -18,12 +18,12 @@ CASES = {
          ["--parallelism.data_parallel_shard_degree=8"]),
         (6, ["--parallelism.data_parallel_replicate_degree=4"], "must divide 6: 1, 2, 3, 6",
          ["--parallelism.data_parallel_replicate_degree=3"]),
-        (2, ["--parallelism.data_parallel_shard_degree=0"], "1 turns sharding off",
+        (2, ["--parallelism.data_parallel_shard_degree=0"], "set 1 for no sharding",
          ["--parallelism.data_parallel_shard_degree=-1"]),
         (8, ["--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree must divide 8: 1, 2, 4, 8",
          ["--parallelism.tensor_parallel_degree=4"]),
         (8, ["--parallelism.tensor_parallel_degree=4", "--parallelism.context_parallel_degree=4"],
-         "the degrees without data_parallel_shard_degree make 16, which must divide 8",
+         "the degrees other than data_parallel_shard_degree, 16, must divide 8",
          ["--parallelism.context_parallel_degree=2"]),
     ],
     "batch_divides": [
@@ -31,11 +31,11 @@ CASES = {
          ["--training.global_batch_size=24"]),
         (4, ["--training.global_batch_size=0"], "set it to 32", ["--training.global_batch_size=32"]),
     ],
-    "elastic_run_goes_on": [
-        (3, [*ELASTIC, "--checkpoint.enable"], "set it, to at least 3", ["--training.global_batch_size=8"]),
-        (3, [*ELASTIC, "--checkpoint.enable", "--training.global_batch_size=2"], "2 rows leave some of 3",
+    "elastic_run_can_resume": [
+        (3, [*ELASTIC, "--checkpoint.enable"], "set it to 3 or more", ["--training.global_batch_size=8"]),
+        (3, [*ELASTIC, "--checkpoint.enable", "--training.global_batch_size=2"], "2 rows are too few for 3",
          ["--training.global_batch_size=3"]),
-        (3, [*ELASTIC, "--training.global_batch_size=8"], "goes on from checkpoints", ["--checkpoint.enable"]),
+        (3, [*ELASTIC, "--training.global_batch_size=8"], "resumes from checkpoints", ["--checkpoint.enable"]),
         (3, [*ELASTIC, "--training.global_batch_size=8", "--checkpoint.enable", "--checkpoint.load_step=4"],
          "would go back to step 4", ["--checkpoint.load_step=-1"]),
         (3, [*ELASTIC, "--training.global_batch_size=8", "--checkpoint.enable",
@@ -46,19 +46,19 @@ CASES = {
         (2, ["--parallelism.context_parallel_degree=2", "--training.seq_len=2046"], "set it to 2044 or 2048",
          ["--training.seq_len=2044"]),
         (2, ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=none",
-             "--training.seq_len=2047"], "a multiple of 2; set it to 2046 or 2048", ["--training.seq_len=2046"]),
+             "--training.seq_len=2047"], "a multiple of 2: set it to 2046 or 2048", ["--training.seq_len=2046"]),
         (12, ["--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=6"],
-         "context_parallel_degree 2 and parallelism.tensor_parallel_degree 6: it must be a multiple of 12",
+         "context_parallel_degree 2 and parallelism.tensor_parallel_degree 6; it must be a multiple of 12",
          ["--training.seq_len=2040"]),
         (2, ["--parallelism.tensor_parallel_degree=2", "--validation.enable", "--validation.seq_len=7"],
          "validation.seq_len: 7", ["--validation.seq_len=8"]),
     ],
     "loss_chunks_divide": [
         (2, ["--training.loss_chunks=3", "--parallelism.tensor_parallel_degree=2"],
-         "3 does not divide the 1024 positions of training.seq_len on a rank; set it to 2 or 4",
+         "3 does not divide the 1024 positions of training.seq_len on each rank; set it to 2 or 4",
          ["--training.loss_chunks=4"]),
         (1, ["--training.loss_chunks=8", "--validation.enable", "--validation.seq_len=4"],
-         "positions of validation.seq_len on a rank; set it to 4", ["--training.loss_chunks=4"]),
+         "positions of validation.seq_len on each rank; set it to 4", ["--training.loss_chunks=4"]),
     ],
     "checkpointing_option_is_known": [
         (1, ["--activation_checkpoint.selective_ac_option=ops"], "a positive number k",
@@ -66,43 +66,43 @@ CASES = {
         (1, ["--activation_checkpoint.selective_ac_option=0"], "got '0'",
          ["--activation_checkpoint.selective_ac_option=1"]),
     ],
-    "narrow_products_are_whole": [
-        (1, [*FLOAT8, "--training.seq_len=40", "--training.local_batch_size=1"], "multiples of 16 tokens",
+    "low_precision_blocks_are_full": [
+        (1, [*FLOAT8, "--training.seq_len=40", "--training.local_batch_size=1"], "a multiple of 16 tokens",
          ["--training.local_batch_size=2"]),
-        (1, ["--model.converters=mx", "--training.seq_len=30", "--training.local_batch_size=1"], "blocks of 32 tokens",
+        (1, ["--model.converters=mx", "--training.seq_len=30", "--training.local_batch_size=1"], "multiple of 32",
          ["--training.seq_len=64"]),
     ],
     "schedule_is_named": [
         (2, ["--parallelism.pipeline_parallel_degree=2",
-             "--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"], "a schedule from a file",
+             "--parallelism.pipeline_parallel_schedule=PipelineScheduleMulti"], "runs a schedule from a file",
          ["--parallelism.pipeline_parallel_schedule_csv=some.csv"]),
     ],
     "features_combine": [
         (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--parallelism.pipeline_parallel_degree=2"],
-         "none is complete before the backward ends", ["--parallelism.pipeline_parallel_degree=1"]),
+         "none is complete before the last backward ends", ["--parallelism.pipeline_parallel_degree=1"]),
         (1, ["--optimizer.early_step_in_backward"], "set training.max_norm = 0", ["--training.max_norm=0"]),
         (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.global_batch_size=16"],
          "can't be accumulated", ["--training.local_batch_size=16"]),
         (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.on_nonfinite=skip"],
-         "before it is known to be bad", ["--training.on_nonfinite=stop"]),
+         "before it can be detected", ["--training.on_nonfinite=stop"]),
         (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.global_batch_size=8",
-             "--checkpoint.enable", *ELASTIC], "with fewer ranks gradients must be accumulated",
+             "--checkpoint.enable", *ELASTIC], "fewer ranks would need to accumulate",
          ["--fault_tolerance.elastic=false"]),
         (1, ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--guard.policy=skip"],
-         "before it is known to be one", ["--guard.policy=warn"]),
+         "before it can be detected", ["--guard.policy=warn"]),
         (2, ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.pipeline_parallel_degree=2"],
          'set "default"', ["--parallelism.fsdp_reshard_after_forward=default"]),
         (2, [*OP, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
          "runs a block's backward in two parts", ["--activation_checkpoint.mode=full"]),
-        (1, ["--activation_checkpoint.mode=memory_budget"], "carried out by the compiler", ["--compile.enable"]),
+        (1, ["--activation_checkpoint.mode=memory_budget"], "implemented by the compiler", ["--compile.enable"]),
         (2, ["--activation_checkpoint.mode=memory_budget", "--compile.enable", *TP], "fails on the device mesh",
          ["--parallelism.tensor_parallel_degree=1"]),
-        (2, ["--parallelism.enable_async_tensor_parallel", *TP], "carried out by inductor", ["--compile.enable"]),
+        (2, ["--parallelism.enable_async_tensor_parallel", *TP], "implemented by inductor", ["--compile.enable"]),
         (2, ["--parallelism.enable_async_tensor_parallel", *TP, "--compile.enable", "--compile.backend=aot_eager"],
-         "carried out by inductor", ["--compile.backend=inductor"]),
+         "implemented by inductor", ["--compile.backend=inductor"]),
         (1, ["--model.converters=float8,mx"], "convert the same layers", ["--model.converters=mx"]),
         (1, [*FLOAT8, "--float8.enable_fsdp_float8_all_gather", "--float8.recipe_name=rowwise"],
-         "one scale for a whole weight", ["--float8.recipe_name=tensorwise"]),
+         "one scale per weight", ["--float8.recipe_name=tensorwise"]),
         (1, [*FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"], "no effect without",
          ["--float8.enable_fsdp_float8_all_gather"]),
         (1, ["--optimizer.name=Muon", "--optimizer.state_dtype=bfloat16"], "no bf16 state", ["--optimizer.name=Adam"]),
@@ -119,7 +119,7 @@ CASES = {
         (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
     ],
     "storage_is_shared": [
-        (2, ["--checkpoint.enable", "--checkpoint.folder=memory://run"], "memory:// of its own",
+        (2, ["--checkpoint.enable", "--checkpoint.folder=memory://run"], "has its own memory://",
          ["--checkpoint.folder=checkpoint"]),
     ],
     "loading_is_enabled": [
@@ -139,9 +139,9 @@ CASES = {
          ["--validation.dataloader.num_workers=1"]),
     ],
     "data_fails_before_collectives": [
-        (1, ["--training.dataloader.timeout_seconds=60", "--comm.train_timeout_seconds=60"], "set it to 30, or",
+        (1, ["--training.dataloader.timeout_seconds=60", "--comm.train_timeout_seconds=60"], "to 30 instead of 60, or",
          ["--training.dataloader.timeout_seconds=30"]),
-        (1, ["--validation.dataloader.timeout_seconds=200"], "validation.dataloader.timeout_seconds: after 200 s",
+        (1, ["--validation.dataloader.timeout_seconds=200"], "to 50 instead of 200",
          ["--comm.train_timeout_seconds=300"]),
     ],
     "guard_can_act": [
@@ -154,7 +154,7 @@ CASES = {
         (1, ["--debug.deterministic_warn_only"], "without debug.deterministic", ["--debug.deterministic"]),
     ],
     "validation_sees_data": [
-        (1, ["--validation.enable", "--validation.steps=0"], "-1 takes the whole data set", ["--validation.steps=-1"]),
+        (1, ["--validation.enable", "--validation.steps=0"], "-1 for the whole data set", ["--validation.steps=-1"]),
     ],
 }  # fmt: skip
 
@@ -163,13 +163,13 @@ def test_every_rule_has_a_case():
     assert [rule.__name__ for rule in RULES] == list(CASES)
 
 
-@pytest.mark.parametrize(("world", "bad", "text", "mend"), [case for cases in CASES.values() for case in cases])
-def test_rule(world, bad, text, mend):
+@pytest.mark.parametrize(("world", "bad", "text", "fix"), [case for cases in CASES.values() for case in cases])
+def test_rule(world, bad, text, fix):
     with pytest.raises(ConfigError) as error:
         resolve(bad, world)
     assert len(error.value.problems) == 1
     assert text in str(error.value)
-    resolve([*bad, *mend], world)
+    resolve([*bad, *fix], world)
 
 
 @pytest.mark.parametrize("extra", [["--compile.enable"], ["--training.loss_chunks=2"], FLOAT8])
@@ -226,7 +226,7 @@ def test_derived_values_and_their_formulas():
     ],
 )
 def test_elastic_degrees_follow_the_ranks(copies, shards, others, world, expected):
-    """Copies go first; a shard degree that is wanted is not undercut while there are ranks."""
+    """Replicas are given up first; sharding stays at its target while enough ranks remain."""
     config = resolve(
         [
             *ELASTIC,

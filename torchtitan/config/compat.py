@@ -115,7 +115,7 @@ def rename_old_keys(layer: dict[str, Setting], problems: list[str], warnings: li
     return out
 
 
-def microbatch_size(given: dict[str, Setting], problems: list[str], warnings: list[str]) -> None:
+def convert_microbatch_count(given: dict[str, Setting], problems: list[str], warnings: list[str]) -> None:
     """Replace 0.1's number of pipeline microbatches in `given` by the size of one."""
     if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
         return

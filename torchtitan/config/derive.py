@@ -1,4 +1,4 @@
-"""Values that follow from others. Each rule is one function; its formula is what `--explain` shows."""
+"""Values derived from other keys. Each rule is one function; `torchtitan config --explain` shows its formula."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,34 +17,28 @@ DEGREE_KEYS = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
-"""Key in `[parallelism]` of the degree of each mesh axis, from outer to inner."""
+"""Mesh axis, from outer to inner, to the key of its degree in `[parallelism]`."""
 AXES = tuple(DEGREE_KEYS)
-"""The inner an axis, the more it communicates, and the closer its ranks are."""
+"""Mesh axes. Inner axes communicate most, so their ranks are placed closest."""
 
 
 def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
     """Degree of each mesh axis, in order."""
-    return {
-        "pp": parallelism.pipeline_parallel_degree,
-        "dp_replicate": parallelism.data_parallel_replicate_degree,
-        "dp_shard": parallelism.data_parallel_shard_degree,
-        "cp": parallelism.context_parallel_degree,
-        "tp": parallelism.tensor_parallel_degree,
-    }
+    return {axis: getattr(parallelism, key) for axis, key in DEGREE_KEYS.items()}
 
 
 def layout_name(degrees: Mapping[str, int]) -> str:
-    """The axes of more than one rank: `dp_shard 2 x tp 2`."""
+    """The axes with more than one rank: `dp_shard 2 x tp 2`."""
     return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
-    """Divisors of `n`, up to `limit`, in order."""
+    """Divisors of `n` up to `limit`, ascending."""
     return [d for d in range(1, min(n, limit or n) + 1) if n % d == 0]
 
 
 def _copies(config: Config, world: int) -> Derived | None:
-    """Elastic: copies of the model are given up first, since sharding over fewer ranks takes more memory on each."""
+    """Elastic runs give up replicas first, because sharding over fewer ranks takes more memory on each."""
     p = config.parallelism
     ranks, rest = divmod(world, math.prod(d for a, d in axis_degrees(p).items() if not a.startswith("dp_")))
     if not config.fault_tolerance.elastic or rest or not ranks:
@@ -98,11 +92,11 @@ RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
     _total_steps,
     _warmup,
 )
-"""In order: a later rule sees what an earlier one set."""
+"""Applied in order: a later rule sees the values of earlier ones."""
 
 
 def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
-    """`config` with every "derive it" value filled in for `world` ranks, and the formula of each filled key."""
+    """`config` with every derived value filled in for `world` ranks, and the formula of each filled key."""
     formulas = {}
     for rule in RULES:
         if result := rule(config, world):
@@ -112,21 +106,21 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
 
 
 def degrees_fill(config: Config, world: int) -> bool:
-    """Whether the (derived) degrees multiply to the number of ranks."""
+    """Whether the product of the (derived) degrees is the number of ranks."""
     return math.prod(axis_degrees(config.parallelism).values()) == world
 
 
 def replace(config: Config, key: str, value: Any) -> Config:
-    """A copy of `config` with one dotted key set."""
+    """A copy of `config` with the dotted `key` set to `value`."""
     section, _, name = key.partition(".")
     return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
 
 
 def data_parallel_degree(config: Config) -> int:
-    """Ranks that read different rows. The shard degree must be derived."""
+    """Number of ranks that read different rows. The shard degree must be derived already."""
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
 
 
 def gradient_accumulation_steps(config: Config) -> int:
-    """Microbatches of one optimizer step on each rank."""
+    """Forward and backward passes per optimizer step on each rank."""
     return -(-config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config)))

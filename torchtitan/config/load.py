@@ -16,8 +16,8 @@ from torchtitan.config.compat import (
     MICROBATCHES,
     RENAMED,
     UNSUPPORTED,
+    convert_microbatch_count,
     drop_unsupported,
-    microbatch_size,
     rename_old_keys,
 )
 from torchtitan.config.keys import FIELDS, Setting, place, prefixes
@@ -50,7 +50,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
     if file := flags.get("job.config_file"):
         given |= read_toml(Path(str(file.value)), "--job.config_file", problems, warnings)
     given |= flags
-    microbatch_size(given, problems, warnings)
+    convert_microbatch_count(given, problems, warnings)
     known = drop_unsupported(given, _SUGGESTED, problems)
     config = _validate(known, problems)
     if problems or config is None:

@@ -1,4 +1,4 @@
-"""The schema as text: `--help`, `docs/config.md`, a JSON Schema for editors; and a configuration as TOML."""
+"""The schema as `--help`, `docs/config.md` and a JSON Schema for editors; a configuration as TOML."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from torchtitan.utils.errors import ConfigError, did_you_mean
 
 
 def type_name(kind: Any) -> str:
-    """A field's type as a person writes it."""
+    """A field's type in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return type_name(args[0])
@@ -44,7 +44,7 @@ def _default(info: Any) -> str:
 
 
 def help_text(section: str | None = None) -> str:
-    """`--help`, whole or of one section and the sections inside it.
+    """The text of `--help`: all sections, or one with its subsections.
 
     Raises:
         ConfigError: there is no such section.
@@ -52,10 +52,10 @@ def help_text(section: str | None = None) -> str:
     sections = _sections()
     if section is not None and section not in sections:
         hint = did_you_mean(section, sections)
-        raise ConfigError([f"--help: no section {section!r} (there are {', '.join(sections)}){hint}"])
-    lines = ["Flags are --section.key value (also =value; - and _ are the same; a bare flag is true).", ""]
-    lines += ["A TOML file is given by --job.config_file (or --config); flags override it.", ""]
-    lines += ["--help SECTION shows one section only.", ""]
+        raise ConfigError([f"--help: no section {section!r} (sections: {', '.join(sections)}){hint}"])
+    lines = ["Flags are --section.key value or --section.key=value; - and _ are the same; a bare flag is true.", ""]
+    lines += ["--config FILE (or --job.config_file) reads a TOML file; flags override it.", ""]
+    lines += ["--help SECTION shows one section.", ""]
     for name, (model, fields) in sections.items():
         if section is None or f"{name}.".startswith(f"{section}."):
             lines += [f"[{name}]  {model.__doc__}"]
@@ -93,20 +93,20 @@ def markdown() -> str:
 
 
 def json_schema() -> str:
-    """A JSON Schema of the TOML file, for editors that complete and check it."""
+    """A JSON Schema of the TOML files, for completion and checks in editors."""
     schema = Config.model_json_schema()
     schema["properties"]["extends"] = {
-        "description": "TOML file or files whose values this one starts from.",
+        "description": "TOML file or files to extend: their values apply unless this file sets the key.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps(schema, indent=1) + "\n"
 
 
 def to_toml(config: Config, *, only_changed: bool = False) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one. Unset keys are left out.
+    """The configuration as TOML, which `load_config` reads back unchanged. Leaves out unset keys.
 
     Args:
-        only_changed: leave out defaults, and sections with nothing else, too.
+        only_changed: also leave out keys at their default, and sections without other keys.
     """
     lines: list[str] = []
     for name, (_, fields) in _sections().items():
@@ -134,7 +134,7 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
 
 
 def to_toml_value(value: Any) -> str:
-    """One value in TOML. JSON's strings are TOML's, but for DEL, which TOML wants escaped."""
+    """One value in TOML. JSON strings are valid TOML, except that TOML requires DEL to be escaped."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, BaseModel):

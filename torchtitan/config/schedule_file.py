@@ -1,33 +1,38 @@
-"""Pipeline schedules from a CSV file: read, and run through on paper before anything runs them. Imports no torch.
+"""Pipeline schedules: the computations of each rank in order, read from a CSV file and executed without computing.
 
-A row lists the computations of one rank in order, for example `0F0,0F1,0B0,0B1`: stage, kind, microbatch. The format is
-the one that `torch.distributed.pipelining` reads and writes, without communication.
+A row of the file lists one rank's computations, for example `0F0,0F1,0B0,0B1`: stage, kind, microbatch. It is the
+format of `torch.distributed.pipelining`, without communication. Imports no torch.
 """
 
 import csv
 import itertools
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class Action:
-    """One entry of a schedule: a forward `F`, backward `B`, or backward for inputs `I` or weights `W` only."""
+    """One computation: a forward `F`, a backward `B`, or the backward of inputs `I` or weights `W` only."""
 
     stage: int
     kind: str
     microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
-    """The computations of each rank, one row a rank; `(0F1;3B0)OVERLAP_F_B` counts as its two parts.
+    """The computations of each of `degree` ranks, one row per rank, and what is wrong with the file.
 
-    And what is wrong with the file.
+    `(0F1;3B0)OVERLAP_F_B` counts as its two parts.
     """
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
@@ -41,8 +46,8 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
             parts = cell.removesuffix("OVERLAP_F_B").strip("()").split(";") if cell else []
             matches = [_TOKEN.fullmatch(part.strip()) for part in parts]
             if not all(matches):
-                problems.append(f"{key}: {path}:{number}: {cell!r} is no computation; write stage, F, B, I or W, and "
-                                "microbatch, as 0F3, without communication")  # fmt: skip
+                problems.append(f"{key}: {path}:{number}: {cell!r} is not a computation; write stage, F, B, I or W, "
+                                "and microbatch, for example 0F3; leave out communication")  # fmt: skip
                 break
             order += [Action(int(m[1]), m[2], int(m[3])) for m in matches if m]
         if not order and not problems:
@@ -56,21 +61,18 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
 
 
 def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterator[str]:
-    """Why the schedule would compute something wrong, or stop: found by running it."""
+    """Why a schedule would compute something wrong or never finish; the first reason only."""
     key = f"parallelism.pipeline_parallel_schedule_csv: {path}"
-    microbatches = {action.microbatch for order in orders for action in order}
     owner: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
             if owner.setdefault(action.stage, rank) != rank:
                 yield f"{key}: stage {action.stage} is on ranks {owner[action.stage]} and {rank}"
                 return
-    counts = {(a.stage, a.kind, a.microbatch): 0 for order in orders for a in order}
-    for order in orders:
-        for a in order:
-            counts[a.stage, a.kind, a.microbatch] += 1
+    counts = Counter(action for order in orders for action in order)
+    microbatches = {action.microbatch for action in counts}
     for stage, microbatch in itertools.product(range(stages), sorted(microbatches)):
-        kinds = "".join(kind * counts.get((stage, kind, microbatch), 0) for kind in "FBIW")
+        kinds = "".join(kind * counts[Action(stage, kind, microbatch)] for kind in "FBIW")
         if kinds not in ("FB", "FIW"):
             found = f"stage {stage}, microbatch {microbatch} has {kinds or 'nothing'}"
             yield f"{key}: {found}; it needs F and B, or F, I and W"
@@ -79,25 +81,66 @@ def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterat
     if forwards != list(range(len(microbatches))):
         yield f"{key}: the last stage must run the forwards of its microbatches in the order 0, 1, 2, ..."
         return
-    done: set[Action] = set()
-    left = [list(order) for order in orders]
-    while any(left):
-        ready = [order for order in left if order and _inputs(order[0], stages, done)]
-        if not ready:
-            rank = next(rank for rank, order in enumerate(left) if order)
-            a = left[rank][0]
-            yield f"{key}: can never run {a.stage}{a.kind}{a.microbatch} of rank {rank}: what it waits for comes later"
-            return
-        for order in ready:
-            done.add(order.pop(0))
+    try:
+        execute(orders)
+    except DeadlockError as error:
+        yield f"{key}: {error}"
 
 
-def _inputs(action: Action, stages: int, done: set[Action]) -> bool:
-    """Whether all that `action` depends on is done."""
-    stage, microbatch = action.stage, action.microbatch
+class Step(NamedTuple):
+    """One computation of an executed schedule."""
+
+    rank: int
+    action: Action
+    source: int
+    """Index, among the steps, of the computation whose result this one waits for; -1: none."""
+    remote: bool
+    """The source is on another rank."""
+
+
+class DeadlockError(ValueError):
+    """A rank waits for a computation that can never run."""
+
+
+def execute(orders: Sequence[Sequence[Action]]) -> list[Step]:
+    """Execute a schedule: each rank its own order, each computation after the one it waits for.
+
+    Args:
+        orders: the computations of each rank.
+
+    Returns:
+        Every computation, after its source.
+
+    Raises:
+        DeadlockError: the first rank that can't continue, and where it stops.
+    """
+    last_stage = max(action.stage for order in orders for action in order)
+    done: dict[tuple[int, str, int], int] = {}
+    steps: list[Step] = []
+    position = [0] * len(orders)
+    before = -1
+    while before < len(steps):
+        before = len(steps)
+        for rank, order in enumerate(orders):
+            for action in order[position[rank] :]:
+                needed = _source(action, last_stage)
+                source = done.get((*needed, action.microbatch)) if needed else -1
+                if source is None:
+                    break
+                if action.kind != "W":
+                    done[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = len(steps)
+                steps.append(Step(rank, action, source, source >= 0 and steps[source].rank != rank))
+                position[rank] += 1
+    for rank, order in enumerate(orders):
+        if position[rank] < len(order):
+            raise DeadlockError(f"can never run {order[position[rank]]} of rank {rank}: what it waits for comes later")
+    return steps
+
+
+def _source(action: Action, last_stage: int) -> tuple[int, str] | None:
+    """Stage and kind (`F`, or `B` for B and I) of what `action` waits for; None for the first stage's forwards."""
     if action.kind == "F":
-        return stage == 0 or Action(stage - 1, "F", microbatch) in done
+        return (action.stage - 1, "F") if action.stage else None
     if action.kind == "W":
-        return Action(stage, "I", microbatch) in done
-    above = stage == stages - 1 or any(Action(stage + 1, kind, microbatch) in done for kind in "BI")
-    return above and Action(stage, "F", microbatch) in done
+        return action.stage, "B"
+    return (action.stage + 1, "B") if action.stage < last_stage else (action.stage, "F")

@@ -1,7 +1,7 @@
-"""Which pipeline stage holds which modules, on which rank, and whether the schedule can run. Imports no torch.
+"""Pipeline stages: their modules, their ranks, and whether the schedule can run them. Imports no torch.
 
-A stage is a list of consecutive modules. Stages are dealt out to the ranks of the `pp` axis in turn (stage 0 to rank 0,
-stage 1 to rank 1, ..., again from rank 0), or in the shape of a V (back from the last rank), as the schedule wants it.
+A stage is a list of consecutive modules. Depending on the schedule, stages are assigned to the ranks of the `pp` axis
+round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or in a V (back from the last rank).
 """
 
 import itertools
@@ -20,14 +20,14 @@ _P = "parallelism.pipeline_parallel"
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: its name in `torch.distributed.pipelining`, and what it asks for."""
+    """A pipeline schedule: its name in `torch.distributed.pipelining`, and what it requires."""
 
     name: str
     stages_per_rank: Literal["one", "several", "two"]
     whole_rounds: bool = False
-    """Microbatches are worked off in n // pp equal rounds."""
+    """It runs the microbatches in n // pp rounds of equal size."""
     fills_stages: bool = False
-    """There must be a microbatch for every stage."""
+    """It needs at least as many microbatches as stages."""
 
     @property
     def v_shaped(self) -> bool:
@@ -43,22 +43,22 @@ SCHEDULES = {
     "InterleavedZeroBubble": Schedule("InterleavedZeroBubble", "several", whole_rounds=True),
     "ZBVZeroBubble": Schedule("ZBVZeroBubble", "two"),
     "DualPipeV": Schedule("DualPipeV", "two", fills_stages=True),
-    "PipelineScheduleSingle": Schedule("PipelineScheduleSingle", "one"),  # these two only with a CSV file
+    "PipelineScheduleSingle": Schedule("PipelineScheduleSingle", "one"),  # needs a CSV file, like the next
     "PipelineScheduleMulti": Schedule("PipelineScheduleMulti", "several"),
 }
-"""By the name in the configuration. torch has merged the flexible interleaved schedule into Interleaved1F1B."""
+"""By their name in the configuration. torch merged FlexibleInterleaved1F1B into Interleaved1F1B."""
 
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """A pipeline, decided."""
+    """A pipeline, checked."""
 
     modules: tuple[tuple[str, ...], ...]
-    """Module names of each stage."""
+    """Names of each stage's modules."""
     ranks: tuple[int, ...]
-    """Rank along `pp` of each stage."""
+    """Each stage's rank along `pp`."""
     schedule: str | None
-    """Name of the schedule in torch; None: `csv_file` holds it."""
+    """Name of the schedule in torch; None if `csv_file` holds it."""
     csv_file: str | None
     microbatch_size: int
 
@@ -67,10 +67,10 @@ class PipelineStages:
 
 
 def pipeline_stages(config: Config, flops: Mapping[str, float], tied: Sequence[str]) -> PipelineStages | None:
-    """The pipeline that `config` asks for; None without one.
+    """The pipeline of `config`; None without pipeline parallelism.
 
     Args:
-        flops: FLOPs per token of each module that can be on a stage of its own, in the order in which they run.
+        flops: FLOPs per token of each module that can be on its own stage, in execution order.
         tied: modules that share a weight.
 
     Raises:
@@ -83,8 +83,8 @@ def pipeline_stages(config: Config, flops: Mapping[str, float], tied: Sequence[s
     problems: list[str] = []
     if tied:
         problems.append(
-            f"{_P}_degree: {config.model.flavor} has one weight in {' and '.join(tied)}, which would be on different "
-            "stages; untie them ([model.overrides] tie_embeddings = false), or set the degree to 1"
+            f"{_P}_degree: {config.model.flavor} shares one weight between {' and '.join(tied)}, which would be on "
+            "different stages; untie them ([model.overrides] tie_embeddings = false), or set the degree to 1"
         )
     size = p.pipeline_parallel_microbatch_size
     schedule = SCHEDULES[p.pipeline_parallel_schedule]
@@ -112,7 +112,7 @@ def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
     return 2 * degree - 1 - stage if v_shaped and stage >= degree else stage % degree
 
 
-# ---- how many stages, and what is on them
+# ---- modules of each stage
 
 
 def _split(
@@ -145,7 +145,7 @@ def _less_layers(config: Config) -> tuple[int | None, int | None]:
 
 
 def _less(config: Config) -> tuple[int, int]:
-    """Layers that the embedding and the output count as."""
+    """How many layers the embedding and the output count as."""
     first, last = _less_layers(config)
     return (1 if first is None else first), (1 if last is None else last)
 
@@ -182,7 +182,7 @@ def _count_problems(
 
 
 def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """Stages as the user lists them: module names of each, or a flat list of modules before which to cut."""
+    """Stages as the user lists them: each one's modules, or a flat list of the modules that start a new stage."""
     key = "parallelism.module_fqns_per_model_part"
     if all(isinstance(part, str) for part in parts):
         unknown = [name for name in parts if name not in names]
@@ -190,7 +190,7 @@ def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[st
             return (), [f"{key}: no module {unknown[0]!r}; the model has {names[0]}, {names[1]} ... {names[-1]}"]
         cuts = [names.index(name) for name in parts]
         if sorted(set(cuts)) != cuts or cuts[0] == 0:
-            return (), [f"{key}: the modules before which to cut must be in the model's order, after {names[0]}"]
+            return (), [f"{key}: the modules that start a stage must be in the model's order, after {names[0]}"]
         return tuple(tuple(names[a:b]) for a, b in itertools.pairwise([0, *cuts, len(names)])), []
     flat = [name for part in parts for name in part]
     problems = []
@@ -211,7 +211,7 @@ def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[st
 def _by_layer_count(
     names: list[str], layers: list[str], count: int, first_less: int, last_less: int
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """Equal numbers of layers, with so many fewer on the first and the last stage."""
+    """Equal numbers of layers, with this many fewer on the first and the last stage."""
     base, extra = divmod(len(layers) + first_less + last_less, count)
     sizes = [base + (i < extra) for i in range(count)]
     sizes[0] -= first_less
@@ -229,9 +229,9 @@ def _by_layer_count(
 
 
 def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], ...]:
-    """Modules on `count` stages so that the slowest stage is as fast as possible, and the rest as even as possible.
+    """Split modules into `count` stages, minimizing the cost of the slowest, then the sum of squares of all.
 
-    What costs nothing (embedding, norm) stays with its neighbour; so there are at most `layers + 1` stages.
+    Modules that cost nothing (embedding, norm) stay with their neighbour, so there are at most `layers + 1` stages.
     """
     units: list[list[str]] = []
     costs: list[float] = []
@@ -245,7 +245,7 @@ def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], .
     units[-1] += waiting
     sums = [0.0, *itertools.accumulate(costs)]
     limit = _least_maximum(costs, sums, count)
-    # best[k][i]: the least sum of squares with which the first i units fill k stages of at most `limit`.
+    # best[k][i]: the least sum of squares of k stages, each within `limit`, that hold the first i units.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(count):
         row: dict[int, tuple[float, int]] = {}
@@ -264,7 +264,7 @@ def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], .
 
 
 def _least_maximum(costs: list[float], sums: list[float], count: int) -> float:
-    """The smallest cost of the costliest stage over all ways to cut."""
+    """The smallest possible cost of the most expensive stage."""
 
     def fits(limit: float) -> bool:
         stages, total = 1, 0.0
@@ -330,7 +330,7 @@ def _microbatch_problems(
 def _reason_against(schedule: Schedule, microbatches: int, stages: int, degree: int) -> str | None:
     rounds = max(1, microbatches // degree)
     if schedule.whole_rounds and microbatches % rounds:
-        return f"can't work off {microbatches} microbatches on {degree} ranks in {rounds} equal rounds"
+        return f"can't run {microbatches} microbatches on {degree} ranks in {rounds} equal rounds"
     if schedule.fills_stages and microbatches < stages:
-        return f"needs a microbatch for each of its {stages} stages, and there are {microbatches}"
+        return f"needs at least as many microbatches as its {stages} stages, got {microbatches}"
     return None

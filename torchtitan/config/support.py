@@ -12,7 +12,7 @@ FLOAT8 = ("float8", "quantize.linear.float8")
 MX = ("mx", "quantize.linear.mx")
 """Names in `model.converters`."""
 SMALL_LAYERS = "auto_filter_small_kn"
-"""In `quantize.linear.float8.filter_fqns`: leave out what is too small to gain."""
+"""In `quantize.linear.float8.filter_fqns`: skip layers too small to gain."""
 
 
 def uses(config: Config, names: tuple[str, ...]) -> bool:
@@ -22,7 +22,7 @@ def uses(config: Config, names: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two settings that exclude each other."""
+    """Settings that exclude each other."""
 
     applies: Callable[[Config], bool]
     message: str
@@ -34,7 +34,7 @@ def compiles_blocks(config: Config) -> bool:
 
 
 def _splits_backward(config: Config) -> bool:
-    """Whether the pipeline computes gradients of inputs and of weights at different times."""
+    """Whether the pipeline schedule runs the backward of inputs and of weights separately."""
     p = config.parallelism
     return p.pipeline_parallel_degree > 1 and (
         bool(p.pipeline_parallel_schedule_csv) or p.pipeline_parallel_schedule in _SPLITTING
@@ -43,10 +43,10 @@ def _splits_backward(config: Config) -> bool:
 
 @cache
 def torch_is_before_2_13() -> bool:
-    """Of the installed torch, without importing it."""
+    """Whether the installed torch is older than 2.13; doesn't import it."""
     try:
         release = metadata.version("torch")
-    except metadata.PackageNotFoundError:  # a machine that only checks configurations
+    except metadata.PackageNotFoundError:  # configurations can be checked without torch
         return False
     return tuple(int(part) for part in release.split(".")[:2]) < (2, 13)
 
@@ -56,32 +56,33 @@ _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 CONFLICTS = (
     Conflict(
         lambda c: c.optimizer.early_step_in_backward and c.parallelism.pipeline_parallel_degree > 1,
-        "optimizer.early_step_in_backward: a pipeline schedule adds up each gradient over its microbatches, so none "
-        "is complete before the backward ends; set it to false, or parallelism.pipeline_parallel_degree = 1",
+        "optimizer.early_step_in_backward: a pipeline schedule accumulates gradients over microbatches, so none is "
+        "complete before the last backward ends; set it to false, or parallelism.pipeline_parallel_degree = 1",
     ),
     Conflict(
         lambda c: c.optimizer.early_step_in_backward and c.training.max_norm > 0,
-        "optimizer.early_step_in_backward: gradients can't be clipped to training.max_norm, whose global norm is known "
-        "only after the backward; set training.max_norm = 0, or early_step_in_backward = false",
+        "optimizer.early_step_in_backward: gradients can't be clipped to training.max_norm, because the global norm is "
+        "known only after the backward; set training.max_norm = 0, or early_step_in_backward = false",
     ),
     Conflict(
         lambda c: c.optimizer.early_step_in_backward and gradient_accumulation_steps(c) > 1,
-        "optimizer.early_step_in_backward: gradients can't be accumulated over microbatches if each uses them up; "
-        "set training.local_batch_size so that global_batch_size is reached in one, or early_step_in_backward = false",
+        "optimizer.early_step_in_backward: gradients can't be accumulated, because each backward applies and frees "
+        "them; raise training.local_batch_size until one backward covers global_batch_size, or set "
+        "early_step_in_backward = false",
     ),
     Conflict(
         lambda c: c.optimizer.early_step_in_backward and c.fault_tolerance.elastic,
-        "optimizer.early_step_in_backward: with fewer ranks gradients must be accumulated, but here each uses them up; "
-        "set it to false, or fault_tolerance.elastic = false",
+        "optimizer.early_step_in_backward: fewer ranks would need to accumulate gradients, but each backward applies "
+        "and frees them; set it to false, or fault_tolerance.elastic = false",
     ),
     Conflict(
         lambda c: c.optimizer.early_step_in_backward and c.training.on_nonfinite == "skip",
-        "optimizer.early_step_in_backward: a bad step is applied before it is known to be bad; set "
+        "optimizer.early_step_in_backward: a bad step is applied before it can be detected; set "
         'training.on_nonfinite = "stop", or early_step_in_backward = false',
     ),
     Conflict(
         lambda c: c.optimizer.early_step_in_backward and c.guard.policy == "skip",
-        "optimizer.early_step_in_backward: a spike is applied before it is known to be one; set guard.policy = "
+        "optimizer.early_step_in_backward: a spike is applied before it can be detected; set guard.policy = "
         '"rewind", or early_step_in_backward = false',
     ),
     Conflict(
@@ -92,13 +93,13 @@ CONFLICTS = (
             and not compiles_blocks(c)
         ),
         "activation_checkpoint.selective_ac_option: this pipeline schedule runs a block's backward in two parts, and "
-        "what `op` keeps is there for one only, unless the block is compiled; set compile.enable = true, or a number, "
-        'or mode = "full"',
+        "unless the block is compiled, what `op` keeps is available to only one of them; set compile.enable = true, or "
+        'a number, or mode = "full"',
     ),
     Conflict(
         lambda c: c.activation_checkpoint.mode == "memory_budget" and c.parallelism.tensor_parallel_degree > 1,
-        "activation_checkpoint.mode: torch's partitioner fails on the device mesh that tensor parallelism puts into a "
-        'graph when it has a memory budget; set mode = "selective" with selective_ac_option = "op", or '
+        "activation_checkpoint.mode: with a memory budget, torch's partitioner fails on the device mesh that tensor "
+        'parallelism puts into the graph; set mode = "selective" with selective_ac_option = "op", or '
         "parallelism.tensor_parallel_degree = 1",
     ),
     Conflict(
@@ -107,8 +108,8 @@ CONFLICTS = (
             and (compiles_blocks(c) or c.training.loss_chunks > 1 or bool(c.model.converters))
             and torch_is_before_2_13()
         ),
-        "parallelism.pipeline_parallel_schedule: with torch before 2.13 the backward of compiled blocks, a chunked "
-        "loss or converted layers can't run in two parts, as this schedule has it; upgrade torch, or set "
+        "parallelism.pipeline_parallel_schedule: with torch before 2.13, the backward of compiled blocks, a chunked "
+        "loss or converted layers can't run in the two parts that this schedule needs; upgrade torch, or set "
         "Interleaved1F1B, or compile.enable = false, training.loss_chunks = 1 and model.converters = []",
     ),
     Conflict(
@@ -117,12 +118,12 @@ CONFLICTS = (
             and c.parallelism.tensor_parallel_degree > 1
             and not (compiles_blocks(c) and c.compile.backend == "inductor")
         ),
-        "parallelism.enable_async_tensor_parallel is carried out by inductor; set compile.enable = true, with "
+        "parallelism.enable_async_tensor_parallel is implemented by inductor; set compile.enable = true, with "
         '"model" in compile.components and backend = "inductor", or enable_async_tensor_parallel = false',
     ),
     Conflict(
         lambda c: c.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(c),
-        'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true, with '
+        'activation_checkpoint.mode = "memory_budget" is implemented by the compiler; set compile.enable = true, with '
         '"model" in compile.components, or another mode',
     ),
     Conflict(
@@ -135,7 +136,7 @@ CONFLICTS = (
             and c.quantize.linear.float8.enable_fsdp_float8_all_gather
             and c.quantize.linear.float8.recipe_name not in (None, "tensorwise")
         ),
-        "quantize.linear.float8.enable_fsdp_float8_all_gather needs one scale for a whole weight; set recipe_name = "
+        "quantize.linear.float8.enable_fsdp_float8_all_gather needs one scale per weight; set recipe_name = "
         '"tensorwise", or enable_fsdp_float8_all_gather = false',
     ),
     Conflict(
@@ -154,13 +155,13 @@ CONFLICTS = (
     Conflict(
         lambda c: c.parallelism.fsdp_reshard_after_forward == "always" and c.parallelism.pipeline_parallel_degree > 1,
         'parallelism.fsdp_reshard_after_forward: "always" would free weights that a pipeline schedule keeps gathered '
-        'for all microbatches of a stage; set "default"',
+        'for all microbatches of a stage; set "default" or "never"',
     ),
 )
 
 
 def gains_by_float8(recipe: str | None, inputs: int, outputs: int) -> bool:
-    """Whether a layer has a size from which Float8 is faster on an H100, measured by torchao (its float8 README)."""
+    """Whether Float8 is faster for a layer of this size on an H100, by the measurements in torchao's float8 README."""
     if recipe in (None, "tensorwise"):
         return inputs > 4096 or outputs > 1024
     return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)

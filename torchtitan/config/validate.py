@@ -1,4 +1,4 @@
-"""Rules over several keys, each a small function that yields what is wrong and what would be legal."""
+"""Rules across keys. Each is a small function that yields what is wrong and which values are legal."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from torchtitan.utils.errors import ConfigError
 def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
     p, degrees = config.parallelism, axis_degrees(config.parallelism)
     if p.data_parallel_shard_degree == 0:
-        yield "parallelism.data_parallel_shard_degree: 0 is no degree; 1 turns sharding off, -1 takes all ranks left"
+        yield "parallelism.data_parallel_shard_degree: got 0; set 1 for no sharding, or -1 for all ranks left"
     elif not degrees_fill(config, world):
         used = {f"parallelism.{DEGREE_KEYS[a]}": d for a, d in degrees.items() if d > 1 or a == "dp_shard"}
         others = math.prod(degrees.values()) // degrees["dp_shard"]
@@ -23,7 +23,7 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
             (key,) = used.keys() - {"parallelism.data_parallel_shard_degree"}
             fits = f"{key} must divide {world}: {', '.join(map(str, divisors(world)))}"
         else:
-            fits = f"the degrees without data_parallel_shard_degree make {others}, which must divide {world}"
+            fits = f"the product of the degrees other than data_parallel_shard_degree, {others}, must divide {world}"
         product = " x ".join(f"{key} {degree}" for key, degree in used.items())
         yield f"{product} is {math.prod(degrees.values())}, but there are {world} ranks; {fits}"
 
@@ -31,7 +31,7 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
 def batch_divides(config: Config, world: int) -> Iterator[str]:
     t, dp = config.training, data_parallel_degree(config)
     unit = t.local_batch_size * dp
-    # With wrong degrees the unit is wrong too, and so would be the advice.
+    # With wrong degrees the unit, and so the advice, would be wrong too.
     if config.fault_tolerance.elastic or not degrees_fill(config, world):
         return
     if t.global_batch_size <= 0 or t.global_batch_size % unit:
@@ -43,62 +43,63 @@ def batch_divides(config: Config, world: int) -> Iterator[str]:
         )
 
 
-def elastic_run_goes_on(config: Config, world: int) -> Iterator[str]:
-    """A start on other ranks must continue the very same run, with nobody there to change the command."""
+def elastic_run_can_resume(config: Config, world: int) -> Iterator[str]:
+    """A restart on other ranks must continue the same run, with the same command."""
     if not config.fault_tolerance.elastic:
         return
     c, batch, dp = config.checkpoint, config.training.global_batch_size, data_parallel_degree(config)
     why = "fault_tolerance.elastic"
     if batch <= 0:
-        yield f"training.global_batch_size: {why} keeps it on any number of ranks; set it, to at least {dp}"
+        yield f"training.global_batch_size: {why} keeps it fixed on any number of ranks; set it to {dp} or more"
     elif degrees_fill(config, world) and batch < dp:
-        yield f"training.global_batch_size: {batch} rows leave some of {dp} data-parallel ranks without any; set {dp}"
+        yield f"training.global_batch_size: {batch} rows are too few for {dp} data-parallel ranks; set {dp} or more"
     if not c.enable or c.load_only:
-        yield f"checkpoint.enable: {why} goes on from checkpoints; set it to true, and load_only = false"
+        yield f"checkpoint.enable: {why} resumes from checkpoints; set enable = true and load_only = false"
     if c.load_step >= 0:
-        yield f"checkpoint.load_step: with {why} each start would go back to step {c.load_step}; set it to -1"
+        yield f"checkpoint.load_step: with {why} every restart would go back to step {c.load_step}; set -1"
     if c.exclude_from_loading:
-        yield f"checkpoint.exclude_from_loading: with {why} each start would lose these parts; set it to []"
+        yield f"checkpoint.exclude_from_loading: with {why} every restart would lose these parts; set []"
 
 
 def sequence_divides(config: Config, world: int) -> Iterator[str]:
-    """Context parallelism cuts a row into one or two chunks per rank, sequence parallelism cuts each rank's part."""
+    """Context parallelism splits a row into one or two chunks per rank, sequence parallelism each rank's part."""
     p = config.parallelism
     cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
     if cp * tp == 1 or not degrees_fill(config, world):
         return
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
     unit = math.lcm(chunks, cp * tp)
-    lengths = {"training": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation"] = config.validation.seq_len
-    for name, seq_len in lengths.items():
+    for name, seq_len in _seq_lens(config).items():
         if seq_len % unit:
             below = seq_len // unit * unit
             reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
             why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
             yield (
-                f"{name}.seq_len: {seq_len} can't be split by {why}: it must be a multiple of {unit}; "
+                f"{name}.seq_len: {seq_len} can't be split by {why}; it must be a multiple of {unit}: "
                 f"set it to {' or '.join(str(n) for n in (below, below + unit) if n)}"
             )
 
 
 def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
-    """Each rank cuts its part of the sequence."""
+    """Each rank splits its own part of the sequence."""
     p, chunks = config.parallelism, config.training.loss_chunks
     ranks = p.context_parallel_degree * p.tensor_parallel_degree
-    lengths = {"training": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation"] = config.validation.seq_len
-    for name, seq_len in lengths.items():
+    for name, seq_len in _seq_lens(config).items():
         part = seq_len // ranks
         if part % chunks and not seq_len % ranks:
             below = max(n for n in range(1, chunks) if part % n == 0)
             above = next(n for n in range(chunks, part + 1) if part % n == 0) if chunks < part else part
             yield (
-                f"training.loss_chunks: {chunks} does not divide the {part} positions of {name}.seq_len on a rank; "
+                f"training.loss_chunks: {chunks} does not divide the {part} positions of {name}.seq_len on each rank; "
                 f"set it to {' or '.join(str(n) for n in sorted({below, above}))}"
             )
+
+
+def _seq_lens(config: Config) -> dict[str, int]:
+    """Section to its `seq_len`."""
+    return {"training": config.training.seq_len} | (
+        {"validation": config.validation.seq_len} if config.validation.enable else {}
+    )
 
 
 def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
@@ -110,19 +111,19 @@ def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
         )
 
 
-def narrow_products_are_whole(config: Config, world: int) -> Iterator[str]:
-    """The weights' gradients sum over the tokens of a rank: in blocks of 32, or by kernels for multiples of 16."""
+def low_precision_blocks_are_full(config: Config, world: int) -> Iterator[str]:
+    """Weight gradients sum over the tokens of a rank, in blocks of 32 (MXFP8) or multiples of 16 (Float8 kernels)."""
     p, training = config.parallelism, config.training
     size = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     tokens = size * training.seq_len // p.context_parallel_degree
     if uses(config, MX) and tokens % 32:
         yield (
-            f"model.converters: MXFP8 takes blocks of 32 tokens, and a rank has {tokens} in a microbatch; set "
+            f"model.converters: MXFP8 needs a multiple of 32 tokens per rank and microbatch, got {tokens}; set "
             "training.seq_len so that each rank's part is a multiple of 32"
         )
     if uses(config, FLOAT8) and not config.quantize.linear.float8.emulate and tokens % 16:
         yield (
-            f"model.converters: Float8 takes multiples of 16 tokens, and a rank has {tokens} in a microbatch; set "
+            f"model.converters: Float8 needs a multiple of 16 tokens per rank and microbatch, got {tokens}; set "
             "training.seq_len so that each rank's part is a multiple of 16"
         )
 
@@ -133,13 +134,13 @@ def schedule_is_named(config: Config, world: int) -> Iterator[str]:
         name = p.pipeline_parallel_schedule
         if name.startswith("PipelineSchedule"):
             yield (
-                f"parallelism.pipeline_parallel_schedule: {name} stands for a schedule from a file; set "
-                "parallelism.pipeline_parallel_schedule_csv, or the name of a schedule"
+                f"parallelism.pipeline_parallel_schedule: {name} runs a schedule from a file; set "
+                "parallelism.pipeline_parallel_schedule_csv, or name another schedule"
             )
 
 
 def features_combine(config: Config, world: int) -> Iterator[str]:
-    """The table that `docs/support-matrix.md` shows."""
+    """The conflicts of `support.py`, which `docs/support-matrix.md` lists."""
     if degrees_fill(config, world):
         yield from (conflict.message for conflict in CONFLICTS if conflict.applies(config))
 
@@ -157,7 +158,7 @@ def decay_follows_warmup(config: Config, world: int) -> Iterator[str]:
     s = config.lr_scheduler
     total = s.total_steps or config.training.steps
     if s.decay_ratio is not None and s.warmup_steps + round(total * s.decay_ratio) > total:
-        legal = math.floor((total - s.warmup_steps) / total * 1000) / 1000  # rounded down, so that it is legal
+        legal = math.floor((total - s.warmup_steps) / total * 1000) / 1000  # rounded down: up could be illegal
         yield (
             f"lr_scheduler.decay_ratio: decay over {s.decay_ratio:g} of {total} steps would begin before the "
             f"{s.warmup_steps} warmup_steps end; set it to at most {legal:g}"
@@ -167,7 +168,7 @@ def decay_follows_warmup(config: Config, world: int) -> Iterator[str]:
 def retention_is_safe(config: Config, world: int) -> Iterator[str]:
     if config.checkpoint.keep_latest_k == 1:
         yield (
-            "checkpoint.keep_latest_k: with 1 the only checkpoint would be at risk while the next is written; "
+            "checkpoint.keep_latest_k: with 1, a failure while the next checkpoint is written could lose the only one; "
             "set 2 or more, or 0 to keep all"
         )
 
@@ -175,13 +176,16 @@ def retention_is_safe(config: Config, world: int) -> Iterator[str]:
 def storage_is_shared(config: Config, world: int) -> Iterator[str]:
     if config.checkpoint.enable and config.checkpoint.folder.startswith("memory://") and world > 1:
         yield (
-            f"checkpoint.folder: each of the {world} ranks has a memory:// of its own; set a folder or URL that all see"
+            f"checkpoint.folder: each of {world} ranks has its own memory://; set a folder or URL that all can access"
         )
 
 
 def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
-    """Weights to start from, or an export, must not be forgotten silently. How to save is harmless if nothing is saved:
-    files of the convention set `last_save_model_only` beside `enable = false`."""
+    """Loading weights or exporting them must not be skipped silently.
+
+    Keys that say how to save have no effect and are allowed: convention files set `last_save_model_only` with
+    `enable = false`.
+    """
     c = config.checkpoint
     asked = {
         "load_step": c.load_step >= 0,
@@ -199,7 +203,7 @@ def hf_weights_have_no_optimizer(config: Config, world: int) -> Iterator[str]:
     if c.initial_load_in_hf and not c.initial_load_model_only:
         yield (
             "checkpoint.initial_load_model_only = false needs optimizer state, which Hugging Face weights "
-            "(checkpoint.initial_load_in_hf) don't have; set one of the two the other way"
+            "(checkpoint.initial_load_in_hf) don't have; change one of the two"
         )
 
 
@@ -208,7 +212,7 @@ def profile_fits_its_period(config: Config, world: int) -> Iterator[str]:
     needed = p.profiler_warmup + p.profiler_active
     if p.enable_profiling and needed > p.profile_freq:
         yield (
-            f"profiling.profile_freq: {p.profile_freq} steps don't hold profiler_warmup {p.profiler_warmup} + "
+            f"profiling.profile_freq: {p.profile_freq} steps are fewer than profiler_warmup {p.profiler_warmup} + "
             f"profiler_active {p.profiler_active}; set it to {needed} or more"
         )
 
@@ -226,8 +230,8 @@ def data_fails_before_collectives(config: Config, world: int) -> Iterator[str]:
         seconds = getattr(config, key).dataloader.timeout_seconds
         if seconds is not None and seconds >= limit:
             yield (
-                f"{key}.dataloader.timeout_seconds: after {seconds:g} s the collectives of the other ranks have timed "
-                f"out (comm.train_timeout_seconds {limit}); set it to {limit / 2:g}, or raise that one"
+                f"{key}.dataloader.timeout_seconds: the other ranks' collectives would time out first, after "
+                f"comm.train_timeout_seconds {limit}; set it to {limit / 2:g} instead of {seconds:g}, or raise that one"
             )
 
 
@@ -238,8 +242,8 @@ def guard_can_act(config: Config, world: int) -> Iterator[str]:
         yield f'guard.policy: "rewind" goes back to a checkpoint of this run; set {key}, or guard.policy = "skip"'
     if 0 < g.straggler_factor <= 1:
         yield (
-            f"guard.straggler_factor: with {g.straggler_factor:g} ranks of median speed would be slow; set it above 1, "
-            "for example 1.3, or to 0 (off)"
+            f"guard.straggler_factor: {g.straggler_factor:g} would report ranks of median speed; set it above 1, for "
+            "example 1.3, or to 0 (off)"
         )
 
 
@@ -250,17 +254,17 @@ def warn_only_needs_determinism(config: Config, world: int) -> Iterator[str]:
 
 def validation_sees_data(config: Config, world: int) -> Iterator[str]:
     if config.validation.enable and config.validation.steps == 0:
-        yield "validation.steps: 0 batches give no loss; -1 takes the whole data set, or set validation.enable = false"
+        yield "validation.steps: 0 batches give no loss; set -1 for the whole data set, or validation.enable = false"
 
 
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     batch_divides,
-    elastic_run_goes_on,
+    elastic_run_can_resume,
     sequence_divides,
     loss_chunks_divide,
     checkpointing_option_is_known,
-    narrow_products_are_whole,
+    low_precision_blocks_are_full,
     schedule_is_named,
     features_combine,
     storage_is_no_narrower_than_compute,
@@ -282,10 +286,10 @@ def validate(config: Config, world: int, sources: dict[str, str] | None = None) 
     """Check a derived configuration for `world` ranks.
 
     Args:
-        sources: where keys were set, to be named in the messages.
+        sources: key to where it was set, named in the messages.
 
     Raises:
-        ConfigError: every rule that is broken.
+        ConfigError: every broken rule.
     """
     problems = [problem for rule in RULES for problem in rule(config, world)]
     if problems:
@@ -293,7 +297,7 @@ def validate(config: Config, world: int, sources: dict[str, str] | None = None) 
 
 
 def _with_place(problem: str, sources: dict[str, str]) -> str:
-    """The problem, preceded by the place of the first key in it that somebody set."""
+    """The problem, preceded by where the first key in it that isn't at its default was set."""
     key = next((word for word in re.findall(r"[\w.]+", problem) if word in sources), "")
     where = sources.get(key)
     return f"{where}: {problem}" if where and where != f"--{key}" else problem

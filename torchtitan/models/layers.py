@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Mask = Any
-"""What `document_mask` makes: a tensor, or FlexAttention's `BlockMask`."""
+"""Result of `document_mask`: a tensor, or FlexAttention's `BlockMask`."""
 
 
 class Attend(Protocol):
-    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`. Causal, or as the mask says."""
+    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`. Causal unless a mask is given."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor: ...
 
@@ -50,19 +50,19 @@ def _compiled_flex_attention() -> Any:
 
 
 def attention_backend(device_type: str) -> Attend:
-    """Causal attention for a device: SDPA, with cuDNN's and flash kernels first on CUDA. Chosen once, at build."""
+    """Attention for a device: SDPA, preferring cuDNN's and flash kernels on CUDA. Chosen once, at build."""
     return _attend_cuda if device_type == "cuda" else _attend_cpu
 
 
 def document_mask(documents: Tensor, positions: Tensor) -> Mask:
-    """A causal mask within documents: a token sees those before it in its own document, and itself.
+    """A causal mask within documents: a token attends to itself and to earlier tokens of its document.
 
     Args:
-        documents: `[b, S]`, number of the document that each token of a whole row belongs to.
-        positions: `[s]`, places in the row of the queries.
+        documents: `[b, S]`, the document that each token of a whole row belongs to.
+        positions: `[s]`, positions of the queries in the row.
 
     Returns:
-        On CUDA a `BlockMask`, elsewhere a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
+        A `BlockMask` on CUDA; elsewhere a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
     if documents.is_cuda:
         return block_mask(documents, positions)
@@ -72,7 +72,7 @@ def document_mask(documents: Tensor, positions: Tensor) -> Mask:
 
 
 def block_mask(documents: Tensor, positions: Tensor) -> Mask:
-    """`document_mask` for FlexAttention."""
+    """`document_mask` for FlexAttention, on any device."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -88,22 +88,26 @@ def rope_frequencies(head_dim: int, theta: float) -> Tensor:
 
 
 def scale_frequencies(freqs: Tensor, factor: float, low: float, high: float, original_seq_len: int) -> Tensor:
-    """Llama 3.1's scaling: long waves stretch by `factor`, short ones stay, those between are blended linearly."""
-    turns = original_seq_len * freqs / (2 * math.pi)  # how often a wave fits into the original context
+    """Llama 3.1's RoPE scaling: divides low frequencies by `factor`, keeps high ones, interpolates between.
+
+    Args:
+        low, high: periods in `original_seq_len` below which a frequency is low, and above which it is high.
+    """
+    turns = original_seq_len * freqs / (2 * math.pi)  # periods within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return freqs * (keep + (1 - keep) / factor)
 
 
 def rope_cache(freqs: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each `[s, d]` in fp32, for the half-split layout."""
+    """Cosine and sine of the angles at every position, each `[s, d]` in fp32, in the half-split layout."""
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), freqs).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[b, s, heads, d]` by `cos` and `sin`, `[s, d]` or one for each row `[b, s, d]`, in fp32.
+    """Rotate `x` `[b, s, heads, d]` by `cos` and `sin`, each `[s, d]` or `[b, s, d]`. Computed in fp32.
 
-    Feature i is paired with i + d/2.
+    Feature i is paired with feature i + d/2.
     """
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)

@@ -93,6 +93,7 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
     styles: dict[ShardingStyle, ParallelStyle] = {
         "embedding": _Embedding(),
         "norm": SequenceParallel(use_local_output=True),
+        "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "gather_sequence": _GatherSequence(),
         "columns": ColwiseParallel(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),

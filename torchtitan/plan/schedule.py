@@ -1,6 +1,7 @@
-"""Pipeline schedules on paper: the orders that the trainer runs, timed, and the activations they keep.
+"""The timeline of a pipeline schedule, and the activations it keeps.
 
-The orders are the real ones: this project's 1F1B, torch's own for every other name, or those of a CSV file.
+The orders of computations are those that the trainer runs: this project's 1F1B, torch's for every other name, or those
+of a CSV file.
 """
 
 import itertools
@@ -10,7 +11,7 @@ from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.config.schedule_file import Action, read_orders
+from torchtitan.config.schedule_file import Action, Step, execute, read_orders
 from torchtitan.config.stages import PipelineStages
 
 
@@ -21,54 +22,35 @@ class Program:
         self.orders = tuple(map(tuple, orders))
 
     @cached_property
-    def steps(self) -> list[tuple[int, Action, int, bool]]:
-        """Every computation after all it waits for: (rank, computation, place in this list of what it takes its input
-        from or -1, that is on another rank)."""
-        last = max(action.stage for order in self.orders for action in order)
-        done: dict[tuple[int, str, int], int] = {}
-        out: list[tuple[int, Action, int, bool]] = []
-        position = [0] * len(self.orders)
-        while True:
-            before = len(out)
-            for rank, order in enumerate(self.orders):
-                for action in order[position[rank] :]:
-                    source = _source(action, last)
-                    place = done.get((*source, action.microbatch)) if source else -1
-                    if place is None:
-                        break
-                    if action.kind != "W":
-                        done[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = len(out)
-                    out.append((rank, action, place, place >= 0 and out[place][0] != rank))
-                    position[rank] += 1
-            if len(out) == before:
-                assert before == sum(map(len, self.orders)), "the schedule can't run"
-                return out
+    def steps(self) -> list[Step]:
+        """Every computation, after the one it waits for."""
+        return execute(self.orders)
 
     @cached_property
     def kept(self) -> tuple[tuple[dict[int, int], ...], ...]:
-        """Of each rank the numbers of microbatches that its stages keep at a time, without those that are less than
-        others in every stage."""
+        """For each rank, how many microbatches its stages keep at once (`{stage: number}`), at each moment that no
+        other one exceeds in every stage."""
         return tuple(_most_kept(order) for order in self.orders)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank computes what, in seconds since the first."""
+    """When each rank computes what, in seconds from the start of the batch."""
 
     events: tuple[tuple[int, Action, float, float], ...]
     """(rank, computation, begin, end)."""
     busy: tuple[float, ...]
-    """Seconds in which each rank computes."""
+    """Seconds that each rank computes."""
     length: float
 
     @property
     def idle(self) -> float:
-        """Share of all ranks' time in which they wait for others: the bubble."""
+        """Share of the ranks' time that they wait for each other: the bubble."""
         return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
 
 
 def program(stages: PipelineStages, microbatches: int) -> Program:
-    """What the ranks of `stages` compute for one batch."""
+    """The schedule of `stages` for a batch of `microbatches`."""
     if stages.csv_file:
         return Program(read_orders(stages.csv_file, max(stages.ranks) + 1)[0])
     assert stages.schedule is not None
@@ -87,7 +69,7 @@ def _named(schedule: str, owners: tuple[int, ...], microbatches: int) -> Program
     else:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        # A schedule asks its stages only where they stand.
+        # A schedule only asks its stages for their place in the pipeline.
         own = [stage for stage, rank in enumerate(owners) if rank == 0]
         places = [_place(stage, owners) for stage in own]
         made = list(get_schedule_class(schedule)(places, microbatches, scale_grads=False).pipeline_order.values())
@@ -104,7 +86,7 @@ def _place(stage: int, owners: tuple[int, ...]) -> Any:
 
 
 def _actions(entry: Any) -> list[Action]:
-    """Ours for one of torch's, which may be none, or two at the same time."""
+    """One of torch's actions as ours: none, one, or the two that it overlaps."""
     if entry is None:
         return []
     if entry.sub_actions:
@@ -113,34 +95,25 @@ def _actions(entry: Any) -> list[Action]:
     return [Action(entry.stage_index, kind[entry.computation_type.name], entry.microbatch_index)]
 
 
-def simulate(plan: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
-    """Run `plan`, each rank as soon as it can.
+def simulate(program: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
+    """Time a schedule in which each rank starts every computation as soon as it can.
 
     Args:
-        duration: seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
-        transfer: seconds from the end of a computation to its result being on another rank.
+        duration: seconds of a computation, by stage and kind (`F`, `B`, `I`, `W`).
+        transfer: seconds to send the result of a computation to another rank.
     """
     seconds = cache(duration)
-    clock, busy = [0.0] * len(plan.orders), [0.0] * len(plan.orders)
+    clock, busy = [0.0] * len(program.orders), [0.0] * len(program.orders)
     events: list[tuple[int, Action, float, float]] = []
-    for rank, action, source, arrives in plan.steps:
+    for rank, action, source, remote in program.steps:
         begin = clock[rank]
         if source >= 0:
-            begin = max(begin, events[source][3] + (transfer if arrives else 0.0))
+            begin = max(begin, events[source][3] + (transfer if remote else 0.0))
         took = seconds(action.stage, action.kind)
         busy[rank] += took
         clock[rank] = begin + took
         events.append((rank, action, begin, clock[rank]))
     return Timeline(tuple(events), tuple(busy), max(clock))
-
-
-def _source(action: Action, last: int) -> tuple[int, str] | None:
-    """Stage and kind of what `action` waits for, from another stage or from its own forward."""
-    if action.kind == "F":
-        return (action.stage - 1, "F") if action.stage else None
-    if action.kind == "W":
-        return action.stage, "B"
-    return (action.stage + 1, "B") if action.stage < last else (action.stage, "F")
 
 
 def _most_kept(order: tuple[Action, ...]) -> tuple[dict[int, int], ...]:

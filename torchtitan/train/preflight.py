@@ -1,4 +1,4 @@
-"""Everything that can be checked before a process group or a GPU is taken. Imports no torch."""
+"""Checks that need no process group and no GPU: model, tokenizer, data, folders. Imports no torch."""
 
 import fnmatch
 import glob
@@ -21,23 +21,23 @@ from torchtitan.utils.storage import is_url, storage_path, storage_problem
 
 @dataclass(frozen=True)
 class Setup:
-    """What the configuration names, found and checked."""
+    """The model, tokenizer and pipeline that the configuration names, checked."""
 
     spec: ModelSpec
     args: Any
     tokenizer: Tokenizer
     stages: PipelineStages | None
-    """The pipeline; None without pipeline parallelism."""
+    """None without pipeline parallelism."""
 
 
 def preflight(config: Config, *, output: bool = True) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names.
 
     Args:
-        output: also make the dump folder, and see that it can be written to.
+        output: also create the dump folder and check that it is writable.
 
     Raises:
-        ConfigError: all that is missing or doesn't fit together.
+        ConfigError: everything that is missing or doesn't fit together.
     """
     problems = [*_check_paths(config), *_check_packages(config)]
     spec = args = tokenizer = stages = None
@@ -58,10 +58,11 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         problems.append(str(error))
     if tokenizer and args and tokenizer.vocab_size > args.vocab_size:
         problems.append(
-            f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries but {config.model.flavor} only "
-            f"{args.vocab_size}: set [model.overrides] vocab_size = {tokenizer.vocab_size}, or another tokenizer"
+            f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries, more than vocab_size "
+            f"{args.vocab_size} of {config.model.flavor}; set [model.overrides] vocab_size = {tokenizer.vocab_size}, "
+            "or choose another tokenizer"
         )
-    if output and not problems:  # last, as it makes the folder
+    if output and not problems:  # last, because it creates the folder
         problems += _check_dump_folder(config)
     if problems or spec is None or tokenizer is None:
         raise ConfigError(problems)
@@ -77,12 +78,12 @@ def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str
         yield (
             f"parallelism.tensor_parallel_degree: {degree} does not divide "
             f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
-            f"it can be {legal}"
+            f"set it to one of {legal}"
         )
 
 
 def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
-    """A group that matches nothing is a typing error, and would be trained like the rest without a word."""
+    """A pattern that matches nothing is a typo; its parameters would silently be trained like the rest."""
     names = list(parameters)
     for group in config.optimizer.param_groups:
         if not fnmatch.filter(names, group.pattern):
@@ -95,7 +96,7 @@ def _check_paths(config: Config) -> Iterator[str]:
     if config.validation.enable:
         paths["validation"] = config.validation.dataset_path
     for name, path in paths.items():
-        # A name with a scheme (hf://, s3://) is a remote file, which only the loader can look up.
+        # Only the loader can look up a remote file (hf://, s3://).
         if path and "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
             yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
     checkpoint = config.checkpoint
@@ -104,8 +105,8 @@ def _check_paths(config: Config) -> Iterator[str]:
         return
     if checkpoint.initial_load_in_hf and is_url(path):
         yield (
-            f"checkpoint.initial_load_path: safetensors are read from a local folder only, not from {path!r}; download "
-            "them, or make a checkpoint of them there with `torchtitan ckpt from-hf`"
+            f"checkpoint.initial_load_path: safetensors must be in a local folder, got {path!r}; download them, or "
+            "convert them to a checkpoint at that URL with `torchtitan ckpt from-hf`"
         )
     elif path and not is_url(path) and not storage_path(path).is_dir():
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
@@ -119,8 +120,8 @@ def _check_packages(config: Config) -> Iterator[str]:
     draws = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
     if draws and importlib.util.find_spec("matplotlib") is None:
         yield (
-            "activation_checkpoint.visualize_memory_budget_pareto draws with the package matplotlib; install it, "
-            "or set the key to false"
+            "activation_checkpoint.visualize_memory_budget_pareto needs the package matplotlib; install it, or set the "
+            "key to false"
         )
 
 
@@ -128,8 +129,8 @@ def _check_dump_folder(config: Config) -> Iterator[str]:
     folder = Path(config.job.dump_folder)
     if is_url(config.job.dump_folder):
         yield (
-            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, as logs grow line by line there; set "
-            "checkpoint.folder to the URL"
+            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, because logs are appended to; for "
+            "remote checkpoints set checkpoint.folder to the URL"
         )
         return
     try:

@@ -1,4 +1,4 @@
-"""Errors for people: one clear message, an exit code, and a traceback only on request."""
+"""Errors for users: one clear message, an exit code, and a traceback only on request."""
 
 import difflib
 import os
@@ -12,13 +12,13 @@ DEBUG_ENV = "TORCHTITAN_DEBUG"
 
 
 class UserError(Exception):
-    """Something the user can mend. The message says what is wrong, where it was set, and what to change."""
+    """An error the user can fix. The message says what is wrong, where it was set, and what to change."""
 
     exit_code = 1
 
 
 class ConfigError(UserError):
-    """One or more mistakes in the configuration, reported together."""
+    """Mistakes in the configuration, reported together."""
 
     exit_code = 2
 
@@ -28,23 +28,23 @@ class ConfigError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient became NaN or infinite and `training.on_nonfinite = "stop"`."""
+    """The loss or gradient became NaN or infinite with `training.on_nonfinite = "stop"`."""
 
 
 class GuardError(UserError):
-    """The training guard sees no sense in going on."""
+    """The guard gave up: too many spikes, or copies of the weights differ."""
 
 
 class HangError(UserError):
-    """A collective took longer than its time limit; the message names who held it up."""
+    """A collective timed out; the message names the rank that blocks the others."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint can't be written, read or trusted."""
+    """A checkpoint can't be written or read, or is damaged."""
 
 
 def report(error: UserError) -> None:
-    """Print `error` for a person, with the traceback only if `TORCHTITAN_DEBUG=1`."""
+    """Print the message of `error`, or its traceback if `TORCHTITAN_DEBUG=1`."""
     if os.environ.get(DEBUG_ENV) == "1":
         traceback.print_exception(error)
         return
@@ -64,25 +64,25 @@ _ANOTHER_RANK_FAILED = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
 )
-"""What a rank's collectives say when another rank has gone: never the cause."""
+"""Messages of collectives after another rank has died; never the cause of a failure."""
 
 
 def from_another_rank(error: BaseException | str) -> bool:
-    """Whether `error`, or its text, only says that another rank has gone."""
+    """Whether `error`, or its text, only reports that another rank has died."""
     return any(text in str(error) for text in _ANOTHER_RANK_FAILED)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a misspelt word; empty if nothing is near."""
+    """The end of a message about a misspelt word: a suggestion, or nothing if no known word is close."""
     near = difflib.get_close_matches(word, list(known), 1, cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0) -> int:
-    """Run `main(argv)`; its exit code. Failures are told once and by the rank that has the cause.
+    """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that caused it.
 
-    A `UserError` becomes its message, an unexpected error its traceback, and an error that only says that another rank
-    has gone one line. A mistake in the configuration or a hang, which all ranks meet alike, is told by rank 0.
+    Prints the message of a `UserError`, one line if another rank has died, and the traceback of any other error. Only
+    rank 0 reports configuration errors and hangs, which all ranks have in common.
     """
     try:
         code = main(sys.argv[1:] if argv is None else argv) or 0
@@ -100,14 +100,14 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
         if os.environ.get(DEBUG_ENV) != "1" and from_another_rank(error):
-            print(f"rank {rank}: stopped, because another rank did", file=sys.stderr)
+            print(f"rank {rank}: stopped because another rank failed", file=sys.stderr)
         else:
             traceback.print_exception(error)
         return 1
 
 
 def _nobody_reads() -> bool:
-    """Whether what standard output is piped into, as `head`, has ended."""
+    """Whether the process that reads standard output, for example `head`, has exited."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -1,11 +1,11 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, force it to the disk, and rename it."""
+    """Write `path` atomically: to a temporary file, synced to disk, then renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

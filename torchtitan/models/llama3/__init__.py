@@ -13,15 +13,15 @@ from torchtitan.models.llama3.args import (
     tied_modules,
     tiny,
 )
-from torchtitan.models.spec import ModelSpec, register
+from torchtitan.models.spec import HFMap, ModelSpec, register
 
 __all__ = ["LlamaArgs", "spec"]
 
 
-def _build(args: LlamaArgs, *rest: Any) -> Any:
-    from torchtitan.models.llama3.model import Llama  # torch only when a model is really built
+def _build(args: LlamaArgs, attend: Any) -> Any:
+    from torchtitan.models.llama3.model import Llama  # imports torch, which a configuration is checked without
 
-    return Llama(args, *rest)
+    return Llama(args, attend)
 
 
 spec = register(
@@ -35,6 +35,6 @@ spec = register(
         tensor_parallel_styles=TENSOR_PARALLEL_STYLES,
         tensor_parallel_sizes=tensor_parallel_sizes,
         tiny=tiny,
-        hf=hf,
+        hf=HFMap(hf.names, hf.config, hf.args),
     )
 )

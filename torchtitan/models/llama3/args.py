@@ -1,4 +1,4 @@
-"""Llama 3's sizes, and what follows from them alone: initialization, FLOPs, sharding. Imports no torch."""
+"""Llama 3's hyper-parameters, and what follows from them: initialization, FLOPs, sharding. Imports no torch."""
 
 import math
 from typing import Any
@@ -9,16 +9,16 @@ from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
 
 
 class RopeScaling(BaseModel):
-    """Llama 3.1's stretching of RoPE's low frequencies to longer contexts (arXiv:2407.21783, section 3.4.2)."""
+    """Llama 3.1's scaling of RoPE's low frequencies for longer contexts (arXiv:2407.21783, section 3.4.2)."""
 
     model_config = ModelArgs.model_config
 
     factor: float = 8.0
-    """Wavelengths that are long against the original context grow by this factor."""
+    """Factor by which long wavelengths are stretched."""
     low_freq_factor: float = 1.0
-    """Wavelengths over `original_max_seq_len / low_freq_factor` are stretched in full."""
+    """Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`."""
     high_freq_factor: float = 4.0
-    """Wavelengths under `original_max_seq_len / high_freq_factor` stay as they are."""
+    """Wavelengths below `original_max_seq_len / high_freq_factor` are unchanged."""
     original_max_seq_len: int = 8192
     """Context length of the first pretraining stage."""
 
@@ -31,11 +31,11 @@ class LlamaArgs(ModelArgs):
     dim: int = Field(default=4096, gt=0)
     """Width of the residual stream."""
     n_layers: int = Field(default=32, gt=0)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     n_heads: int = Field(default=32, gt=0)
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: int = Field(default=8, gt=0)
-    """Key and value heads (grouped-query attention)."""
+    """Number of key and value heads (grouped-query attention)."""
     ffn_dim: int = Field(default=14336, gt=0)
     """Inner width of the feed-forward network."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -45,7 +45,7 @@ class LlamaArgs(ModelArgs):
     rope_scaling: RopeScaling | None = RopeScaling()
     """Llama 3.1 frequency scaling. `"none"`: plain RoPE, as in Llama 3.0."""
     tie_embeddings: bool = False
-    """Use the token embedding as output projection (1B and 3B)."""
+    """Use the token embedding as the output projection, as in 1B and 3B."""
 
     @property
     def head_dim(self) -> int:
@@ -82,14 +82,15 @@ FLAVORS = {
 def init(fqn: str, args: LlamaArgs) -> Init:
     """Initialization of the parameter called `fqn`.
 
-    Matrices that write into the residual stream shrink with depth (1/sqrt(2 * depth), as in GPT-2), so that the
-    stream's variance stays bounded; the output projection starts at 1/sqrt(dim), so that the first loss is ln(vocab).
+    Matrices that write into the residual stream are scaled by 1/sqrt(2 * depth), as in GPT-2, which bounds the stream's
+    variance. The output projection has standard deviation 1/sqrt(dim): logits start with unit variance, and the first
+    loss is ln(vocab) + 1/2.
     """
     parts = fqn.split(".")
     if "norm" in parts[-2]:
         return Init("ones")
     if parts[0] == "tok_embeddings":
-        # A tied embedding is the output projection too, and takes its scale.
+        # A tied embedding is also the output projection, so it gets that scale.
         return Init("normal", args.dim**-0.5 if args.tie_embeddings else 1.0)
     if parts[0] == "output":
         return Init("normal", args.dim**-0.5)
@@ -99,11 +100,11 @@ def init(fqn: str, args: LlamaArgs) -> Init:
 
 
 def module_flops(args: LlamaArgs, seq_len: int) -> dict[str, float]:
-    """FLOPs of forward and backward for one token in each module, in the order in which they run.
+    """FLOPs per token of each module's forward and backward, in execution order.
 
-    `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each weight N of a matrix product costs
-    2 FLOPs forward and 4 backward; each of L layers, H heads of size D, does two products over T positions. The causal
-    half is not subtracted, as is the convention for model FLOPs utilization. Embedding look-up and norms count nothing.
+    `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each of N matrix weights costs 2 FLOPs
+    forward and 4 backward; each of L layers with H heads of size D computes two products over T positions. By the
+    convention for model FLOPs utilization, the masked half of attention counts; embedding lookups and norms don't.
     """
     attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
     block = 6 * (attention + 3 * args.dim * args.ffn_dim) + 12 * args.dim * seq_len
@@ -112,12 +113,12 @@ def module_flops(args: LlamaArgs, seq_len: int) -> dict[str, float]:
 
 
 def tied_modules(args: LlamaArgs) -> tuple[str, ...]:
-    """Modules that share a weight, and so can't be on different pipeline stages."""
+    """Modules that share a weight, and therefore can't be on different pipeline stages."""
     return ("tok_embeddings", "output") if args.tie_embeddings else ()
 
 
 def tiny(args: LlamaArgs, layers: int, heads: int) -> dict[str, int]:
-    """Overrides for the same model in a size that a CPU trains in no time, with `heads` key-value heads."""
+    """Overrides that shrink the model to `layers` blocks and `heads` key-value heads, for fast tests on a CPU."""
     groups = min(args.n_heads // args.n_kv_heads, 2)
     width = 16 * groups * heads
     return {"n_layers": layers, "n_heads": groups * heads, "n_kv_heads": heads, "dim": width, "ffn_dim": 2 * width}

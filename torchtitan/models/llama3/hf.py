@@ -1,4 +1,4 @@
-"""Llama 3 in Hugging Face's names. RoPE pairs the halves of a head as theirs does, so no weight is rearranged."""
+"""Conversion to and from Hugging Face's Llama. Its RoPE layout is ours, so no weight is permuted."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _BLOCK = {
 
 
 def names(args: LlamaArgs) -> dict[str, str]:
-    """Our parameter names to Hugging Face's. A tied model has no `lm_head.weight` there, nor `output.weight` here."""
+    """Our parameter names to Hugging Face's. A tied model has neither `output.weight` nor `lm_head.weight`."""
     output = {} if args.tie_embeddings else {"output.weight": "lm_head.weight"}
     blocks = {
         f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
@@ -33,7 +33,7 @@ def names(args: LlamaArgs) -> dict[str, str]:
 
 
 def config(args: LlamaArgs, dtype: str) -> dict[str, Any]:
-    """`config.json` of the exported model, in the spelling that transformers 4 and 5 both read."""
+    """`config.json` of the exported model, readable by transformers 4 and 5."""
     scaling = args.rope_scaling and {
         "rope_type": "llama3",
         "factor": args.rope_scaling.factor,
@@ -71,14 +71,14 @@ _REQUIRED = {
     "mlp_bias": False,
     "quantization_config": None,
 }
-"""What `config.json` has to say where it says anything: this model has no other way."""
+"""Required values of keys that `config.json` may leave out: this model has no alternative."""
 
 
 def args(config: dict[str, Any]) -> LlamaArgs:
     """The hyper-parameters in a `config.json` of transformers 4 or 5.
 
     Raises:
-        ConfigError: every reason why it is a model that `LlamaArgs` can't describe.
+        ConfigError: every reason why `LlamaArgs` can't represent the model.
     """
     problems = [
         f"config.json: {key} is {config[key]!r}, must be {value!r}"

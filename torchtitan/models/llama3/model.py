@@ -1,4 +1,4 @@
-"""Llama 3, written for one device. Its ends may be absent, so that a part of it is a pipeline stage.
+"""Llama 3, written for one device. A pipeline stage is the model without some of its modules.
 
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
@@ -22,7 +22,7 @@ from torchtitan.models.llama3.args import LlamaArgs
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions; keeps `[b, s, dim]`."""
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE: `[b, s, dim] -> [b, s, dim]`."""
 
     def __init__(self, args: LlamaArgs, attend: Attend):
         super().__init__()
@@ -33,9 +33,16 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        # Head counts are read off the projections' outputs, which hold fewer heads under tensor parallelism.
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[b, s, h, d]`, keys and values `[b, s, k, d]` of `x`, before rotary positions.
+
+        Under tensor parallelism they are this rank's heads.
+        """
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return q, k, v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        q, k, v = self.project(x)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out.transpose(1, 2).flatten(2))
@@ -44,10 +51,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: `[b, s, dim] -> [b, s, dim]`."""
 
+    attention_class: type[Attention] = Attention
+    """For a variant to replace."""
+
     def __init__(self, args: LlamaArgs, attend: Attend):
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args, attend)
+        self.attention = self.attention_class(args, attend)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
@@ -57,15 +67,20 @@ class Block(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """Output projection by the token embedding: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`. Has no weight itself."""
+    """Output projection with the token embedding's weight: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`."""
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         return F.linear(x, embedding)
 
 
 class Llama(nn.Module):
-    """`forward(tokens [b, s]) -> logits [b, s, vocab]`; a part without its ends takes or gives `[b, s, dim]`."""
+    """`forward(tokens [b, s]) -> logits [b, s, vocab]`.
 
+    Without the embedding the input, without the output projection the result is hidden states `[b, s, dim]`.
+    """
+
+    block_class: type[nn.Module] = Block
+    """For a variant to replace."""
     cos: Tensor
     sin: Tensor
 
@@ -73,8 +88,8 @@ class Llama(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        # Keyed by index, not listed: a layer keeps its name in every part of the model.
-        self.layers = nn.ModuleDict({str(i): Block(args, attend) for i in range(args.n_layers)})
+        # A dictionary, because a layer keeps its index on every pipeline stage.
+        self.layers = nn.ModuleDict({str(i): self.block_class(args, attend) for i in range(args.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Linear | TiedOutput | None = (
             TiedOutput() if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -82,7 +97,7 @@ class Llama(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables. Called again once a model built on the meta device has real memory."""
+        """Compute the RoPE tables. Called again when a model built on the meta device gets real memory."""
         args, freqs = self.args, rope_frequencies(self.args.head_dim, self.args.rope_theta)
         if scaling := args.rope_scaling:
             freqs = scale_frequencies(
@@ -98,13 +113,13 @@ class Llama(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Of the output projection, `[vocab, dim]`."""
+        """The output projection's weight, `[vocab, dim]`."""
         owner = self.tok_embeddings if isinstance(self.output, TiedOutput) else self.output
         assert owner is not None
         return owner.weight
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, by `output_weight` or another in its place."""
+        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, with `weight` as the output projection."""
         assert self.output is not None
         if isinstance(self.output, TiedOutput):
             return self.output(x, weight)
@@ -120,10 +135,9 @@ class Llama(nn.Module):
     ) -> Tensor:
         """
         Args:
-            positions: `[s]`, the place of each token in its row, where rows are not given whole and in order. Without
-                documents also `[b, s]`, where rows differ.
-            documents: `[b, whole row]`, the document of each token, within which attention stays; None: no such limit.
-            project: False gives the final hidden states `[b, s, dim]`, to be projected a slice at a time.
+            positions: position of each token in its row, `[s]`, or `[b, s]` without `documents`. Default: 0, 1, 2, ...
+            documents: `[b, whole row]`, the document that each token belongs to; attention stays within it.
+            project: False returns the final hidden states `[b, s, dim]`, to be projected in slices.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
