@@ -358,7 +358,7 @@ def test_a_failed_write_leaves_no_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(["--output", "/dev/null/x"], "--output: can't make the folder"), (["--input", "nothing"], "--input: no file")],
+    [(["--output", "/dev/null/x"], "--output: can't create the folder"), (["--input", "nothing"], "--input: no file")],
 )
 def test_tokenize_names_the_argument(corpora, tmp_path, change, text):
     with pytest.raises(UserError, match=text):

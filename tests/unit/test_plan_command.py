@@ -223,7 +223,7 @@ def test_options_are_strict(capsys):
             main(argv)
         assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="no pipeline"):
-        main(["--world=1", *TINY, "--schedule-svg=x.svg"])
+        main(["--world=1", *TINY, "--fast", "--schedule-svg=x.svg"])
 
 
 def test_too_large_is_a_failure(capsys):

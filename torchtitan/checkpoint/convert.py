@@ -107,6 +107,7 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
     Raises:
         CheckpointError: it is more than rounding.
     """
+    silence_false_alarms()  # transformers imports torchao
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
