@@ -81,7 +81,7 @@ def test_shipped_configurations_are_found_and_extended(torchtitan, tmp_path):
     tokenizer = ["--model.hf_assets_path=./tests/assets/tokenizer", "--model.overrides.vocab_size=2048"]
     data = ["--training.dataset=demo", "--world", "8"]
     for name in ("my.toml", "llama3_8b"):
-        assert torchtitan("config", name, *tokenizer, *data).startswith("OK: llama3 8B on 8 rank(s)")
+        assert torchtitan("config", name, *tokenizer, *data).startswith("OK: llama3 8B on 8 ranks")
     assert "steps = 7" in torchtitan("config", "my.toml", "--toml", *tokenizer, *data)
 
 

@@ -158,6 +158,6 @@ def test_the_command(tmp_path, launcher):
     argv = [*command, "torchtitan", "parity", *flags, "debug_model", *filter(None, [ranks])]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "2 rank(s), pp 2, schedule 1F1B, against one process" in done.stdout
+    assert "2 ranks, pp 2, schedule 1F1B, against one process" in done.stdout
     assert "PASS" in done.stdout
     assert not (tmp_path / "no").exists()

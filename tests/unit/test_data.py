@@ -343,7 +343,7 @@ def test_position_in_another_stream_is_refused(corpora, tmp_path):
 def test_too_few_documents_for_the_batch_are_reported(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     loader(write(tmp_path / "one.txt", "a long text"))
-    assert "1 document(s) for 8 rows per step" in caplog.text
+    assert "1 document for 8 rows per step" in caplog.text
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.storage import path_argument
-from torchtitan.utils.text import count
+from torchtitan.utils.text import count, plural
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def diff(options: argparse.Namespace) -> int:
         if part in options.only:
             found += 1
             print(f"{part}: {text}")
-    print(f"{found} difference(s) in {', '.join(options.only)}" if found else f"equal in {', '.join(options.only)}")
+    print(f"{plural(found, 'difference') if found else 'equal'} in {', '.join(options.only)}")
     return 1 if found else 0
 
 

@@ -9,7 +9,7 @@ from torchtitan.config.command_line import parse_args
 from torchtitan.config.keys import FIELDS
 from torchtitan.config.render import json_schema, markdown, to_toml, to_toml_value
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.text import aligned, count
+from torchtitan.utils.text import aligned, count, plural
 
 
 def explain(resolved: Resolved) -> str:
@@ -60,8 +60,9 @@ def main(argv: list[str]) -> int:
     else:
         config = resolved.config
         print(
-            f"OK: {setup.spec.name} {config.model.flavor} on {options.world} rank(s), global batch "
+            f"OK: {setup.spec.name} {config.model.flavor} on {plural(options.world, 'rank')}, global batch "
             f"{config.training.global_batch_size} x {config.training.seq_len} tokens, "
-            f"{gradient_accumulation_steps(config)} accumulation step(s), {config.training.steps} steps"
+            f"{plural(gradient_accumulation_steps(config), 'accumulation step')}, "
+            f"{plural(config.training.steps, 'step')}"
         )
     return 0

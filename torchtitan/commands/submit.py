@@ -19,7 +19,7 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.utils.assets import CHECKOUT, find_config
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.text import count
+from torchtitan.utils.text import count, plural
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
 MARK = "# -- `torchtitan submit` writes here\n"
@@ -102,7 +102,9 @@ def main(argv: list[str]) -> int:
     path = Path(options.output or f"{options.job_name}.sbatch")
     overrides = [word for word in config_argv if word != f"--job.config_file={options.config}"]
     write_whole(path, job(options, overrides, nodes, ranks).encode())
-    print(f"{path}: {'-'.join(str(n) for n in sorted(set(nodes)))} node(s) of {ranks} rank(s)", file=sys.stderr)
+    fewest, most = nodes
+    number = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
+    print(f"{path}: {number} of {plural(ranks, 'rank')}", file=sys.stderr)
     print(f"sbatch {shlex.quote(str(path))}")
     if not options.submit:
         return 0

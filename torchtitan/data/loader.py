@@ -18,6 +18,7 @@ from torchtitan.data.sources import DataSpec, DocumentSource, open_source
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.text import plural
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class StepLoader:
         source, spec = self.source, self.spec
         if spec.infinite and isinstance(source, DocumentSource) and len(source.documents) < source.lanes:
             logger.warning(
-                f"{spec.section}.dataset_path: {len(source.documents)} document(s) for {source.lanes} rows per step: "
-                "rows of the same step will repeat each other. Split the text into more documents, or convert it to "
-                "token files with torchtitan tokenize, whose rows are windows at different positions"
+                f"{spec.section}.dataset_path: {plural(len(source.documents), 'document')} for {source.lanes} rows per "
+                "step: rows of the same step will repeat each other. Split the text into more documents, or convert it "
+                "to token files with torchtitan tokenize, whose rows are windows at different positions"
             )

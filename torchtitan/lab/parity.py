@@ -30,6 +30,7 @@ from torchtitan.lab.compare import (
     write_corpus,
 )
 from torchtitan.train.preflight import Setup, preflight
+from torchtitan.utils.text import plural
 
 STEPS = 3
 
@@ -215,7 +216,7 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     schedule = f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
     t = used.training
     text = (
-        f"{world} rank(s), {layout}{schedule}, against one process; {STEPS} steps of {t.global_batch_size} x "
+        f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} steps of {t.global_batch_size} x "
         f"{t.seq_len} tokens, fp32\n{_table(finding.difference, tolerances)}\n{verdict(finding, axes, tolerances)}"
     )
     return not finding.problems, text

@@ -19,6 +19,7 @@ from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import Kind, Stopwatch
+from torchtitan.utils.text import plural
 
 KINDS = {
     "steps": "steps",
@@ -173,8 +174,7 @@ class Ledger:
         """The whole run's time in one line."""
         good, seconds = _account(self.starts)
         parts = (f"{KINDS[kind]} {_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values()))
-        count = len(self.starts)
-        return f"Goodput {good:.1f} %: {', '.join(parts)}; {count} start{'s' * (count > 1)}"
+        return f"Goodput {good:.1f} %: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
 
     def _read(self) -> list[dict[str, Any]]:
         return json.loads(self.path.read_text())["starts"]

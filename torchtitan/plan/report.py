@@ -12,7 +12,7 @@ from torchtitan.plan.memory import GIB, PARTS
 from torchtitan.plan.predict import MEMORY_BAND, Plan
 from torchtitan.plan.search import Found
 from torchtitan.plan.workload import hardware_flops
-from torchtitan.utils.text import aligned
+from torchtitan.utils.text import aligned, plural
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             f"Step {time.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s per GPU{mfu} (within "
             f"{plan.hardware.band:.0%}, see docs/plan.md){bubble}",
-            f"{_rounded(run.tokens)} tokens: {_plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
+            f"{_rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
             f"{_rounded(run.gpu_hours)} GPU-hours",
             "",
             "Largest costs:",
@@ -74,11 +74,11 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
 def _heading(plan: Plan) -> list[str]:
     w, t = plan.workload, plan.config.training
     batches = f" x {w.accumulation} accumulation steps" if w.accumulation > 1 else ""
-    pipeline = f" in {_plural(w.microbatches, 'microbatch')}, {plan.schedule}" if w.pipeline else ""
+    pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}" if w.pipeline else ""
     return [
-        f"{_model(plan)} on {w.world} x {plan.hardware.name} ({_plural(_nodes(plan), 'node')}): "
+        f"{_model(plan)} on {w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')}): "
         f"{layout_name(plan.layout)}",
-        f"  {t.global_batch_size} x {w.seq_len} tokens per step; {_plural(t.local_batch_size, 'row')} per rank"
+        f"  {t.global_batch_size} x {w.seq_len} tokens per step; {plural(t.local_batch_size, 'row')} per rank"
         f"{batches}{pipeline}; activation checkpointing {plan.checkpointing}",
     ]
 
@@ -119,10 +119,10 @@ def search_table(found: Found) -> str:
     for plan in found.best:
         w = plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
-        schedule = f"{plan.schedule}, {_plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
+        schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
         speed, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
         rows.append([layout_name(plan.layout), batch, schedule, plan.checkpointing, speed, peak])
-    return f"Best of {_plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
+    return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
 
 
 def comparison(this: Plan, other: Plan) -> str:
@@ -142,11 +142,6 @@ def comparison(this: Plan, other: Plan) -> str:
     for part in dict.fromkeys([*this.time.parts, *other.time.parts]):
         rows.append([f"{part}, s", *(f"{plan.time.parts.get(part, 0.0):.3g}" for plan in (this, other))])
     return aligned(rows)
-
-
-def _plural(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
 
 
 def _duration(hours: float) -> str:

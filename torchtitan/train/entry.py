@@ -14,6 +14,7 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import DEBUG_ENV
 from torchtitan.utils.logging import init_logging, logger
 from torchtitan.utils.signals import StopRequest, die_with_parent
+from torchtitan.utils.text import plural
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
 """The command the user typed, set by launchers that run another one."""
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> int:
     for warning in resolved.warnings:
         logger.warning(warning)
     setup = preflight(resolved.config)
-    logger.info(f"{resolved.config.job.description}: {world} rank(s), results in {resolved.config.job.dump_folder}")
+    job = resolved.config.job
+    logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")
 
     from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
 

@@ -1,8 +1,14 @@
-"""Tables for the terminal, and types of command-line arguments."""
+"""Words, tables and argument types of the command line."""
 
 import argparse
 import io
 from collections.abc import Sequence
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `10,000 batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
