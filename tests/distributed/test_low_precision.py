@@ -12,6 +12,15 @@ PRECOMPUTE = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
 BF16 = "--training.mixed_precision_param=bfloat16"
 TP = "--parallelism.tensor_parallel_degree=2"
 WIDE = ["--model.overrides.dim=128", "--model.overrides.ffn_dim=256"]
+EIGHT_BIT = [*WIDE, BF16, "--lr_scheduler.warmup_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def in_bf16(ranks, tmp_path_factory):
+    """Losses without 8-bit layers."""
+    losses_ = losses(ranks(2, train, arguments(tmp_path_factory.mktemp("bf16"), *EIGHT_BIT, steps=12))[0])
+    assert losses_[-1] < 0.8 * losses_[0], "the run must learn something for the comparison to mean anything"
+    return losses_
 
 
 @pytest.mark.parametrize(
@@ -21,21 +30,15 @@ WIDE = ["--model.overrides.dim=128", "--model.overrides.ffn_dim=256"]
         [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"],
         [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
         [*FLOAT8, GATHER, PRECOMPUTE],
-        [*FLOAT8, TP],
-        [*FLOAT8, TP, "--quantize.linear.float8.recipe_name=rowwise"],
         ["--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"],
     ],
     ids=lambda extra: " ".join(e.rpartition(".")[2] for e in extra),
 )
-def test_training_in_8_bits_stays_within_a_percent_of_bf16(ranks, tmp_path, extra):
-    base = [*WIDE, BF16, "--lr_scheduler.warmup_steps=1"]
-    plain = losses(ranks(2, train, arguments(tmp_path, *base, f"--job.dump_folder={tmp_path / 'a'}", steps=12))[0])
-    own = losses(
-        ranks(2, train, arguments(tmp_path, *base, *extra, f"--job.dump_folder={tmp_path / 'b'}", steps=12))[0]
-    )
-    assert plain[-1] < 0.8 * plain[0], "the run must learn something for the comparison to mean anything"
-    assert own == pytest.approx(plain, rel=1e-2)
-    assert own[1:] != plain[1:]
+def test_training_in_8_bits_stays_within_a_percent_of_bf16(ranks, in_bf16, tmp_path, extra):
+    """Under tensor parallelism: the support matrix's cells."""
+    own = losses(ranks(2, train, arguments(tmp_path, *EIGHT_BIT, *extra, steps=12))[0])
+    assert own == pytest.approx(in_bf16, rel=1e-2)
+    assert own[1:] != in_bf16[1:]
 
 
 def test_precomputed_scales_are_the_scales(ranks, tmp_path):
@@ -67,9 +70,9 @@ def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, before, af
 
 
 def test_muon_learns_and_is_the_same_sharded_or_not(ranks, tmp_path):
-    argv = [*WIDE, "--optimizer.name=Muon", "--lr_scheduler.warmup_steps=1"]
+    argv = ["--optimizer.name=Muon", "--lr_scheduler.warmup_steps=1"]
     curves = []
-    for world, layout in ((1, []), (2, []), (2, [TP]), (4, [TP])):
+    for world, layout in ((1, []), (4, [TP])):
         folder = f"--job.dump_folder={tmp_path / str(len(curves))}"
         curves.append(losses(ranks(world, train, arguments(tmp_path, *argv, *layout, folder, steps=8))[0]))
     assert curves[0][-1] < 0.8 * curves[0][0]
@@ -80,12 +83,12 @@ def test_muon_learns_and_is_the_same_sharded_or_not(ranks, tmp_path):
 def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
     """FSDP's float8 gather wraps the weights; files must hold plain tensors, which any reader can load."""
     extra = [*FLOAT8, GATHER, "--checkpoint.enable", "--checkpoint.last_save_in_hf", TP]
-    run = ranks(4, train, arguments(tmp_path, *extra))[0]
+    run = ranks(4, train, arguments(tmp_path, *extra, steps=1))[0]
     folder = tmp_path / "out/checkpoint"
     files = [file for file in folder.rglob("*") if file.suffix in (".distcp", ".safetensors", ".metadata")]
     assert len(files) > 4
     for file in files:
         assert b"torchao" not in file.read_bytes(), file
-    exported = load_file(folder / "step-4-hf/model.safetensors")
+    exported = load_file(folder / "step-1-hf/model.safetensors")
     trained = run["weights"]["layers.1.feed_forward.w2.weight"]
     assert torch.equal(exported["model.layers.1.mlp.down_proj.weight"], torch.tensor(trained.tolist()))

@@ -1,4 +1,4 @@
-"""A fast subset of the support matrix, and the published one against what validation says today."""
+"""The support matrix, of which a subset runs in the suite, and the published one against what validation says today."""
 
 import re
 from pathlib import Path
@@ -22,24 +22,23 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)
 CELLS = [
     *(Cell(layout) for layout in LAYOUTS if Cell(layout).world <= 2),
-    *(Cell(PIPELINE, schedule=schedule) for schedule in NAMED_SCHEDULES),
+    *(Cell(PIPELINE, schedule=name) for name in NAMED_SCHEDULES if name not in ("1F1B", "FlexibleInterleaved1F1B")),
     *(Cell((1, 1, 1, 2, 1), feature) for feature in ("no load balance", "all-to-all", "validation", "document mask")),
-    *(Cell(layout, "document mask") for layout in ((1, 1, 1, 1, 2), PIPELINE, (2, 1, 1, 2, 2))),
+    *(Cell(layout, "document mask") for layout in ((1, 1, 1, 1, 2), PIPELINE, (2, 1, 1, 2, 1))),
     *(Cell((1, 1, 1, 1, 2), feature) for feature in ("no loss parallel", "CPU offload", "optimizer in backward")),
     *(Cell(PIPELINE, feature) for feature in ("accumulation", "validation", "CPU offload", "optimizer in backward")),
     *(Cell((1, 1, 2, 1, 1), feature) for feature in ("AC selective op", "AC full", "chunked loss", "Muon")),
-    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("AC selective op", "chunked loss", "compile", "float8")),
-    *(Cell((1, 1, 1, 1, 2), feature) for feature in ("AC full", "chunked loss", "compile", "float8 all-gather")),
+    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("AC selective op", "chunked loss", "compile")),
+    *(Cell((1, 1, 1, 1, 2), feature) for feature in ("AC full", "chunked loss", "float8", "float8 all-gather")),
     *(Cell(PIPELINE, feature) for feature in ("AC full", "chunked loss", "Muon", "MXFP8")),
     *(
         Cell(PIPELINE, feature, "ZBVZeroBubble")
         for feature in ("AC selective op", "AC full", "chunked loss", "compile")
     ),
-    Cell((1, 2, 1, 1, 2), "accumulation"),
+    Cell((1, 1, 2, 1, 1), "accumulation"),
     Cell((2, 1, 2, 1, 1), schedule="ZBVZeroBubble"),
     Cell((2, 1, 1, 1, 2), schedule="DualPipeV"),
     Cell((1, 1, 2, 2, 1), "async checkpoint"),
-    Cell((1, 2, 1, 2, 2)),
     Cell((2, 1, 2, 2, 2)),
 ]
 
@@ -49,7 +48,10 @@ def lab(pools, tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("matrix"), pools)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.title)
+REST = [pytest.param(cell, marks=pytest.mark.slow) for cell in cells() if cell not in CELLS]
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *REST], ids=lambda cell: cell.title)
 def test_cell_equals_one_process_or_is_refused(lab, cell):
     outcome = lab.measure(cell)
     if isinstance(outcome, str):

@@ -368,6 +368,7 @@ def test_explain_names_every_origin(toml, tmp_path, capsys):
     assert "derived: local_batch_size 8 x data-parallel degree 4" in rows["training.global_batch_size"]
 
 
+@pytest.mark.e2e
 def test_errors_and_help_are_quick_and_need_no_torch():
     code = (
         "import sys, time; start = time.process_time()\n"

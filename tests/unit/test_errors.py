@@ -44,6 +44,7 @@ def test_success():
     assert run_main(lambda argv: 75, []) == 75
 
 
+@pytest.mark.e2e
 def test_a_reader_that_ends_is_no_error():
     """As `| head` does."""
     code = "import sys; from torchtitan.utils.errors import run_main; sys.exit(run_main(lambda _: print('x' * 99999)))"

@@ -296,6 +296,7 @@ def test_the_page_carries_the_json_beside_it(planned_page):
     assert data["schedule_svg"].count("<title>") == 2 * 4 * 8  # forward and backward, ranks, microbatches
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="no Chromium here")
 def test_the_page_in_a_browser(planned_page):
     file, data = planned_page

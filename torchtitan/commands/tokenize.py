@@ -61,22 +61,27 @@ def _do_part(job: Job, index: int) -> None:
 
 
 def _do_parts(job: Job, todo: list[int], workers: int, advance: Callable[[], None]) -> None:
-    """Tokenize the parts `todo`, each in one of `workers` processes."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        try:
-            for part in as_completed([pool.submit(_do_part, job, index) for index in todo]):
-                part.result()
+    """Tokenize the parts `todo`, in this process or in several `workers`."""
+    try:
+        if workers == 1:
+            for index in todo:
+                _do_part(job, index)
                 advance()
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed, probably for lack of memory. Finished parts are kept: run the same "
-                "command again with fewer --workers"
-            ) from None
-        except OSError as error:
-            raise UserError(f"--output: can't write to {job.output}: {error}. Finished parts are kept") from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            return
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
+            try:
+                for part in as_completed([pool.submit(_do_part, job, index) for index in todo]):
+                    part.result()
+                    advance()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed, probably for lack of memory. Finished parts are kept: run the same command "
+            "again with fewer --workers"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--output: can't write to {job.output}: {error}. Finished parts are kept") from error
 
 
 def _is_done(file: Path, expected: dict[str, Any]) -> bool:
