@@ -210,8 +210,8 @@ def all_slow(argv):
 
 def test_ranks_that_are_only_slow_are_called_so(ranks, tmp_path):
     sentence, step = ranks(2, all_slow, arguments(tmp_path))[0]
-    assert sentence.startswith("no rank waits for another: of rank ")
-    assert "it has been running forward and backward of batch 1 of 2 for " in sentence
+    assert sentence.startswith("no rank waits for another; rank ")
+    assert " has been running forward and backward of batch 1 of 2 for " in sentence
     assert step == 4
 
 

@@ -35,7 +35,7 @@ from torchtitan.models import ModelSpec
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.phase import CHECKPOINT_GROUP
+from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
 
 
@@ -123,7 +123,8 @@ class Checkpointer:
         self.wait_staged()
         if self._upload is not None:
             upload, self._upload = self._upload, None
-            self._guard(upload.result)
+            with phase("saves", SAVING):
+                self._guard(upload.result)
             logger.info(f"Saved {step_folder(self.folder, self._step_in_flight)}")
 
     def close(self) -> None:

@@ -46,15 +46,18 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
     import torch.distributed as dist
 
     from torchtitan.lab.parity import check
+    from torchtitan.observe.flight_recorder import configure_flight_recorder
     from torchtitan.parallel.groups import init_distributed
     from torchtitan.utils.device import current_device
+    from torchtitan.utils.environment import rank_and_world
     from torchtitan.utils.logging import init_logging, logger
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = rank_and_world()
     init_logging(rank)
     config = resolve(config_argv, world).config
     preflight(config, output=False)
     logger.setLevel("ERROR")  # hides the log of the runs
+    configure_flight_recorder(config.comm, config.job.dump_folder)
     init_distributed(config.comm, current_device())
     passed, text = check(config_argv)
     dist.barrier()

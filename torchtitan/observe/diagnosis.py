@@ -97,7 +97,7 @@ def _slowest(case: Case) -> str | None:
     if not known:
         return None
     slowest = max(known, key=lambda witness: witness.state["seconds"])
-    return f"no rank waits for another; of rank {slowest.state['rank']}, {slowest.doing()}"
+    return f"no rank waits for another; rank {slowest.state['rank']} {slowest.doing().removeprefix('it ')}"
 
 
 # ---- who waits for whom
@@ -152,7 +152,7 @@ def _stages(case: Case, witness: Witness) -> set[int]:
 def _cause(case: Case, waits: Waits) -> tuple[int, list[int]] | None:
     """The rank to blame, and those in the same position; None if the ranks wait in a circle."""
     awaited = {peer for edges in waits.values() for _, peers in edges for peer in peers}
-    # A rank may wait in a collective it began in advance, without standing in it.
+    # A rank may have begun a collective in advance and not be blocked in it.
     causes = sorted(awaited - waits.keys()) or sorted(filter(case.idle, awaited))
     if not causes:
         return None

@@ -70,8 +70,10 @@ class Witness:
 
     @property
     def blocked(self) -> bool:
-        """The main thread is inside a call of torch.distributed. Only telling on the CPU: with CUDA the host runs
-        ahead."""
+        """Whether the main thread is inside a call of torch.distributed.
+
+        Meaningful only on the CPU: with CUDA the host runs ahead.
+        """
         files = [frame[0] for frame in self.state.get("threads", {}).get("MainThread", [])]
         inner = next((f for f in files if not _DISPATCH.search(f)), "")
         return "torch/distributed/" in inner
@@ -81,9 +83,11 @@ class Witness:
         if error := self.state.get("error"):
             return _place(error["frames"])
         threads: dict[str, list[Any]] = self.state.get("threads", {})
-        for phase, folder in ((DATA, "/data/"), (SAVING, "/checkpoint/")):
+        folders = {DATA: ("torchtitan/data/",), SAVING: ("torchtitan/checkpoint/", "torch/distributed/checkpoint/")}
+        for phase, wanted in folders.items():
             for name, frames in threads.items():
-                if self.phase.startswith(phase) and name != "MainThread" and any(folder in f[0] for f in frames):
+                inside = any(folder in frame[0] for frame in frames for folder in wanted)
+                if self.phase.startswith(phase) and name != "MainThread" and inside:
                     return _place(frames)
         return _place(threads.get("MainThread", []))
 
@@ -92,7 +96,7 @@ class Witness:
         if not self.state:
             return "it wrote only its collectives"
         if error := self.state.get("error"):
-            return f"{error['type']} in step {self.state['step']}, {self.phase}, at {self.place()}"
+            return f"it raised {error['type']} in step {self.state['step']} while {self.phase}, at {self.place()}"
         lasts = f"it has been {self.phase} for {self.state['seconds']:.0f} s in step {self.state['step']}"
         return f"{lasts}, at {self.place()}"
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchtitan.config.schema import Comm
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 DUMPED = 2000
 """Collectives written per rank. One rank reads those of all ranks, so this is bounded."""
@@ -22,7 +23,7 @@ def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
     folder = Path(dump_folder, comm.save_traces_folder)
     size = str(comm.trace_buf_size)
     settings = {"TORCH_FR_BUFFER_SIZE": size}
-    if not hasattr(dist, "all_gather_single"):  # before torch 2.13, parts of the recorder read only the old name
+    if torch_is_before_2_13():  # parts of the recorder read only the old name
         settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] = size
     if comm.trace_buf_size:
         folder.mkdir(parents=True, exist_ok=True)

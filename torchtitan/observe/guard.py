@@ -19,6 +19,7 @@ from torchtitan.checkpoint import Checkpointer, Resumed
 from torchtitan.config import schema
 from torchtitan.utils.errors import GuardError, NonFiniteError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.phase import phase
 
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
@@ -168,6 +169,7 @@ class Guard:
                 'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to continue without '
                 "such updates."
             )
+        self._spike = None  # training.on_nonfinite has decided
         self.spikes.skip_step()
         logger.warning(f"step {step}: {what}; update skipped")
         return False
@@ -188,7 +190,10 @@ class Guard:
                 f"{self.checkpointer.last_good()}.\nLower optimizer.lr or training.max_norm, resume from an earlier "
                 "step (checkpoint.load_step), or raise guard.limit or the thresholds."
             )
-        resumed = self.checkpointer.rewind(spike.step) if spike.action == "rewind" else None
+        resumed = None
+        if spike.action == "rewind":
+            with phase("other", "rewinding to a checkpoint"):
+                resumed = self.checkpointer.rewind(spike.step)
         if spike.action == "rewind" and resumed is None and self.updates_in_backward:
             raise GuardError(
                 f"step {spike.step}: {spike.reason}. There is no checkpoint yet to rewind to, and the weights have "

@@ -149,7 +149,7 @@ class Ledger:
             self._write(self.starts)
 
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> None:
-        """Record how this start ended; for a failure, as told by the rank that has the cause."""
+        """Record how this start ended; after a failure, with the message of the rank that caused it."""
         if error is None:
             reason = "completed" if step >= last_step else "preempted"
         elif isinstance(error, KeyboardInterrupt):
@@ -183,7 +183,7 @@ class Ledger:
         if starts is self.starts:
             lap, starts[-1]["last_seen"] = self._stopwatch.lap(), self.clock()
             for kind, spent in lap.items():
-                self.seconds[self._starting if kind == "start" else kind] += spent
+                self.seconds[{"start": self._starting, "staging": "saves"}.get(kind, kind)] += spent
         good, seconds = _account(starts)
         record = {"format": 1, "goodput": {"percent": good, "seconds": seconds}, "starts": starts}
         try:

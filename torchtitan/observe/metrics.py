@@ -11,7 +11,7 @@ from torchtitan.observe.sinks import ConsoleSink, JsonlSink, Record, Sink, Tenso
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.phase import Stopwatch
 
-TRAINING = ("first_step", "steps", "repeated", "data")
+TRAINING = ("first_step", "steps", "repeated", "data", "staging")
 """Kinds of time that count in rates."""
 
 

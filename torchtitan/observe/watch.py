@@ -48,8 +48,6 @@ ANSWER_SECONDS = 10
 """How long to wait for the other ranks' answers."""
 DIAGNOSIS = "diagnosis.txt"
 _TIMED_OUT = ("Timed out waiting", "collective operation timeout")
-
-
 _watches = itertools.count()
 
 
@@ -73,8 +71,8 @@ class Watch:
         """Phase and collectives when a hang was seen."""
         self._hung: Phase | None = None
         """This rank's phase at that time."""
-        self._told = False
-        """A rank has raised an exception; errors that follow from it are not reported."""
+        self._error_known = False
+        """Whether a rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
         self._store.set_timeout(timedelta(seconds=self.limit))  # until all ranks are here
         self._store.set(f"process/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), time.time()]))
@@ -99,7 +97,7 @@ class Watch:
     def failed(self, error: BaseException) -> None:
         """Write down this rank's exception and what the other ranks are doing, unless it ends a known hang."""
         with self._lock:
-            if not (_is_consequence(error) and (self._told or self._hung is current())):
+            if not (_is_consequence(error) and (self._error_known or self._hung is current())):
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
@@ -216,7 +214,7 @@ class Watch:
     def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
         if ask["kind"] == "hang":
             self._hang, self._hung = (current(), collective_counts()), current()
-        self._told |= ask["kind"] == "error"
+        self._error_known |= ask["kind"] == "error"
         with self._reporting_disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_state(ask, error)

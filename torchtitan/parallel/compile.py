@@ -1,5 +1,6 @@
 """Regional compilation: each transformer block is compiled separately, and blocks that are alike share one graph."""
 
+import atexit
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.torch_faults import keep_buffers_of_backward, no_shared_autograd_cache
 
 _settings = ExitStack()
+atexit.register(_settings.close)  # before the interpreter tears torch down
 """The compiler settings of the latest run in this process."""
 
 

@@ -2,11 +2,13 @@
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from torchtitan.config.schema import Comm
+from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP
 from torchtitan.utils.torch_faults import silence_false_alarms, store_of_this_attempt
@@ -15,23 +17,21 @@ from torchtitan.utils.torch_faults import silence_false_alarms, store_of_this_at
 def init_distributed(comm: Comm, device: torch.device) -> None:
     """Initialize the default process group: NCCL and gloo on CUDA, gloo on the CPU.
 
-    Under torchrun the environment has the rendezvous. Without torchrun the world is this process.
+    Under torchrun, the rendezvous comes from the environment. Without torchrun, the world is this process alone.
     """
     silence_false_alarms()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     device_id = device if device.type == "cuda" else None
+    start = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
+    rank, world = rank_and_world()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with store_of_this_attempt(rank, world, timeout) as store:
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id
-            )
+            start(store=store, rank=rank, world_size=world)
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        start()
     else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        start(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def store_of_a_thread(prefix: str) -> dist.Store:

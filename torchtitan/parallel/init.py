@@ -23,9 +23,9 @@ def materialize(
     """Allocate and initialize a model, sharded or not, that is on the meta device.
 
     Args:
-        device: of the parameters: the CPU under offload.
-        buffer_device: of the buffers: where computation runs.
-        rule: from a parameter's fully qualified name to its initialization.
+        device: where the parameters live; the CPU under offload.
+        buffer_device: where the buffers live and computation runs.
+        rule: maps a parameter's fully qualified name to its initialization.
     """
     model.to_empty(device=device)
     model.init_buffers()

@@ -227,6 +227,8 @@ class _Stage(PipelineStage):
     project: bool
     documents: Sequence[Tensor] | None
     """By microbatch, `[microbatch, whole row]`."""
+    microbatch: int
+    """The one whose forward runs."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.microbatch = fwd_chunk_id

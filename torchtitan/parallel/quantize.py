@@ -65,7 +65,7 @@ def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
 
 
 def _fits(excluded: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool]:
-    """Whether to convert a layer: not excluded by name, and of sizes divisible by `unit`, as the kernels require."""
+    """A test whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
 
     def fits(module: nn.Module, fqn: str) -> bool:
         if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):

@@ -47,9 +47,8 @@ class _OwnRows(nn.Embedding):
         row = tokens - self.first_row
         own = row % len(weight)  # spread over all rows, as the backward adds up by row
         rows = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
-        return redistribute_and_wait(
-            DTensor.from_local(rows, mesh, [Partial()], run_check=False), [SEQUENCE]
-        ).to_local()
+        partial = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+        return redistribute_and_wait(partial, [SEQUENCE]).to_local()
 
 
 class _Embedding(ParallelStyle):

@@ -95,7 +95,7 @@ def build_compute(
     *,
     loss: LossSum = cross_entropy_sum,
 ) -> Compute:
-    """Runs `models` on batches of `[training]` or `[validation]`."""
+    """Build what runs `models` on batches of `[training]` or `[validation]`."""
     p, training = config.parallelism, config.training
     balanced = bool(p.context_parallel_load_balancer)
     positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)

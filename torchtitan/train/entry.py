@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV
 from torchtitan.utils.logging import init_logging, logger
 from torchtitan.utils.signals import StopRequest, die_with_parent
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
         die_with_parent()
     if os.environ.get(DEBUG_ENV) != "1":  # otherwise torch prints C++ stacks on every rank when one dies
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = rank_and_world()
     stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it again
     stop.listen()
     init_logging(rank)

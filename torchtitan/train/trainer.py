@@ -82,6 +82,7 @@ class Trainer:
         note("loading a checkpoint")
         restore(config, setup, self.parts.models, self.checkpointer, self.state)
         write_config(config)
+        note("starting the metrics")
         self._observe(about, torchtitan.IMPORTED if self.owns_process_group else began)
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
             self._limit_collectives,
@@ -145,10 +146,10 @@ class Trainer:
             with frozen_gc(), self.profiler.capture_oom():
                 batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
                 self.stopped = bool(AnyRank(self.stop.requested, self.device).answer() > 0)
-                begin("other", "between two steps")
                 self._began, self._warm = time.monotonic(), False
                 while self.progress.step < steps and not self.stopped:
                     step = self.progress.step + 1
+                    begin("other", "between two steps", step)
                     with phase(self.ledger.kind_of(step), "starting a step", step):
                         self._train_one(batches)
                     self.ledger.step_done(step)
@@ -271,7 +272,7 @@ class Trainer:
             logger.info(f"Exported Hugging Face weights to {folder}")
 
     def _wait_staged(self) -> None:
-        with phase("saves", "waiting for a copy of the weights"):
+        with phase("staging", "waiting for a copy of the weights"):
             self.checkpointer.wait_staged()
 
     def _out_of_memory(self, error: BaseException) -> UserError:

@@ -19,7 +19,7 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     """The TOML file `name` in `folder`, else the shipped one of that path or bare name (`llama3_8b`).
 
     Returns:
-        A path that may not exist: reading it says so.
+        A path that may not exist; reading it then fails with a clear error.
     """
     given = Path(name).expanduser()
     candidates = (folder / given, ASSETS / given, ASSETS / "train_configs" / f"{given}.toml")

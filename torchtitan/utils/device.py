@@ -54,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def seconds_of_matmuls() -> float:
-    """Time of a few matrix products, the same on every rank: measures its speed independently of the others."""
+    """Seconds for a few matrix products, the same on every rank: the rank's own speed, whatever the others do."""
     on_cuda = device_type() == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_cuda else (512, torch.float32)
     a = torch.ones(size, size, dtype=dtype, device=device_type())

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Literal, NamedTuple
 
-Kind = Literal["start", "first_step", "steps", "repeated", "data", "saves", "validation", "other"]
+Kind = Literal["start", "first_step", "steps", "repeated", "data", "staging", "saves", "validation", "other"]
 DATA, SAVING = "waiting for data", "saving"
-"""How the activities of "data" and "saves" begin; the diagnosis of a hang looks for them."""
+"""How an activity begins that waits for data, or that may wait for storage. The watch is more patient with the latter,
+and the diagnosis of a hang looks for both."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the process group that saves run on. A save in the background blocks nobody."""
 

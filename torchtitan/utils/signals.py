@@ -69,8 +69,11 @@ class StopRequest:
 
 @contextmanager
 def helpers_shielded() -> Iterator[None]:
-    """Block the stop signals in processes started within: a signal to the whole group must not end the helpers that a
-    rank needs to finish its step. `become_stoppable` unblocks them."""
+    """Block the stop signals in processes started within.
+
+    A signal to the whole process group must not end the helpers that a rank needs to finish its step.
+    `become_stoppable` unblocks them.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 _OBJECT_STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "r2://", "oss://")
 _ATTEMPTS = 5
 _PAUSE = 1.0
-"""Mean seconds before the second attempt; doubles each time. (The clients retry single requests, for shorter.)"""
+"""Mean seconds before the second attempt; doubles each time. The clients retry too, but give up sooner."""
 _LASTING = (
     FileNotFoundError,
     FileExistsError,

@@ -59,6 +59,9 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # between stages and gathered logits are views, and nothing modifies them in place.
     # torch 2.11 to 2.13. Delete once FSDP2 warns of in-place operations only.
     (".*FSDP2-wrapped module .* returned a view tensor.*", UserWarning),
+    # `enable_symm_mem_for_group` is deprecated as unnecessary, but the micro-pipeline pass fuses nothing without it.
+    # torch 2.13. Delete once the pass no longer asks `is_symm_mem_enabled_for_group`.
+    (".*enable_symm_mem_for_group.*", FutureWarning),
 )
 _LOGGERS = (
     # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis, which is logged as
