@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Finds or creates a Python environment for this project, and prints the path of its interpreter.
 #
-#   scripts/setup.sh          with what training needs
-#   scripts/setup.sh --dev    with what the tests need, too
+#   scripts/setup.sh          installs what training needs
+#   scripts/setup.sh --dev    also installs what the tests need
 #
 # An interpreter that already has torch (an active environment, a cluster image) is used, and its torch never replaced.
 # Otherwise .venv is created once, with the versions in constraints.txt.

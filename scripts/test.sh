@@ -5,7 +5,7 @@
 #   scripts/test.sh           the suite
 #   scripts/test.sh --all     and the long tests: the whole support matrix, the long soak
 #
-# Other arguments go to pytest: scripts/test.sh tests/unit -k config
+# Other arguments go to pytest: scripts/test.sh tests/unit -k config -n 0 (-n 0: in one process, for a debugger)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in
@@ -19,4 +19,5 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_P
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest "${tier[@]}" "$@"
+# Two workers: many tests wait for processes, and most others use one core.
+exec "$python" -m pytest -n 2 --dist worksteal "${tier[@]}" "$@"

@@ -28,7 +28,7 @@ def in_bf16(ranks, tmp_path_factory):
     [
         FLOAT8,
         [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"],
-        [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
+        pytest.param([*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"], marks=pytest.mark.slow),
         [*FLOAT8, GATHER, PRECOMPUTE],
         ["--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"],
     ],

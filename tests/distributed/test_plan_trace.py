@@ -45,6 +45,8 @@ LAYOUTS = {
     ),
     "optimizer in backward": (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0"]),
 }
+SUITE = ("one rank", "fsdp, by operation", "tensor", "context, a ring", "1F1B")
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in SUITE]
 
 
 def command(folder, world, extra=()):
@@ -105,7 +107,7 @@ def measured_peak(argv):
     return parts.mesh.rank("pp"), between + min(peaks)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*SUITE, *REST])
 def test_peak_is_what_the_allocator_measures(ranks, tmp_path, name):
     world, extra = LAYOUTS[name]
     argv = command(tmp_path, world, extra)

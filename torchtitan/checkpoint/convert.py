@@ -158,7 +158,7 @@ def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
     write_whole(file, text.encode())
     load_config(["--config", str(file)])  # raises if the file isn't valid
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
-    print(f"Train from it: CONFIG_FILE={file} ./run_train.sh --training.dataset ...")
+    print(f"Train from it: torchtitan train {file} --training.dataset ...")
 
 
 def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:

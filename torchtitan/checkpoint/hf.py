@@ -48,7 +48,9 @@ class _SafetensorsReader(HuggingFaceStorageReader):
             try:
                 self._metadata = super().read_metadata()
             except KeyError as error:
-                raise CheckpointError(f"{self.path} holds tensors of an unknown dtype: {error}") from None
+                raise CheckpointError(
+                    f"{self.path} has tensors of dtype {error}, which torch's safetensors reader doesn't support"
+                ) from None
         return self._metadata
 
 
@@ -63,7 +65,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} is not the folder of a Hugging Face model: config.json: {error}; "
-            "scripts/download_hf_assets.py downloads one"
+            "download one, for example with scripts/download_hf_assets.py of the repository"
         ) from None
     if not list(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has a config.json but no .safetensors files")

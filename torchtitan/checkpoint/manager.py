@@ -143,7 +143,7 @@ class Checkpointer:
         """Run a part of a save. If it fails, delete what is half-written and raise one readable error."""
         try:
             action()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
             target = step_folder(self.folder, self._step_in_flight)
             cause = _describe(error)
             with suppress(Exception):

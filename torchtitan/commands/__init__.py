@@ -4,10 +4,10 @@ Each module has `parser()`, which declares the command's options, and `main(argv
 """
 
 import importlib
-import os
 import sys
 
 from torchtitan import __version__
+from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import did_you_mean, run_main
 
 COMMANDS = {
@@ -28,7 +28,7 @@ COMMANDS = {
 
 def main() -> int:
     """The `torchtitan` script."""
-    return run_main(_dispatch, rank=int(os.environ.get("RANK", "0")))
+    return run_main(_dispatch, rank=rank_and_world()[0])
 
 
 def _dispatch(argv: list[str]) -> int | None:

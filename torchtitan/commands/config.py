@@ -29,7 +29,13 @@ def explain(resolved: Resolved) -> str:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan config", description=__doc__)
-    parser.add_argument("--world", type=count, default=os.environ.get("WORLD_SIZE", "1"), metavar="N", help="ranks (1)")
+    parser.add_argument(
+        "--world",
+        type=count,
+        default=os.environ.get("WORLD_SIZE", "1"),
+        metavar="N",
+        help="number of ranks (WORLD_SIZE, else 1)",
+    )
     shown = parser.add_mutually_exclusive_group()
     for flag, text in {
         "--explain": "print every effective value and where it was set",

@@ -101,7 +101,7 @@ class _Printer:
 
 
 def _text(tokenizer: "Tokenizer", row: "Continuation") -> str:
-    """The text of a continuation. Decoded with the prompt, since some tokenizers drop the blank before a first word."""
+    """The text of a continuation, decoded with the prompt: some tokenizers drop the space before the first word."""
     return tokenizer.decode([*row.prompt, *row.tokens])[len(tokenizer.decode(row.prompt)) :]
 
 
@@ -151,7 +151,12 @@ def parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=count, default=128, help="length of each continuation (default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
     add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: all (default: %(default)s)")
-    add("--top-p", type=float, default=0.95, help="probability of the tokens sampled from (default: %(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="sample from the likeliest tokens with this total probability (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="same seed and prompt, same text (default: %(default)s)")
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, help="dtype of the weights (default: bfloat16; float32 on the CPU)")

@@ -20,7 +20,9 @@ TIMEOUT = 3600
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan parity", description=__doc__)
-    parser.add_argument("--nproc-per-node", type=count, default=1, metavar="N", help="ranks; torchrun's under it (1)")
+    parser.add_argument(
+        "--nproc-per-node", type=count, default=1, metavar="N", help="number of ranks (1); under torchrun, its own"
+    )
     return parser
 
 

@@ -27,7 +27,12 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     add("--hardware", default="h100-sxm", metavar="NAME", help="a built-in name or a TOML file (default: h100-sxm)")
-    add("--tokens", type=_tokens, metavar="N", help="tokens to train on, as 15e12 (default: those of training.steps)")
+    add(
+        "--tokens",
+        type=_tokens,
+        metavar="N",
+        help="tokens to train on, for example 15e12 (default: those of training.steps)",
+    )
     add("--search", action="store_true", help="find the fastest layout of this model and batch, and plan that")
     add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
     add(
@@ -101,7 +106,7 @@ def _tokens(text: str) -> float:
             return number
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, as 15e12")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, for example 15e12")
 
 
 def _write(file: str, content: str) -> None:

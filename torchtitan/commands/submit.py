@@ -16,7 +16,7 @@ from torchtitan.commands.train import check, node_range
 from torchtitan.config import Config, load_config
 from torchtitan.config.command_line import parse_args
 from torchtitan.config.derive import axis_degrees
-from torchtitan.utils.assets import CHECKOUT, find_config
+from torchtitan.utils.assets import ASSETS, CHECKOUT, find_config
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import count, plural
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
     add("--container", metavar="IMAGE", help="image for pyxis (docker://..., .sqsh), or a .sif for Apptainer")
-    add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="another #SBATCH line; repeatable")
+    add("--sbatch", action="append", default=[], metavar="LINE", help="another #SBATCH line, as --sbatch=--qos=high")
     add("--output", metavar="FILE", help="file to write (<job name>.sbatch)")
     add("--submit", action="store_true", help="submit the job too")
     return parser
@@ -89,7 +89,10 @@ def job(options: argparse.Namespace, overrides: list[str], nodes: tuple[int, int
         "CONTAINER": options.container,
     }
     body = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items() if value is not None]
-    body.append(shlex.join(["set", "--", str(find_config(options.config).resolve()), *overrides]))
+    file = find_config(options.config).resolve()
+    # A container has its own installation, with the shipped files elsewhere.
+    shipped = options.container and not CHECKOUT and file.is_relative_to(ASSETS)
+    body.append(shlex.join(["set", "--", options.config if shipped else str(file), *overrides]))
     inserted = [f"#SBATCH {line}" for line in [*header, *options.sbatch]] + body
     return TEMPLATE.read_text().replace(MARK, "\n".join(inserted) + "\n")
 

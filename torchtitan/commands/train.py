@@ -74,7 +74,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 
 def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
-    """Split `words` into the launcher's, and options that only torchrun may know, each with its value."""
+    """Split `words` into this command's own, and torchrun's options with their values."""
     known = [option for action in ours._actions for option in action.option_strings]
     own: list[str] = []
     torchruns: list[str] = []
@@ -95,7 +95,7 @@ def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple
 
 
 def _misspelt(name: str, known: list[str]) -> str:
-    """A hint if `name` is nearly or the beginning of a known option, which torchrun would take for that."""
+    """A hint if `name` abbreviates or nearly matches an option; torchrun would accept the abbreviation as its own."""
     longer = [option for option in known if option.startswith(name)]
     return f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, known, cutoff=0.9)
 
@@ -121,7 +121,7 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-# ---- what can be checked before
+# ---- checks before the start
 
 
 def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> Config:
@@ -236,8 +236,8 @@ def main(argv: list[str]) -> int:
     stop = _Stop(options.grace)
     config = check(config_argv, options.nnodes, options.nproc_per_node)
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes it.
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator)
+    if not os.environ.get("PYTORCH_ALLOC_CONF"):
+        os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
     several = options.nnodes[1] * options.nproc_per_node > 1
     if not several and not options.max_restarts and "RANK" not in os.environ:
         return train(config_argv)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.config.compat import UNSUPPORTED, Tuning, renamed
 from torchtitan.config.keys import FIELDS, Setting
+from torchtitan.utils.assets import shipped_configs
 
 _FILE = "job.config_file"
 _SHORT = {"config": _FILE, "config_file": _FILE}
@@ -48,26 +49,38 @@ def parse_args(
         usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
         parser.usage = f"{usage} [--section.key value ...]"
     parser.epilog = (
-        parser.epilog or "--section.key value overrides the file; --help SECTION lists the keys of a section."
+        parser.epilog
+        or "--section.key value overrides the file. --help SECTION lists a section's keys; `-- --help` lists all."
     )
     options = parser.parse_intermixed_args(own)
     named = [str(setting.value) for key, setting in config_flags(flags, []) if key == _FILE]
     if options.config and named:
         parser.error(f"two configurations, {options.config} and {named[-1]}: name one")
+    if named:
+        options.config, flags = named[-1], _without_file(flags)
+    elif file_required and not options.config:
+        parser.error("name the configuration: CONFIG.toml")
     if options.config:
         flags = [f"--{_FILE}={options.config}", *flags]
-    elif named:
-        options.config = named[-1]
-    elif file_required:
-        parser.error("name the configuration: CONFIG.toml")
     return options, flags
+
+
+def _without_file(flags: list[str]) -> list[str]:
+    """`flags` without those that name the TOML file."""
+    out: list[str] = []
+    position = 0
+    while position < len(flags):
+        end = position + 1 + _count_values(flags, position)
+        out += [] if _key_of(flags[position]) == _FILE else flags[position:end]
+        position = end
+    return out
 
 
 def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
     """A command's own words, and those of the configuration's flags.
 
     A flag is the configuration's if its name has a dot, or is `--config` or `--config_file`; after `--` every flag is.
-    Its values are the words up to the next flag or `.toml` file.
+    Its values are the words up to the next flag, `.toml` file or shipped configuration.
     """
     own: list[str] = []
     flags: list[str] = []
@@ -122,8 +135,10 @@ def _count_values(argv: list[str], at: int) -> int:
     kind = _kind_of(_key_of(word))
     takes_one = kind is not None and kind is not bool and get_origin(kind) is not list
     count = 0
+    known = shipped_configs()
     for value in argv[at + 1 :]:
-        if value.startswith("--") or (value.endswith(".toml") and not (takes_one and count == 0)):
+        is_file = value.endswith(".toml") or value in known
+        if value.startswith("--") or (is_file and not (takes_one and count == 0)):
             break
         count += 1
     return count

@@ -402,7 +402,7 @@ class Comm(Section):
     trace_buf_size: NonNegativeInt = 20000
     """Collectives that the Flight Recorder keeps per rank. 0: turn off the Flight Recorder and the watch."""
     save_traces_folder: str = "comm_traces"
-    """Dump the ranks' state here after a hang, relative to `job.dump_folder`."""
+    """Write the ranks' reports here after a hang, an exception or SIGUSR2, relative to `job.dump_folder`."""
     save_traces_file_prefix: str = "rank_"
     """Name Flight Recorder dumps by this prefix and the rank."""
 

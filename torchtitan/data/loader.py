@@ -109,7 +109,7 @@ class StepLoader:
                 key = _KEYS.get(name, "{section}." + name).format(section=self.spec.section)
                 raise UserError(
                     f"{key}: the checkpoint's data position is for {name} {old}, but this run has {new}.\n"
-                    'Restore it, or restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
+                    f'Set {key} back, or restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
                 )
         self.start = state
         self._workers = None

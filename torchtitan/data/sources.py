@@ -30,7 +30,7 @@ class DataSpec:
     """Read epoch after epoch, shuffled; else make one pass in order."""
     options: schema.DataLoader
     section: str = "training"
-    """Of the configuration: `training` or `validation`."""
+    """Section of the configuration: `training` or `validation`."""
 
     @property
     def name(self) -> str:

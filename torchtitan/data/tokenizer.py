@@ -161,7 +161,8 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
     reason = "holds neither tokenizer.json nor a tiktoken .model file" if path.is_dir() else "does not exist"
     raise UserError(
         f"model.hf_assets_path: {hf_assets_path} {reason}; "
-        "scripts/download_hf_assets.py fetches a model's tokenizer, and ./tests/assets/tokenizer ships with the project"
+        "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; ./tests/assets/tokenizer ships "
+        "with the package"
     )
 
 

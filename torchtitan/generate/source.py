@@ -40,7 +40,7 @@ class Source:
     tokenizer: str | None
     """Fingerprint of the tokenizer in training; None if unknown."""
     stop: tuple[int, ...]
-    """Tokens that end a text, besides the tokenizer's own."""
+    """Tokens that end a text, in addition to the tokenizer's own."""
 
 
 def find(name: str) -> Source:
@@ -67,7 +67,10 @@ def find(name: str) -> Source:
 
 
 def _hugging_face(folder: Path) -> Source:
-    config = read_hf_config(folder)
+    try:
+        config = read_hf_config(folder)
+    except CheckpointError as error:
+        raise ConfigError([f"--checkpoint: {error}"]) from None
     spec = get_spec("llama3")
     stop = config.get("eos_token_id")
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]

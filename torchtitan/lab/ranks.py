@@ -8,6 +8,7 @@ import faulthandler
 import importlib
 import multiprocessing as mp
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -62,6 +63,8 @@ class RankPool:
         self.world = world
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
+
+        self.folder = ""
 
     def start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
@@ -123,3 +126,6 @@ class RankPool:
                 process.kill()
                 process.join()
         self.processes, self.connections = [], []
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = ""

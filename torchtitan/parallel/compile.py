@@ -17,8 +17,8 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.torch_faults import keep_buffers_of_backward, no_shared_autograd_cache
 
 _settings = ExitStack()
-atexit.register(_settings.close)  # before the interpreter tears torch down
 """The compiler settings of the latest run in this process."""
+atexit.register(_settings.close)  # before the interpreter tears torch down
 
 
 def configure_compiler(config: Config, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ logger = logging.getLogger("torchtitan")
 
 def _logs(rank: int) -> bool:
     """Whether `rank` is in the comma-separated list `LOG_RANK` (default: 0)."""
-    return str(rank) in os.environ.get("LOG_RANK", "0").replace(" ", "").split(",")
+    return str(rank) in (os.environ.get("LOG_RANK") or "0").replace(" ", "").split(",")
 
 
 def init_logging(rank: int) -> None:

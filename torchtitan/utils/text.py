@@ -2,7 +2,10 @@
 
 import argparse
 import io
+import re
 from collections.abc import Sequence
+
+_NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 
 
 def plural(number: int, noun: str) -> str:
@@ -12,14 +15,19 @@ def plural(number: int, noun: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A borderless table whose cells are never cut or wrapped, the same on a terminal and in a file."""
+    """A borderless table, the same on a terminal and in a file: cells are never cut, numbers are right-aligned.
+
+    Args:
+        rows: the first holds the headings.
+    """
     from rich.console import Console  # imported late: takes longer than reading a configuration
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in rows[0]:
-        table.add_column(no_wrap=True)
+    for cells in zip(*(rows[1:] or rows), strict=True):
+        numeric = all(_NUMBER.fullmatch(cell) for cell in cells)
+        table.add_column(no_wrap=True, justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*map(Text, row))
     out = io.StringIO()
