@@ -18,6 +18,8 @@ from torchtitan.plan.workload import BYTES, FP32, Stage, Workload
 GIB = 2**30
 PARTS = ("parameters", "gradients", "optimizer", "activations", "unsharded", "logits", "communication", "other")
 
+TRACED_BATCHES = 3
+"""Batches of an accumulated step that a trace runs: the first, one in the middle, and the last."""
 LIBRARY_BYTES = 0.5 * GIB
 """Workspaces of matrix products, rotary tables and small tensors, on every rank. Estimate."""
 PREFETCHED_BLOCKS = 2

@@ -11,15 +11,13 @@ from torchtitan.config.validate import validate
 from torchtitan.models import ModelSpec
 from torchtitan.plan.costs import StepTime, step_time
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.memory import GIB, Memory, memory_of
+from torchtitan.plan.memory import GIB, TRACED_BATCHES, Memory, memory_of
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import check_tensor_parallel
 from torchtitan.utils.errors import ConfigError
 
 MEMORY_BAND = 0.10
 """Relative error within which the closed forms meet every published measurement whose sources agree."""
-TRACED_BATCHES = 3
-"""Batches of an accumulated step that a trace runs: the first, one in the middle, and the last."""
 _WORTH_A_NOTE = 0.05
 """Relative difference between a trace and the closed forms that a plan mentions."""
 _MAX_TRACED = 320

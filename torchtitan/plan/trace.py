@@ -32,8 +32,7 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
 from torchtitan.plan.allocator import Event, reserved
 from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
-from torchtitan.plan.memory import PARTS
-from torchtitan.plan.predict import TRACED_BATCHES
+from torchtitan.plan.memory import PARTS, TRACED_BATCHES
 from torchtitan.plan.tracer import Block, Tracer
 from torchtitan.train.build import build_compute
 from torchtitan.train.compute import Compute
