@@ -1,0 +1,1 @@
+"""Optimizer, learning rate and loss."""

@@ -1,0 +1,1 @@
+"""From one device to many: mesh, process groups, and the ordered list that distributes a model."""

@@ -1,0 +1,1 @@
+"""The planner: memory, speed and the best layout of a run, predicted without a GPU."""
