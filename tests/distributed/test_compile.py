@@ -82,7 +82,7 @@ def test_a_warm_cache_gives_each_rank_its_own_graph(ranks, tmp_path):
             assert problems == []
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_collective_at_a_matrix_product_is_fused(ranks, tmp_path, rows):
     """Two gathers and two scatters in a block's forward; in its backward, the gathers of wo's and w2's gradients."""
     argv = arguments(
@@ -102,6 +102,7 @@ def without_the_remedy(argv):
         return compared(argv)
 
 
+@pytest.mark.slow
 def test_what_is_not_fused_is_named(ranks, tmp_path):
     argv = arguments(tmp_path, *INDUCTOR, *degrees(tp=2), "--parallelism.enable_async_tensor_parallel", local_batch=1)
     *_, left = ranks(2, without_the_remedy, argv, timeout=200)[0]

@@ -68,6 +68,7 @@ def test_the_account_names_the_failure(ranks, tmp_path):
     assert record(tmp_path)["starts"][0]["end"] == "failed: bad row in shard 7"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_killed_process_and_its_successor(tmp_path):
     argv = [*arguments(tmp_path, steps=2000), *SAVE]

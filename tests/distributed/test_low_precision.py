@@ -53,7 +53,7 @@ def test_precomputed_scales_are_the_scales(ranks, tmp_path):
     ("before", "after"),
     [
         ([*FLOAT8, GATHER, PRECOMPUTE], [*FLOAT8, TP]),
-        (["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP]),
+        pytest.param(["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP], marks=pytest.mark.slow),
         (["--optimizer.state_dtype=bfloat16"], ["--optimizer.state_dtype=bfloat16", TP]),
         (["--optimizer.state_dtype=bfloat16"], []),
     ],
@@ -69,6 +69,7 @@ def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, before, af
     assert losses(resumed)[-3:] == pytest.approx(losses(whole)[3:6], rel=3e-3)
 
 
+@pytest.mark.slow
 def test_muon_learns_and_is_the_same_sharded_or_not(ranks, tmp_path):
     argv = ["--optimizer.name=Muon", "--lr_scheduler.warmup_steps=1"]
     curves = []

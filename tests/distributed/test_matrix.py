@@ -28,18 +28,15 @@ CELLS = [
     *(Cell((1, 1, 1, 1, 2), feature) for feature in ("no loss parallel", "CPU offload", "optimizer in backward")),
     *(Cell(PIPELINE, feature) for feature in ("accumulation", "validation", "CPU offload", "optimizer in backward")),
     *(Cell((1, 1, 2, 1, 1), feature) for feature in ("AC selective op", "AC full", "chunked loss", "Muon")),
-    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("AC selective op", "chunked loss", "compile")),
+    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("AC selective op", "chunked loss")),
     *(Cell((1, 1, 1, 1, 2), feature) for feature in ("AC full", "chunked loss", "float8", "float8 all-gather")),
     *(Cell(PIPELINE, feature) for feature in ("AC full", "chunked loss", "Muon", "MXFP8")),
-    *(
-        Cell(PIPELINE, feature, "ZBVZeroBubble")
-        for feature in ("AC selective op", "AC full", "chunked loss", "compile")
-    ),
+    *(Cell(PIPELINE, feature, "ZBVZeroBubble") for feature in ("AC selective op", "AC full", "chunked loss")),
     Cell((1, 1, 2, 1, 1), "accumulation"),
     Cell((2, 1, 2, 1, 1), schedule="ZBVZeroBubble"),
-    Cell((2, 1, 1, 1, 2), schedule="DualPipeV"),
+    Cell((2, 1, 1, 1, 2)),
     Cell((1, 1, 2, 2, 1), "async checkpoint"),
-    Cell((2, 1, 2, 2, 2)),
+    Cell((2, 1, 2, 2, 1)),
 ]
 
 

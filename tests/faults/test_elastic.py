@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ELASTIC = ["--fault_tolerance.elastic", "--checkpoint.enable", "--lr_scheduler.total_steps=1000"]
 
 
-@pytest.mark.parametrize("batch", [8, 5])
+@pytest.mark.parametrize("batch", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_continues_the_same_run(ranks, tmp_path, batch):
     """3 ranks divide neither batch, 2 ranks one of them: some get rows without labels. HSDP is given up on the way."""
     argv = arguments(tmp_path, *ELASTIC, "--parallelism.data_parallel_replicate_degree=2", global_batch=batch)
@@ -125,7 +125,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path, launcher):
     with Run(tmp_path) as run:
         process = run.start(*LAUNCHERS[launcher])

@@ -8,6 +8,7 @@ machine; under torchrun they are torchrun's.
 
 import argparse
 import os
+import tempfile
 
 from torchtitan.config import resolve
 from torchtitan.config.command_line import parse_args
@@ -59,11 +60,12 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
     config = resolve(config_argv, world).config
     preflight(config, output=False)
     logger.setLevel("ERROR")  # hides the log of the runs
-    configure_flight_recorder(config.comm, config.job.dump_folder)
-    init_distributed(config.comm, current_device())
-    passed, text = check(config_argv)
-    dist.barrier()
-    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        configure_flight_recorder(config.comm, folder)
+        init_distributed(config.comm, current_device())
+        passed, text = check(config_argv)
+        dist.barrier()
+        dist.destroy_process_group()
     if rank == 0:
         print(text, flush=True)
     return 0 if passed else 1
