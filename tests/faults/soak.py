@@ -159,7 +159,7 @@ class Soak:
         if len(steps) > 1:
             shard = max((checkpoints / f"step-{steps[-1]}").glob("*.distcp"), key=lambda p: p.stat().st_size)
             with shard.open("r+b") as file:
-                place = self.random.randrange(shard.stat().st_size)  # the same one again would mend it
+                place = self.random.randrange(shard.stat().st_size)  # the same one again would restore it
                 file.seek(place)
                 byte = file.read(1)
                 file.seek(place)

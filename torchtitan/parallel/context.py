@@ -13,6 +13,7 @@ Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d h
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -193,9 +194,7 @@ def ring_attention(
 
 
 @ring_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str, rotate: str, balanced: bool
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=_accumulator(q))
 
 
@@ -251,19 +250,8 @@ def ring_attention_backward(
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    group_name: str,
-    rotate: str,
-    balanced: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+def _(grad: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:3])
     return dq, dk, dv
 
 
