@@ -98,17 +98,26 @@ class CommittingWriter(FileSystemWriter):
         self,
         final: Path,
         manifest: dict[str, Any],
+        confirm: Callable[[], object] = lambda: None,
         committed: Callable[[], None] = lambda: None,
         *,
         file_per_tensor: bool = False,
     ):
-        self.final, self.manifest, self.committed = final, manifest, committed
+        """
+        Args:
+            final: the checkpoint's folder.
+            manifest: what its manifest says beside its files.
+            confirm: called by the coordinator before it writes and before it commits; may raise.
+            committed: called by the coordinator afterwards.
+        """
+        self.final, self.manifest, self.confirm, self.committed = final, manifest, confirm, committed
         super().__init__(str(final), single_file_per_rank=not file_per_tensor, sync_files=not is_remote(final))
         self.fs, self.path = _Files(), temporary_folder(final)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:  # the others write only once they have its plan
+            self.confirm()
             begin(self.final)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -130,6 +139,7 @@ class CommittingWriter(FileSystemWriter):
         files[".metadata"] = self.fs.sums[".metadata"]
         about = {"format": 1, "saved": datetime.now(UTC).isoformat(timespec="seconds")}
         write_json(self.path / MANIFEST, about | self.manifest | {"files": dict(sorted(files.items()))})
+        self.confirm()
         commit(self.final)
         self.committed()
 

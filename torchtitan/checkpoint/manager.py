@@ -49,18 +49,20 @@ class Checkpointer:
         models: Sequence[nn.Module],
         optimizer: AnyOptimizer,
         about: dict[str, Any],
+        confirm: Callable[[], object] = lambda: None,
     ):
         """
         Args:
             models: this rank's pipeline stages, or the whole model.
             about: what manifests record of the run: config, versions, data fingerprint.
+            confirm: called by rank 0 before it writes to the folder; raises if another run has taken it.
 
         Raises:
             CheckpointError: the folder can't be written to, or has only checkpoints of another program.
         """
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
-        self.models, self.optimizer, self.about = models, optimizer, about
+        self.models, self.optimizer, self.about, self.confirm = models, optimizer, about, confirm
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
@@ -91,7 +93,7 @@ class Checkpointer:
         else:
             state = {"model": model_state(self.models), "optimizer": optimizer_state(self.models, self.optimizer)}
         manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
-        writer = CommittingWriter(step_folder(self.folder, step), manifest, self._purge)
+        writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._purge)
         self._step_in_flight = step
         if self._stager is None:
             self._guard(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))

@@ -187,6 +187,7 @@ class Ledger:
         good, seconds = _account(starts)
         record = {"format": 1, "goodput": {"percent": good, "seconds": seconds}, "starts": starts}
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
             write_whole(self.path, json.dumps(record, indent=1).encode())
         except OSError as error:  # not worth stopping the run for
             logger.warning(f"can't write {self.path}: {error.strerror}")

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,21 +29,25 @@ class JsonlSink:
     """One JSON object per line. After a resume the file continues as if the run had never stopped."""
 
     def __init__(self, path: Path, start_step: int):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        if path.exists():
-            self._drop_after(path, start_step)
-        self.file = path.open("a", buffering=1)
+        self._drop_after(start_step)
+        self._open()
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a", buffering=1)
 
     def rewind(self, step: int) -> None:
         """Drop what was recorded after `step`."""
         self.file.close()
-        self._drop_after(self.path, step)
-        self.file = self.path.open("a", buffering=1)
+        self._drop_after(step)
+        self._open()
 
-    @staticmethod
-    def _drop_after(path: Path, start_step: int) -> None:
+    def _drop_after(self, start_step: int) -> None:
         """Drop the steps that will be trained again; set aside, don't overwrite, another run's file."""
+        path = self.path
+        if not path.exists():
+            return
         if start_step == 0:
             path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
             return
@@ -56,6 +61,9 @@ class JsonlSink:
         write_whole(path, "".join(kept).encode())
 
     def log(self, record: Record) -> None:
+        if not self.path.exists():  # deleted: its open file would take the records with it
+            self.file.close()
+            self._open()
         self.file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
@@ -71,10 +79,13 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.event, self.summary = Event, Summary
-        self.writer = EventFileWriter(str(folder))
+        self.event, self.summary, self.folder = Event, Summary, folder
+        self.open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
+        self.writer = self.open()
 
     def log(self, record: Record) -> None:
+        if not self.folder.exists():  # deleted
+            self.writer = self.open()
         values = [
             self.summary.Value(tag=key, simple_value=value)
             for key, value in record.items()

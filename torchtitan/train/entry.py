@@ -12,9 +12,10 @@ from pathlib import Path
 from torchtitan.config import Resolved, resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.environment import rank_and_world
-from torchtitan.utils.errors import DEBUG_ENV
+from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, logger
 from torchtitan.utils.signals import StopRequest, die_with_parent
+from torchtitan.utils.storage import storage_path
 from torchtitan.utils.text import plural
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
@@ -81,12 +82,18 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
     if first is None:
         logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
         return
+    from torchtitan.checkpoint.commit import step_folder  # imports torch
+
     logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
-    logger.info(f"  metrics     {dump}/metrics.jsonl")
-    logger.info(f"  config      {dump}/config.toml")
-    if config.checkpoint.enable and not config.checkpoint.load_only:
-        folder = config.checkpoint.folder
-        logger.info(f"  checkpoint  {folder if '://' in folder else f'{dump}/{folder}'}/step-{step}")
+    results = {"metrics": Path(dump, "metrics.jsonl"), "config": Path(dump, "config.toml")}
+    saved = config.checkpoint.enable and not config.checkpoint.load_only
+    if saved:
+        results["checkpoint"] = step_folder(storage_path(config.checkpoint.folder, dump), step)
+    for name, path in results.items():
+        logger.info(f"  {name:<11} {path}")
+    if lost := [str(path) for path in results.values() if not path.exists()]:
+        raise UserError(f"{', '.join(lost)}: deleted while the run was writing to it")
+    if saved:
         if not config.checkpoint.last_save_model_only:
             more = config.training.steps * 2
             logger.info(f"To continue training: the same command with --training.steps {more}")

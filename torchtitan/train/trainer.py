@@ -26,6 +26,7 @@ from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeo
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
 from torchtitan.train.evaluate import evaluate
+from torchtitan.train.folders import hold_folders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, write_config
 from torchtitan.train.restore import restore
@@ -62,13 +63,19 @@ class Trainer:
         self.stop = stop or StopRequest()
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
+        self.folders = hold_folders(config)
         note("building the model")
         self.parts = build(config, setup, self.device)
         if self.owns_process_group:
             limit_groups(config.comm.init_timeout_seconds)
         about = describe_run(config, setup, self.parts.loader.fingerprint)
         self.checkpointer = Checkpointer(
-            config.checkpoint, config.job.dump_folder, self.parts.models, self.parts.optimizer, about
+            config.checkpoint,
+            config.job.dump_folder,
+            self.parts.models,
+            self.parts.optimizer,
+            about,
+            confirm=lambda: self.folders.confirm(remote=True),
         )
         self.guard = Guard(
             config.guard,
@@ -86,6 +93,7 @@ class Trainer:
         self._observe(about, torchtitan.IMPORTED if self.owns_process_group else began)
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
             self._limit_collectives,
+            self._confirm_folder,
             self._report,
             lambda _: self.profiler.step(self.progress.step),
             self._check_replicas,  # before a save would make a fault permanent
@@ -205,6 +213,10 @@ class Trainer:
         if self.watch is not None:
             self.watch.limit = limit
 
+    def _confirm_folder(self, _: StepResult) -> None:
+        if self.metrics.due(self.progress.step) and not self.folders.confirm():
+            write_config(self.config)
+
     def _report(self, result: StepResult) -> None:
         progress = self.progress
         self.metrics.count(progress.step, result.tokens)
@@ -294,6 +306,7 @@ class Trainer:
         self.parts.loader.close()
         if self.parts.validation is not None:
             self.parts.validation[0].close()
+        self.folders.release()
         if error is None:
             logger.info(self.ledger.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None

@@ -1,0 +1,142 @@
+"""One run per folder: who is refused, and which holders count as dead."""
+
+import json
+import multiprocessing
+import re
+import subprocess
+import threading
+from datetime import UTC, datetime
+
+import psutil
+import pytest
+
+from torchtitan.utils import lock
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.lock import FolderLock, current_holder
+from torchtitan.utils.storage import storage_path
+
+OTHER_RUN = {"run": "other", "job": "other"}
+
+
+@pytest.fixture
+def sleeper():
+    """A living process other than this one."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def short_expiry(monkeypatch):
+    monkeypatch.setattr(lock, "EXPIRY_SECONDS", 0.3)
+
+
+def hold(folder, **changes):
+    """Write the lock of another run."""
+    holder = current_holder().model_copy(update=OTHER_RUN | changes)
+    (folder / lock.NAME).write_text(holder.model_dump_json())
+
+
+def of_process(pid):
+    return {"pid": pid, "started": psutil.Process(pid).create_time()}
+
+
+def test_a_living_run_on_this_machine_keeps_its_folder_until_it_dies(tmp_path, sleeper):
+    hold(tmp_path, **of_process(sleeper.pid), since=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    who = rf"process {sleeper.pid} on \S+, since 2026-01-02 03:04:05 UTC"
+    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))} is in use by another run: {who}.*another folder"):
+        FolderLock(tmp_path)
+    sleeper.kill()
+    FolderLock(tmp_path).release()
+    assert not (tmp_path / lock.NAME).exists()
+
+
+def test_a_run_on_another_machine_is_watched_for_a_sign_of_life(tmp_path, short_expiry):
+    hold(tmp_path, place="elsewhere", host="node7")
+    FolderLock(tmp_path).release()  # gave no sign
+    hold(tmp_path, place="elsewhere", host="node7")
+    renewal = threading.Timer(0.1, hold, [tmp_path], {"place": "elsewhere", "host": "node7", "beat": 1})
+    renewal.start()
+    with pytest.raises(UserError, match="on node7"):
+        FolderLock(tmp_path)
+    renewal.join()
+
+
+def test_a_restart_by_the_same_launcher_does_not_wait(tmp_path, monkeypatch, sleeper):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a secret")
+    hold(tmp_path, job=current_holder().job, place="elsewhere")
+    held = FolderLock(tmp_path)
+    assert "a secret" not in (tmp_path / lock.NAME).read_text()
+    held.release()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's default, which tells nothing
+    hold(tmp_path, job=current_holder().job, **of_process(sleeper.pid))
+    with pytest.raises(UserError, match="in use"):
+        FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"pid": -1}', "\x00\xff"])
+def test_a_damaged_lock_counts_as_dead_if_nobody_renews_it(tmp_path, short_expiry, content):
+    (tmp_path / lock.NAME).write_text(content)
+    held = FolderLock(tmp_path)
+    assert held.confirm()
+    held.release()
+
+
+def test_the_holder_renews_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.02)
+    held = FolderLock(tmp_path)
+    for _ in range(500):
+        if json.loads((tmp_path / lock.NAME).read_text())["beat"] >= 2:
+            break
+        threading.Event().wait(0.02)
+    assert json.loads((tmp_path / lock.NAME).read_text())["beat"] >= 2
+    held.release()
+
+
+def test_a_run_notices_that_its_folder_was_deleted_or_taken(tmp_path):
+    folder = tmp_path / "run"
+    held = FolderLock(folder)
+    (folder / lock.NAME).unlink()
+    folder.rmdir()
+    assert not held.confirm()
+    assert held.confirm()
+    hold(folder)
+    with pytest.raises(UserError, match=r"lost its folder: .* is in use by another run"):
+        held.confirm()
+    held.release()
+    assert (folder / lock.NAME).exists()  # another run's
+
+
+def test_object_storage_is_held_alike(monkeypatch, sleeper):
+    pytest.importorskip("upath")
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.0)
+    folder = storage_path("memory://lock-test/run")
+    held = FolderLock(folder)
+    assert held.confirm()
+    held.release()
+    hold(folder, **of_process(sleeper.pid))
+    with pytest.raises(UserError, match="in use"):
+        FolderLock(folder)
+
+
+def _claim(folder, barrier, answers):
+    barrier.wait()
+    try:
+        FolderLock(folder)
+        answers.put("holds it")
+    except UserError:
+        answers.put("refused")
+    barrier.wait()  # the holder stays alive until all have tried
+
+
+@pytest.mark.e2e
+def test_of_runs_that_start_together_one_wins(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, answers = context.Barrier(3), context.Queue()
+    runs = [context.Process(target=_claim, args=(tmp_path, barrier, answers), daemon=True) for _ in range(3)]
+    for run in runs:
+        run.start()
+    assert sorted(answers.get(timeout=60) for _ in runs) == ["holds it", "refused", "refused"]
+    for run in runs:
+        run.join()

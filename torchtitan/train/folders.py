@@ -1,0 +1,68 @@
+"""The folders that a run writes to, which no other run may hold."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan.checkpoint.resume import from_rank_0
+from torchtitan.config.schema import Config
+from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.lock import FolderLock
+from torchtitan.utils.storage import is_remote, storage_path
+
+
+@dataclass(frozen=True)
+class HeldFolders:
+    """A run's claims on its folders; only rank 0 has any."""
+
+    locks: list[FolderLock]
+
+    def confirm(self, *, remote: bool = False) -> bool:
+        """Check that the run still holds its folders.
+
+        Args:
+            remote: also of folders in object storage, which takes a request.
+
+        Returns:
+            False if one was deleted; it exists again now.
+
+        Raises:
+            UserError: another run has taken one.
+        """
+        held = [lock.confirm() for lock in self.locks if remote or not is_remote(lock.folder)]
+        return all(held)
+
+    def release(self) -> None:
+        """Give the folders up."""
+        for lock in self.locks:
+            lock.release()
+
+
+def hold_folders(config: Config) -> HeldFolders:
+    """Claim the folders that this run writes to. Called by all ranks.
+
+    Raises:
+        ConfigError: another run holds one of them, or it can't be written to.
+    """
+    folders = {"job.dump_folder": Path(config.job.dump_folder)}
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        folders["checkpoint.folder"] = storage_path(config.checkpoint.folder, config.job.dump_folder)
+    held = HeldFolders([])
+    problem = _take(folders, held.locks) if dist.get_rank() == 0 else None
+    if problem := from_rank_0(problem):
+        held.release()
+        raise ConfigError([problem])
+    return held
+
+
+def _take(folders: dict[str, Path], locks: list[FolderLock]) -> str | None:
+    """Claim each folder; the first problem."""
+    for key, folder in folders.items():
+        try:
+            locks.append(FolderLock(folder))
+        except UserError as error:
+            return f"{key}: {error}"
+        except OSError as error:
+            return f"{key}: can't write to {folder}: {error.strerror or error}"
+    return None
