@@ -5,7 +5,7 @@
 #   scripts/setup.sh --dev    also installs what the tests need
 #
 # An interpreter that already has torch (an active environment, a cluster image) is used, and its torch never replaced.
-# Otherwise .venv is created once, with the versions in constraints.txt.
+# Otherwise .venv is created once, with the files listed in requirements/, by their SHA-256.
 #   TORCHTITAN_PYTHON  use this interpreter      TORCHTITAN_VENV  create the environment here instead of in .venv
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -91,7 +91,7 @@ install_torch() { # interpreter
 
 make_venv() {
     local python stamp=$venv/.ready-${extra[*]:-run} wanted
-    wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
+    wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" "$root/requirements/${extra:-run}.txt" | cksum)
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
     if [[ ! -x $venv/bin/python ]]; then
         for python in python3 python3.13 python3.12 python3.11 python; do
@@ -103,7 +103,8 @@ make_venv() {
         "$python" -m venv "$venv"
     fi
     has_torch "$venv/bin/python" || install_torch "$venv/bin/python"
-    pip_install "$venv/bin/python" --constraint "$root/constraints.txt" --editable "$root${extra:+[${extra[*]}]}"
+    pip_install "$venv/bin/python" --require-hashes --no-deps --requirement "$root/requirements/${extra:-run}.txt"
+    pip_install "$venv/bin/python" --no-deps --no-build-isolation --editable "$root"
     echo "$wanted" >"$stamp"
 }
 

@@ -78,9 +78,9 @@ RUN, CHECKED = ([b for b in BLOCKS if b.language == language] for language in ("
 
 def workspace(folder: Path) -> Path:
     """A copy of the tree, with the files that the pages define."""
-    for name in ("run_train.sh", "scripts", "benchmarks", "torchtitan", "train_configs", "tests", "pyproject.toml"):
+    folders = ("scripts", "benchmarks", "requirements", "torchtitan", "train_configs", "tests")
+    for name in ("run_train.sh", *folders, "pyproject.toml", "constraints.txt"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "constraints.txt").symlink_to(ROOT / "constraints.txt")
     for block in BLOCKS:
         if block.file:
             (folder / block.file).write_text(block.text)
