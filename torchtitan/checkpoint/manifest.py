@@ -170,7 +170,9 @@ def parse(file: bytes) -> Manifest:
     body, seal, checksum = file.rpartition(_SEAL)
     if not seal:
         early = file.startswith(b'{\n "format": 1,')
-        raise ValueError("format 1, of an earlier version, has no checksum" if early else "it is cut, or has no checksum")
+        raise ValueError(
+            "format 1, of an earlier version, has no checksum" if early else "it is cut, or has no checksum"
+        )
     if checksum != _checksum(body):
         raise ValueError("its checksum is wrong")
     try:

@@ -146,7 +146,7 @@ def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | N
             continue  # from an earlier case
         try:
             _add_collectives(witnesses.setdefault(int(number), Witness()), safe_loads(path.read_bytes()))
-        except (ValueError, TypeError, LookupError):  # NCCL's watchdog was killed while it wrote
+        except (ValueError, TypeError, LookupError, AttributeError):  # its writer was killed, or it is no dump
             continue
     if not witnesses or (ask and asked < since):
         return None
@@ -160,8 +160,9 @@ def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | N
 
 def _add_collectives(witness: Witness, dump: dict[str, Any]) -> None:
     for name, about in dump["pg_config"].items():
-        ranks = json.loads(about["ranks"]) if isinstance(about["ranks"], str) else about["ranks"]
-        witness.groups[name] = Group(name, about["desc"], tuple(ranks))
+        ranks = about["ranks"]
+        numbers = re.findall("[0-9]+", ranks) if isinstance(ranks, str) else ranks
+        witness.groups[name] = Group(name, about["desc"], tuple(map(int, numbers)))
     for entry in dump.get("entries", ()):
         group = witness.groups.get(str(entry["process_group"][0]))
         if group is None or len(group.ranks) < 2:
