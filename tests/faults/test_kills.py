@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
 from torchtitan.checkpoint import dcp_storage
-from torchtitan.checkpoint.commit import MANIFEST, committed_steps, damage, read_manifest
+from torchtitan.checkpoint.commit import committed_steps, damage
 from torchtitan.checkpoint.dcp_storage import CommittingWriter
+from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
 from torchtitan.config import resolve
 from torchtitan.train import step
 from torchtitan.train.preflight import preflight
@@ -57,7 +58,7 @@ def between_shard_and_metadata(trainer):
 
 
 def in_the_manifest(trainer):
-    real = dcp_storage.write_json
+    real = dcp_storage.write_file
 
     def broken(path, value):
         if path.name == MANIFEST and trainer.progress.step == 6:
@@ -65,7 +66,7 @@ def in_the_manifest(trainer):
             die()
         real(path, value)
 
-    dcp_storage.write_json = broken
+    dcp_storage.write_file = broken
 
 
 def between_the_renames(trainer):

@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded(ranks, tmp
     damaged = shutil.copytree(folder / "step-6", tmp_path / "damaged")
     run = ranks(2, told, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))[0]
     assert_continues(run, uninterrupted)
-    assert f"Can't resume from {folder / 'step-6'}: {shard.name} " in run["log"]
+    assert f"Can't resume: {folder / 'step-6'} is damaged: {shard.name} " in run["log"]
     assert what in run["log"]
     assert f"Resumed from {folder / 'step-3'}" in run["log"]
     for step in (3, 6, 8):

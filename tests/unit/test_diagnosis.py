@@ -180,6 +180,28 @@ def test_what_an_earlier_case_left_is_not_read(tmp_path):
     assert read_case(tmp_path, since=2e9) is None
 
 
+@pytest.mark.parametrize(
+    "dump",
+    [
+        b"",
+        b"\x80\x04cut",
+        pickle.dumps([1, 2]),
+        pickle.dumps({"pg_config": [1]}),
+        pickle.dumps({"pg_config": {"0": {"ranks": "__import__('os').mkdir('ran')", "desc": ""}}, "entries": 1}),
+        pickle.dumps({"pg_config": {"0": {"ranks": "[" * 100_000, "desc": ""}}, "entries": [{}]}),
+        b"cos\nmkdir\n(Vran\ntR.",
+    ],
+)
+def test_a_dump_that_is_none_is_skipped_and_not_run(tmp_path, monkeypatch, dump):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {0: [entry("3", 4, "started")]}, [state(r) for r in range(4)])
+    (tmp_path / "rank_1").write_bytes(dump)
+    case = read_case(tmp_path)
+    assert case.witnesses[0].collectives
+    assert not case.witnesses[1].collectives
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_tool_reads_a_dump_folder(tmp_path, capsys):
     (tmp_path / "comm_traces").mkdir()
     write(tmp_path / "comm_traces", {0: [entry("3", 4, "started")], 1: []}, [state(r) for r in range(4)])

@@ -3,7 +3,7 @@
 In a local folder, a checkpoint is written under a hidden name, checksummed, fsynced and renamed.
 
     .step-100.tmp/   being written; readers ignore it
-    step-100/        complete: DCP's shards and `.metadata`, and `manifest.json` with the size and CRC-32 of each file
+    step-100/        complete: DCP's files, `tensors.json`, and `manifest.json` with the size and CRC-32 of each file
     .step-90.old/    being deleted
 
 Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json` last; without it, it
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 import torchtitan
-from torchtitan.utils.errors import CheckpointError
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from torchtitan.utils.errors import CheckpointError, DamageError
+from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import delete_tree, is_remote, patiently
 
-MANIFEST = "manifest.json"
 _MARK = ".incomplete"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -67,9 +68,9 @@ def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file's contents."""
+    """CRC-32 of a regular file's contents."""
     value = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(1 << 22):
             value = zlib.crc32(chunk, value)
     return value
@@ -84,12 +85,16 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file and fsync it."""
-    text = json.dumps(value, indent=1)
-    patiently(path, lambda: path.write_text(text))
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and fsync it."""
+    patiently(path, lambda: path.write_bytes(content))
     if not is_remote(path):
         fsync(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file and fsync it."""
+    write_file(path, json.dumps(value, indent=1).encode())
 
 
 def temporary_folder(final: Path) -> Path:
@@ -162,12 +167,23 @@ def clean(folder: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def disposable(folder: Path, keep_latest: int, keep_every: int = 0) -> list[int]:
-    """Steps to delete. The newest `keep_latest`, multiples of `keep_every` and the newest resumable checkpoint stay."""
-    steps = committed_steps(folder)
-    resumable = (s for s in reversed(steps) if not read_manifest(step_folder(folder, s))["model_only"])
+def disposable(folder: Path, keep_latest: int, keep_every: int = 0, *, newest: int | None = None) -> list[int]:
+    """Steps to delete. The newest `keep_latest`, multiples of `keep_every` and the newest resumable checkpoint stay.
+
+    Args:
+        newest: ignore the steps after this one, which a run that returned to an earlier step has yet to replace.
+    """
+    steps = [step for step in committed_steps(folder) if newest is None or step <= newest]
+    resumable = (step for step in reversed(steps) if _is_resumable(step_folder(folder, step)))
     kept = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
     return [s for s in steps if s not in kept and not (keep_every and s % keep_every == 0)]
+
+
+def _is_resumable(path: Path) -> bool:
+    try:
+        return not read_manifest(path).model_only
+    except DamageError:
+        return False
 
 
 def versions() -> dict[str, str]:
@@ -175,26 +191,15 @@ def versions() -> dict[str, str]:
     return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a committed checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or it can't be read.
-    """
-    try:
-        return json.loads(patiently(path, lambda: (path / MANIFEST).read_text()))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {MANIFEST}: {error}") from None
-
-
-def damage(path: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> Iterator[str]:
+def damage(path: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> Iterator[str]:
     """Problems with a checkpoint's files. Part `part` of `parts` checks every `parts`-th file."""
-    for name, expected in list(manifest["files"].items())[part::parts]:
+    for name, expected in list(manifest.files.items())[part::parts]:
+        file = path / name
         try:
-            size = patiently(path, lambda file=path / name: file.stat().st_size)  # type: ignore[misc]
-            if size != expected["bytes"]:
-                yield f"{name} has {size} bytes instead of {expected['bytes']}"
-            elif patiently(path, lambda file=path / name: crc32(file)) != expected["crc32"]:  # type: ignore[misc]
+            size = patiently(path, lambda file=file: file.stat().st_size)  # type: ignore[misc]
+            if size != expected.bytes:
+                yield f"{name} has {size} bytes instead of {expected.bytes}"
+            elif patiently(path, lambda file=file: crc32(file)) != expected.crc32:  # type: ignore[misc]
                 yield f"{name} has a wrong checksum"
         except OSError as error:
             yield f"{name}: {error.strerror or error}"

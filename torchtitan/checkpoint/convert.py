@@ -6,26 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import tomli
 import torch
-import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
 
-from torchtitan.checkpoint.commit import (
-    checkpoints_at,
-    committed_steps,
-    damage,
-    read_manifest,
-    step_folder,
-    versions,
-)
-from torchtitan.checkpoint.dcp_storage import Reader, alone
+from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, damage, step_folder, versions
+from torchtitan.checkpoint.dcp_storage import Reader, alone, load
 from torchtitan.checkpoint.hf import HFExport, import_hf, read_hf_config
+from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.config.load import load_config
 from torchtitan.config.render import to_toml_value
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec, import_custom
 from torchtitan.models.layers import attention_backend
-from torchtitan.utils.errors import CheckpointError, UserError
+from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
 from torchtitan.utils.torch_faults import silence_false_alarms
@@ -36,19 +29,44 @@ _LOGITS_AGREE = 1e-3
 """Largest difference of logits that rounding explains, relative to the largest logit."""
 
 
-def model_of(manifest: dict[str, Any]) -> tuple[ModelSpec, Any, str]:
-    """Family, hyper-parameters and tokenizer folder of the model that a manifest describes."""
-    config = tomli.loads(manifest["config"])
-    if module := config.get("experimental", {}).get("custom_import"):
-        import_custom(module)
-    sizes = dict(manifest["model"])
-    spec = get_spec(sizes.pop("name"))
-    args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
-    return spec, args, config.get("model", {}).get("hf_assets_path", "")
+def model_of(step: Path, manifest: Manifest, custom_import: str | None = None) -> tuple[ModelSpec, Any, str]:
+    """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
+
+    Args:
+        custom_import: module that registers the family. The one that the checkpoint names is not imported: whoever
+            made the checkpoint would choose code for us to run.
+
+    Raises:
+        UserError: the family is unknown, or the manifest doesn't describe a model of it.
+    """
+    settings, sizes = manifest.settings(), dict(manifest.model)
+    name, module = sizes.pop("name", ""), settings.get("experimental", {}).get("custom_import")
+    if custom_import:
+        import_custom(custom_import)
+    try:
+        spec = get_spec(str(name))
+    except ConfigError:
+        if custom_import or not module:
+            raise
+        raise UserError(
+            f"{step} is of the model family {name!a}, which the module {module!a} registers; if you trust that module, "
+            f"add --custom-import {module!a}"
+        ) from None
+    try:
+        args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
+    except ValidationError as error:
+        raise DamageError(f"{step} is damaged: the model in its manifest: {first_problem(error)}") from None
+    return spec, args, str(settings.get("model", {}).get("hf_assets_path", ""))
 
 
 def to_hf(
-    source: Path, target: Path, dtype: str | None, assets: str | None, max_file_gb: float, check: bool | None
+    source: Path,
+    target: Path,
+    dtype: str | None,
+    assets: str | None,
+    max_file_gb: float,
+    check: bool | None,
+    custom_import: str | None = None,
 ) -> None:
     """Export a checkpoint, then compare the logits of transformers' model with ours.
 
@@ -57,6 +75,7 @@ def to_hf(
         dtype: of the exported weights; None: as stored.
         assets: folder of the tokenizer; None: that of the run.
         check: whether to compare; None: if transformers is installed and memory suffices.
+        custom_import: module that registers the model's family.
 
     Raises:
         UserError: no such checkpoint or tokenizer, `target` exists, or the logits differ.
@@ -66,8 +85,8 @@ def to_hf(
         raise UserError(f"{target} exists; delete it, or choose another folder")
     manifest = read_manifest(step)
     if problem := next(damage(step, manifest), None):
-        raise CheckpointError(f"{step} is damaged: {problem}")
-    spec, args, recorded = model_of(manifest)
+        raise DamageError(f"{step} is damaged: {problem}")
+    spec, args, recorded = model_of(step, manifest, custom_import)
     tokenizer = _tokenizer(assets or recorded, given=assets is not None)
     wanted = getattr(torch, dtype) if dtype else None
     export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9))
@@ -117,7 +136,7 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
         ours = spec.build(args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu"))
     ours.to_empty(device="cpu")
     with alone():
-        dcp.load({"model": dict(ours.named_parameters())}, storage_reader=Reader(step), no_dist=True)
+        load({"model": dict(ours.named_parameters())}, Reader(step), no_dist=True)
     ours.to(dtype).float().init_buffers()
     tokens = torch.arange(PROMPT)[None] * 7919 % args.vocab_size
     with torch.no_grad():
@@ -151,7 +170,7 @@ def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
         "model": {"name": spec.name, **args.model_dump()},
         "data": {},
         "config": text,
-        "train_state": {},
+        "train_state": None,
     }
     count = import_hf(source, step, spec, args, manifest)
     file.parent.mkdir(parents=True, exist_ok=True)

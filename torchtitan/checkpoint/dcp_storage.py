@@ -1,7 +1,6 @@
 """Storage reader and writer for `torch.distributed.checkpoint` (DCP): folders and URLs, checksums, commits, retries."""
 
 import io
-import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,12 +21,18 @@ from torch.distributed.checkpoint import (
     SavePlanner,
     StorageReader,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.checkpoint.commit import MANIFEST, begin, commit, temporary_folder, write_json
+from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
+from torchtitan.checkpoint.index import INDEX, read_index, render_index
+from torchtitan.checkpoint.manifest import MANIFEST, render
+from torchtitan.utils.errors import DamageError
+from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 
@@ -54,7 +59,7 @@ class _Files(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with path.open(mode) as file:
+        with path.open(mode) if "w" in mode else open_regular(path) as file:
             stream = _SummedStream(file) if "w" in mode else file
             yield stream
         if isinstance(stream, _SummedStream):
@@ -137,15 +142,32 @@ class CommittingWriter(FileSystemWriter):
         patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
         files = {r.storage_data.relative_path: r.file for rank in results for r in rank if isinstance(r, _Written)}
         files[".metadata"] = self.fs.sums[".metadata"]
-        about = {"format": 1, "saved": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_json(self.path / MANIFEST, about | self.manifest | {"files": dict(sorted(files.items()))})
-        self.confirm()
+        index = render_index(metadata)
+        write_file(self.path / INDEX, index)
+        files[INDEX] = {"bytes": len(index), "crc32": zlib.crc32(index)}
+        self.confirm()  # at a URL, the manifest commits
+        about = {"saved": datetime.now(UTC).isoformat(timespec="seconds"), **self.manifest, **_measure(metadata)}
+        write_file(self.path / MANIFEST, render(about | {"files": dict(sorted(files.items()))}))
         commit(self.final)
         self.committed()
 
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)  # without the path, which DCP would pickle as an object
+
+
+def _measure(metadata: Metadata) -> dict[str, Any]:
+    """What the manifest says about the tensors: how many weights, and bytes by part and dtype."""
+    parameters, parts = 0, dict[str, dict[str, int]]()
+    for key, about in metadata.state_dict_metadata.items():
+        part, dtype = key.split(".")[0], about.properties.dtype
+        sizes, name = parts.setdefault(part, {}), str(dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + about.size.numel() * dtype.itemsize
+        parameters += about.size.numel() if part == "model" else 0
+    return {"parameters": parameters, "tensor_bytes": parts}
+
 
 class Reader(FileSystemReader):
-    """Reads `.metadata` only once, however often it loads."""
+    """Reads the index only once, however often it loads, and `.metadata` never."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
@@ -153,9 +175,12 @@ class Reader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """
+        Raises:
+            DamageError: the manifest or the index is damaged.
+        """
         if self._metadata is None:
-            content = patiently(self.path, (self.path / ".metadata").read_bytes)
-            self._metadata = pickle.loads(content)
+            self._metadata = read_index(self.path)
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -174,8 +199,33 @@ def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = Non
     about = reader.read_metadata().state_dict_metadata[key]
     out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
     with alone():
-        dcp.load({key: out}, storage_reader=reader, no_dist=True)
+        load({key: out}, reader, no_dist=True)
     return out
+
+
+def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
+    """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
+
+    Raises:
+        DamageError: a tensor can't be read. On every rank, if it failed on any.
+    """
+    try:
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+    except CheckpointException as error:  # derives from BaseException
+        causes = [cause for cause, _ in error.failures.values()]
+        if any(isinstance(root_cause(cause), (MemoryError, torch.OutOfMemoryError)) for cause in causes):
+            raise
+        raise DamageError(f"{reader.checkpoint_id} can't be read: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Rank and reason of a failed save or load: DCP wraps the ranks' exceptions."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = sorted(failures.items())[0]
+        return f"rank {rank}: {describe(cause)}"
+    cause = root_cause(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint.commit import (
-    MANIFEST,
     clean,
     committed_steps,
     discard,
@@ -24,9 +23,18 @@ from torchtitan.checkpoint.commit import (
     step_folder,
     unknown,
 )
-from torchtitan.checkpoint.dcp_storage import CommittingWriter, root_cause
+from torchtitan.checkpoint.dcp_storage import CommittingWriter, describe
 from torchtitan.checkpoint.hf import HFExport
-from torchtitan.checkpoint.resume import Resumed, agreed_steps, from_rank_0, load_initial, load_newest
+from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.resume import (
+    Resumed,
+    agreed_steps,
+    from_rank_0,
+    load_initial,
+    load_newest,
+    together,
+    wait_until_visible,
+)
 from torchtitan.checkpoint.staging import build_stager
 from torchtitan.checkpoint.state import State, model_state, optimizer_state
 from torchtitan.config import schema
@@ -109,9 +117,10 @@ class Checkpointer:
     def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
         """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder."""
         self.wait()
-        folder = self.folder / f"step-{step}-hf"
+        source, folder = step_folder(self.folder, step), self.folder / f"step-{step}-hf"
         dtype = getattr(torch, self.config.export_dtype)
-        HFExport(step_folder(self.folder, step), folder, spec, args, dtype, tokenizer).write(self._group)
+        wait_until_visible(source)
+        together(lambda: HFExport(source, folder, spec, args, dtype, tokenizer)).write(self._group)
         return folder
 
     def wait_staged(self) -> None:
@@ -147,7 +156,7 @@ class Checkpointer:
             action()
         except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
             target = step_folder(self.folder, self._step_in_flight)
-            cause = _describe(error)
+            cause = describe(error)
             with suppress(Exception):
                 discard(target)
             advice = "Free some space or set checkpoint.folder to another disk" if _is_full(cause) else "Fix the cause"
@@ -163,7 +172,7 @@ class Checkpointer:
     def _purge(self) -> None:
         """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be resumed."""
         if self.config.keep_latest_k:
-            for step in disposable(self.folder, self.config.keep_latest_k):
+            for step in disposable(self.folder, self.config.keep_latest_k, newest=self._step_in_flight):
                 remove(step_folder(self.folder, step))
 
     # ---- resuming
@@ -224,16 +233,6 @@ def _prepare(folder: Path) -> str | None:
     except OSError as error:
         return f"checkpoint.folder: can't write to {folder}: {error.strerror or error}"
     return None
-
-
-def _describe(error: BaseException) -> str:
-    """Rank and reason of a failed save: DCP wraps the ranks' exceptions."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = sorted(failures.items())[0]
-        return f"rank {rank}: {_describe(cause)}"
-    cause = root_cause(error)
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _is_full(cause: str) -> bool:

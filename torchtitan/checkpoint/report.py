@@ -6,12 +6,11 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-import tomli
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.commit import read_manifest
 from torchtitan.checkpoint.dcp_storage import Reader, read_tensor
+from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.keys import FIELDS
 from torchtitan.utils.text import aligned
 
@@ -19,15 +18,14 @@ _PIECE = 1 << 24
 """Elements compared at a time."""
 
 
-def settings(toml: str) -> dict[str, Any]:
+def settings(manifest: Manifest) -> dict[str, Any]:
     """A run's configuration by dotted key, without the defaults."""
-    given: Any = tomli.loads(toml)
-    out = {}
+    given, out = manifest.settings(), {}
     for key, info in FIELDS.items():
-        table = given
+        table: Any = given
         *sections, name = key.split(".")
         for section in sections:
-            table = table.get(section, {})
+            table = table.get(section, {}) if isinstance(table, dict) else {}
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
     return out
@@ -39,7 +37,7 @@ class Summary:
 
     path: str
     step: int
-    saved: str | None
+    saved: str
     """Time of the save, ISO 8601."""
     resumable: bool
     """False if it holds only weights."""
@@ -59,32 +57,28 @@ class Summary:
 
 
 def summarize(step: Path) -> Summary:
-    """Summarize a checkpoint from its manifest and metadata; reads no tensor."""
+    """Summarize a checkpoint from its manifest.
+
+    Raises:
+        DamageError: there is none, or it is damaged.
+    """
     manifest = read_manifest(step)
-    parts: dict[str, dict[str, int]] = {}
-    count = 0
-    for key, about in Reader(step).read_metadata().state_dict_metadata.items():
-        part = key.split(".")[0]
-        sizes = parts.setdefault(part, {})
-        name = str(about.properties.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + about.size.numel() * about.properties.dtype.itemsize
-        count += about.size.numel() if part == "model" else 0
     return Summary(
         path=str(step),
-        step=manifest["step"],
-        saved=manifest.get("saved"),
-        resumable=not manifest["model_only"],
-        model=manifest["model"],
-        parameters=count,
-        bytes=parts,
-        files=len(manifest["files"]),
-        file_bytes=sum(file["bytes"] for file in manifest["files"].values()),
-        train_state=manifest["train_state"],
-        data=manifest["data"],
-        versions=manifest["versions"],
-        git=manifest.get("git"),
-        ranks=manifest.get("ranks"),
-        config=settings(manifest["config"]),
+        step=manifest.step,
+        saved=manifest.saved,
+        resumable=not manifest.model_only,
+        model=manifest.model,
+        parameters=manifest.parameters,
+        bytes=manifest.tensor_bytes,
+        files=len(manifest.files),
+        file_bytes=sum(file.bytes for file in manifest.files.values()),
+        train_state=manifest.state(),
+        data=manifest.data,
+        versions=manifest.versions,
+        git=manifest.git,
+        ranks=manifest.ranks,
+        config=settings(manifest),
     )
 
 
@@ -98,7 +92,7 @@ def overview(found: Sequence[Summary]) -> str:
         rows.append(
             (
                 str(s.step),
-                s.saved or "unknown",
+                s.saved,
                 f"{s.parameters:,}",
                 _size(s.file_bytes),
                 ", ".join(s.bytes.get("model", {})),
@@ -113,8 +107,8 @@ def _page(s: Summary) -> Iterator[str]:
     yield s.path
     rows = [
         ("step", f"{s.step}" + ("" if s.resumable else " (weights only: can't be resumed)")),
-        ("saved", s.saved or "unknown"),
-        ("model", f"{s.model['name']}, {s.parameters:,} parameters"),
+        ("saved", s.saved),
+        ("model", f"{s.model.get('name')}, {s.parameters:,} parameters"),
     ]
     for part, sizes in s.bytes.items():
         rows.append((part, ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())))
@@ -154,8 +148,8 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     """
     first, second = read_manifest(a), read_manifest(b)
     for part, x, y in (
-        ("config", settings(first["config"]), settings(second["config"])),
-        ("train_state", flat(first["train_state"]), flat(second["train_state"])),
+        ("config", settings(first), settings(second)),
+        ("train_state", flat(first.state()), flat(second.state())),
     ):
         for key in sorted(x.keys() | y.keys()):
             absent = "default" if part == "config" else "absent"

@@ -1,18 +1,31 @@
 """Finding and loading a checkpoint. Every function is called by all ranks together."""
 
-from collections.abc import Collection, Sequence
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint.commit import committed_steps, damage, read_manifest, step_folder
-from torchtitan.checkpoint.state import State, allocate_optimizer_state, model_state, optimizer_state, read_tensors
+from torchtitan.checkpoint.commit import committed_steps, damage, step_folder
+from torchtitan.checkpoint.dcp_storage import Reader, load
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
+from torchtitan.checkpoint.state import State, allocate_optimizer_state, check_tensors, model_state, optimizer_state
 from torchtitan.optim.optimizer import AnyOptimizer
-from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.storage import is_remote
+
+Result = TypeVar("Result")
+
+VISIBLE_WITHIN = 60.0
+"""Seconds in which a rank must see what another has committed; NFS caches a folder's names for as long by default."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class Resumed:
     step: int
     train_state: dict[str, Any]
     """Everything but tensors: counters, schedule, data position."""
-    manifest: dict[str, Any]
+    manifest: Manifest
 
 
 def load_newest(
@@ -43,16 +56,19 @@ def load_newest(
     problems = []
     for step in reversed(steps):
         path = step_folder(folder, step)
-        manifest, problem = _verified(path)
-        if manifest is not None and manifest["model_only"]:
-            problem = "holds only weights (checkpoint.last_save_model_only)"
-        if manifest is None or problem:
-            problems.append(f"{path}: {problem}")
-            logger.error(f"Can't resume from {problems[-1]}")
+        try:
+            manifest = _verified(path)
+            if manifest.step != step:
+                raise DamageError(f"{path}: its manifest is that of step {manifest.step}")
+            if manifest.model_only:
+                raise DamageError(f"{path} holds only weights (checkpoint.last_save_model_only)")
+            _load(path, models, optimizer, exclude)
+        except DamageError as error:
+            problems.append(str(error))
+            logger.error(f"Can't resume: {error}")
             continue
-        _load(path, models, optimizer, exclude)
         logger.info(f"Resumed from {path}")
-        return Resumed(step, manifest["train_state"], manifest)
+        return Resumed(step, manifest.state(), manifest)
     if problems:
         raise CheckpointError(
             "no checkpoint can be resumed:\n" + "\n".join(problems) + "\nRestore one of them, or start again with "
@@ -72,18 +88,14 @@ def load_initial(
     Raises:
         CheckpointError: it is damaged, of another model, or has only weights where more is needed.
     """
-    manifest, problem = _verified(path)
-    if manifest is None or problem:
-        raise CheckpointError(f"checkpoint.initial_load_path: {path}: {problem}")
-    if model_only:
-        _load(path, models, optimizer, {"optimizer"})
-        return None
-    if manifest["model_only"]:
-        raise CheckpointError(
-            f"checkpoint.initial_load_path: {path} has only weights; set checkpoint.initial_load_model_only = true"
-        )
-    _load(path, models, optimizer)
-    return Resumed(manifest["step"], manifest["train_state"], manifest)
+    try:
+        manifest = _verified(path)
+        if manifest.model_only and not model_only:
+            raise CheckpointError(f"{path} has only weights; set checkpoint.initial_load_model_only = true")
+        _load(path, models, optimizer, {"optimizer"} if model_only else ())
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.initial_load_path: {error}") from error
+    return None if model_only else Resumed(manifest.step, manifest.state(), manifest)
 
 
 def agreed_steps(folder: Path) -> list[int]:
@@ -111,20 +123,76 @@ def from_rank_0(value: Any) -> Any:
     return box[0]
 
 
-def _verified(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The manifest, and the first problem with the files; each rank reads a share of them."""
-    manifest, problem = None, None
+def together(action: Callable[[], Result]) -> Result:
+    """Run `action` on every rank. If it raises a CheckpointError on any, every rank raises the first of these.
+
+    One that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
+    """
+    result, error = None, None
     try:
+        result = action()
+    except CheckpointError as own:
+        error = own
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    raised = sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, DamageError))
+    if raised:
+        raise raised[0]
+    return result  # type: ignore[return-value]
+
+
+def wait_until_visible(path: Path) -> None:
+    """Wait until every rank sees the manifest that rank 0 sees. A network file system may show a commit late.
+
+    Raises:
+        CheckpointError: on every rank, if one doesn't within `VISIBLE_WITHIN` seconds.
+    """
+    expected = from_rank_0(_fingerprint(path))
+
+    def wait() -> None:
+        start, pause = time.monotonic(), 0.05
+        while expected is not None and _fingerprint(path) != expected:
+            if time.monotonic() - start > VISIBLE_WITHIN:
+                raise CheckpointError(
+                    f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see {path / MANIFEST} as rank 0 does, "
+                    f"after {VISIBLE_WITHIN:g} s; checkpoints must be in a folder that all nodes share, or at a URL"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    together(wait)
+
+
+def _fingerprint(path: Path) -> str | None:
+    """Of the manifest as this rank sees it, damaged or not; None if it can't be read."""
+    try:
+        return hashlib.sha256(manifest_bytes(path)).hexdigest()
+    except OSError:
+        if not is_remote(path):
+            with suppress(OSError):
+                os.listdir(path.parent)  # makes NFS ask the server for the folder's names
+        return None
+
+
+def _verified(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are intact; each rank reads a share of them.
+
+    Raises:
+        DamageError: they are not.
+        CheckpointError: a rank doesn't see it.
+    """
+    wait_until_visible(path)
+
+    def verify() -> Manifest:
         manifest = read_manifest(path)
-        problem = next(damage(path, manifest, dist.get_rank(), dist.get_world_size()), None)
-    except (CheckpointError, KeyError) as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return manifest, next((p for p in problems if p), None)
+        for problem in damage(path, manifest, dist.get_rank(), dist.get_world_size()):
+            raise DamageError(f"{path} is damaged: {problem}")
+        return manifest
+
+    return together(verify)
 
 
-def _load(path: Path, models: Sequence[nn.Module], optimizer: AnyOptimizer, exclude: Collection[str] = ()) -> None:
+def _load(path: Path, models: Sequence[nn.Module], optimizer: AnyOptimizer, exclude: Collection[str]) -> None:
     state: State = {}
     if "model" not in exclude:
         state["model"] = model_state(models)
@@ -132,4 +200,6 @@ def _load(path: Path, models: Sequence[nn.Module], optimizer: AnyOptimizer, excl
         allocate_optimizer_state(optimizer)
         state["optimizer"] = optimizer_state(models, optimizer)
     if state:
-        read_tensors(state, path)
+        reader = Reader(path)
+        together(lambda: check_tensors(state, reader))
+        load(state, reader)

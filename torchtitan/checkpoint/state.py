@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan.checkpoint.dcp_storage import Reader
+from torchtitan.checkpoint.dcp_storage import Reader, load
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
 
@@ -72,24 +71,32 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
 
 
 def read_tensors(state: State, path: Path) -> None:
-    """Fill the tensors of `state` in place from a DCP checkpoint.
+    """Fill the tensors of `state` in place from a checkpoint.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, so the checkpoint is of another model.
+        CheckpointError: it is damaged, or of another model.
     """
     reader = Reader(path)
+    check_tensors(state, reader)
+    load(state, reader)
+
+
+def check_tensors(state: State, reader: Reader) -> None:
+    """
+    Raises:
+        CheckpointError: a tensor of `state` is missing or has another shape, so the checkpoint is of another model.
+    """
     stored = reader.read_metadata().state_dict_metadata
     wrong = []
     for name, value in flatten_state_dict(state)[0].items():
         if name not in stored:
             wrong.append(f"{name} is missing")
-        elif (size := tuple(getattr(stored[name], "size", ()))) != tuple(value.shape):
+        elif (size := tuple(stored[name].size)) != tuple(value.shape):
             wrong.append(f"{name} is {list(size)} in the checkpoint, {list(value.shape)} in the model")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"{path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
+            f"{reader.path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
             "Set model.name, model.flavor and [model.overrides] to the values in its manifest.json, "
             "or choose another checkpoint.folder."
         )
-    dcp.load(state, storage_reader=reader)

@@ -16,7 +16,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 from torchtitan.utils.storage import path_argument
 from torchtitan.utils.text import count, plural
 
@@ -25,23 +25,39 @@ def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at
     from torchtitan.checkpoint.report import overview, summarize
 
-    found = [summarize(step) for step in checkpoints_at(options.path)]
-    print(json.dumps([dataclasses.asdict(s) for s in found], indent=1) if options.json else overview(found))
+    found, damaged = [], []
+    for step in checkpoints_at(options.path):
+        try:
+            found.append(summarize(step))
+        except DamageError as error:
+            damaged.append(error)
+    if found or not damaged:
+        print(json.dumps([dataclasses.asdict(s) for s in found], indent=1) if options.json else overview(found))
+    if damaged:
+        raise CheckpointError("\n".join(map(str, damaged)))
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import checkpoints_at, damage, leftovers, read_manifest
+    from torchtitan.checkpoint.commit import checkpoints_at, damage, leftovers
+    from torchtitan.checkpoint.index import read_index
+    from torchtitan.checkpoint.manifest import read_manifest
 
     bad = 0
     for step in checkpoints_at(options.path):
-        manifest = read_manifest(step)
-        problems = list(damage(step, manifest))
-        bad += bool(problems)
-        size = sum(file["bytes"] for file in manifest["files"].values())
-        print(f"{step}: " + ("damaged" if problems else f"OK, {len(manifest['files'])} files, {size:,} bytes"))
-        for problem in problems:
-            print(f"  {problem}")
+        try:
+            manifest = read_manifest(step)
+            problems = list(damage(step, manifest))
+            if not problems:
+                read_index(step)
+        except DamageError as error:
+            problems = [str(error)]
+        if problems:
+            bad += 1
+            print("\n  ".join([f"{step}: damaged", *problems]))
+        else:
+            size = sum(file.bytes for file in manifest.files.values())
+            print(f"{step}: OK, {len(manifest.files)} files, {size:,} bytes")
     for path in leftovers(options.path):
         print(f"{path}: left by an interrupted save, or a save in progress; the run's next start deletes it")
     return 1 if bad else 0
@@ -78,7 +94,15 @@ def prune(options: argparse.Namespace) -> int:
 def to_hf(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint import convert
 
-    convert.to_hf(options.source, options.target, options.dtype, options.assets, options.max_file_gb, options.check)
+    convert.to_hf(
+        options.source,
+        options.target,
+        options.dtype,
+        options.assets,
+        options.max_file_gb,
+        options.check,
+        options.custom_import,
+    )
     return 0
 
 
@@ -133,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="compare the logits of transformers' model (default: if it is installed and memory suffices)",
     )
+    command.add_argument("--custom-import", metavar="MODULE", help="module that registers the model's family")
     command.set_defaults(run=to_hf)
 
     command = commands.add_parser("from-hf", help="convert a Hugging Face model, to start a run from")

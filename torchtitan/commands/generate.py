@@ -43,7 +43,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
     from torchtitan.generate.generator import Sampling  # imports torch
     from torchtitan.generate.source import find, load, open_tokenizer
 
-    source = find(options.checkpoint)
+    source = find(options.checkpoint, options.custom_import)
     tokenizer = open_tokenizer(source, options.assets)
     prompts = [tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in texts]
     if problems := list(_model_problems(source, prompts, world)):
@@ -161,5 +161,6 @@ def parser() -> argparse.ArgumentParser:
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, help="dtype of the weights (default: bfloat16; float32 on the CPU)")
     add("--batch-size", type=count, default=8, help="prompts per batch (default: %(default)s)")
+    add("--custom-import", metavar="MODULE", help="module that registers the model's family")
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchtitan.checkpoint.commit import checkpoints_at, read_manifest
+from torchtitan.checkpoint.commit import checkpoints_at
 from torchtitan.checkpoint.convert import model_of
 from torchtitan.checkpoint.dcp_storage import alone
 from torchtitan.checkpoint.hf import load_hf, read_hf_config
+from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import model_state, read_tensors
 from torchtitan.config.schema import Comm
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -43,8 +44,11 @@ class Source:
     """Tokens that end a text, in addition to the tokenizer's own."""
 
 
-def find(name: str) -> Source:
+def find(name: str, custom_import: str | None = None) -> Source:
     """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face model's folder.
+
+    Args:
+        custom_import: module that registers the model's family.
 
     Raises:
         UserError: there is none, it is damaged, or its family is unknown.
@@ -57,13 +61,13 @@ def find(name: str) -> Source:
         folder = storage_path(settings.get("checkpoint", {}).get("folder", "checkpoint"), folder)
     folder = checkpoints_at(folder)[-1]
     manifest = read_manifest(folder)
-    for file, expected in manifest["files"].items():
-        if not (folder / file).is_file() or (folder / file).stat().st_size != expected["bytes"]:
+    for file, expected in manifest.files.items():
+        if not (folder / file).is_file() or (folder / file).stat().st_size != expected.bytes:
             raise CheckpointError(
                 f"{folder} is damaged: {file} is missing or has the wrong size; choose an earlier step "
                 "(torchtitan ckpt verify lists the intact ones)"
             )
-    return Source(folder, False, *model_of(manifest), manifest["data"].get("tokenizer"), ())
+    return Source(folder, False, *model_of(folder, manifest, custom_import), manifest.data.get("tokenizer"), ())
 
 
 def _hugging_face(folder: Path) -> Source:

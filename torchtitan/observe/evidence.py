@@ -3,9 +3,7 @@
 `observe/watch.py` writes the state of each rank, torch's Flight Recorder its last collectives.
 """
 
-import ast
 import json
-import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.utils.phase import DATA, SAVING
+from torchtitan.utils.unpickle import safe_loads
 
 STATE = "state-{}.json"
 
@@ -146,8 +145,8 @@ def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | N
         if not number.isdigit() or (int(number) not in states and path.stat().st_mtime < max(asked, since)):
             continue  # from an earlier case
         try:
-            _add_collectives(witnesses.setdefault(int(number), Witness()), pickle.loads(path.read_bytes()))
-        except (pickle.UnpicklingError, EOFError):  # NCCL's watchdog was killed while it wrote
+            _add_collectives(witnesses.setdefault(int(number), Witness()), safe_loads(path.read_bytes()))
+        except (ValueError, TypeError, LookupError, AttributeError):  # its writer was killed, or it is no dump
             continue
     if not witnesses or (ask and asked < since):
         return None
@@ -161,8 +160,9 @@ def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | N
 
 def _add_collectives(witness: Witness, dump: dict[str, Any]) -> None:
     for name, about in dump["pg_config"].items():
-        ranks = ast.literal_eval(about["ranks"]) if isinstance(about["ranks"], str) else about["ranks"]
-        witness.groups[name] = Group(name, about["desc"], tuple(ranks))
+        ranks = about["ranks"]
+        numbers = re.findall("[0-9]+", ranks) if isinstance(ranks, str) else ranks
+        witness.groups[name] = Group(name, about["desc"], tuple(map(int, numbers)))
     for entry in dump.get("entries", ()):
         group = witness.groups.get(str(entry["process_group"][0]))
         if group is None or len(group.ranks) < 2:

@@ -1,6 +1,6 @@
 """torch's Flight Recorder: a ring of the last collectives of each rank, configured and written to disk."""
 
-import ast
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchtitan.config.schema import Comm
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.utils.unpickle import safe_loads
 
 DUMPED = 2000
 """Collectives written per rank. One rank reads those of all ranks, so this is bounded."""
@@ -47,7 +48,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
     Args:
         stacks: include Python stacks, which can take seconds to look up.
     """
-    trace = pickle.loads(_recorder()(includeStackTraces=stacks))
+    trace = safe_loads(_recorder()(includeStackTraces=stacks))
     if not _records_nccl():
         world = dist.distributed_c10d._world
         trace["pg_config"] = {
@@ -65,7 +66,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
             if entry["retired"]:
                 entry["state"] = "completed"
             if entry["profiling_name"] == "gloo:all_gather":  # some entries record the shape of one part
-                members = ast.literal_eval(trace["pg_config"][entry["process_group"][0]]["ranks"])
+                members = json.loads(trace["pg_config"][entry["process_group"][0]]["ranks"])
                 entry["output_sizes"] = [[len(members), *size] for size in entry["input_sizes"]]
     trace["entries"] = trace.get("entries", [])[-DUMPED:]
     path = Path(dump_folder, comm.save_traces_folder, f"{comm.save_traces_file_prefix}{dist.get_rank()}")
@@ -74,7 +75,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
 
 def collective_counts() -> dict[str, dict[str, int]]:
     """Number of collectives that each process group has started and completed."""
-    return pickle.loads(_recorder()(includeCollectives=False, includeStackTraces=False)).get("pg_status", {})
+    return safe_loads(_recorder()(includeCollectives=False, includeStackTraces=False)).get("pg_status", {})
 
 
 def _records_nccl() -> bool:

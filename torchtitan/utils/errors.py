@@ -43,6 +43,10 @@ class CheckpointError(UserError):
     """A checkpoint can't be written or read, or is damaged."""
 
 
+class DamageError(CheckpointError):
+    """The files of a checkpoint are damaged, or not what they claim to be. An earlier checkpoint may be intact."""
+
+
 def report(error: UserError) -> None:
     """Print the message of `error`, or its traceback if `TORCHTITAN_DEBUG=1`."""
     if os.environ.get(DEBUG_ENV) == "1":

@@ -1,0 +1,122 @@
+"""Small checkpoints for tests, and ways to forge them: whoever hands us one can compute every checksum in it."""
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.config import schema
+
+ABOUT: dict[str, Any] = {"versions": {}, "model": {"name": "llama3"}, "git": None, "ranks": 2, "data": {}, "config": ""}
+
+
+def train_state(step: int) -> dict[str, Any]:
+    return {
+        "progress": {"step": step, "tokens": 100 * step, "skipped": 0},
+        "lr_scheduler": {"steps": step},
+        "data": {"fingerprint": {"seed": 0}, "lanes": {str(i): lane(i) for i in range(3)}},
+        "guard": {
+            "windows": {"loss": [0.1, 1e-05, 0.30000000000000004]},
+            "streak": 0,
+            "calm": step,
+            "rows": 8,
+            "skipped": [],
+        },
+    }
+
+
+def lane(index: int) -> dict[str, Any]:
+    return {"cursor": {"position": index}, "offset": -1}
+
+
+def small_checkpointer(folder: Path, features: int = 4, **settings: Any) -> Checkpointer:
+    """A checkpointer of one linear layer, its folder being `folder` itself. Called by all ranks."""
+    model = nn.Linear(features, 3)
+    config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
+    return Checkpointer(config, str(folder.parent), [model], torch.optim.AdamW(model.parameters()), ABOUT)
+
+
+def save_steps(folder: Path, *steps: int) -> None:
+    """Save checkpoints whose weights are all equal to their step."""
+    checkpointer = small_checkpointer(folder)
+    for step in steps:
+        for param in checkpointer.models[0].parameters():
+            nn.init.constant_(param, step)
+            param.grad = torch.zeros_like(param)
+        checkpointer.optimizer.step()
+        for param in checkpointer.models[0].parameters():
+            nn.init.constant_(param, step)
+        checkpointer.save(step, train_state(step))
+    checkpointer.close()
+
+
+def outcome(folder: Path, **settings: Any) -> Any:
+    """The step that is resumed, or what is wrong. Called by all ranks."""
+    from torchtitan.utils.errors import CheckpointError
+
+    checkpointer = small_checkpointer(folder, load_only=True, **settings)
+    try:
+        resumed = checkpointer.resume()
+    except CheckpointError as error:
+        return str(error)
+    if resumed is not None:
+        assert all((param == resumed.step).all() for param in checkpointer.models[0].parameters())
+    return resumed and resumed.step
+
+
+def seal(step: Path, content: Any) -> None:
+    """Write any manifest with the right checksum."""
+    body = (content if isinstance(content, str) else json.dumps(content, indent=1)).encode().removesuffix(b"\n}")
+    line = f',\n "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'
+    (step / "manifest.json").write_bytes(body + line.encode())
+
+
+def manifest(step: Path) -> dict[str, Any]:
+    content = json.loads((step / "manifest.json").read_text())
+    del content["sha256"]
+    return content
+
+
+def change(step: Path, /, **changes: Any) -> None:
+    """Change entries of the manifest, and its checksum."""
+    seal(step, manifest(step) | changes)
+
+
+def replace(step: Path, name: str, content: bytes) -> None:
+    """Replace a file, and its checksum in the manifest."""
+    (step / name).write_bytes(content)
+    entry = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    change(step, files=manifest(step)["files"] | {name: entry})
+
+
+def index(step: Path) -> dict[str, Any]:
+    return json.loads((step / "tensors.json").read_text())
+
+
+def replace_tensors(step: Path, pickled: bytes) -> None:
+    """Let every tensor be what `pickled` makes when torch loads a file with it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/data/0", bytes(1 << 18))
+    replace(step, "__9_0.distcp", file.getvalue())
+    tensors = index(step)
+    for tensor in tensors.values():
+        tensor["parts"] = [[[0] * len(tensor["size"]), tensor["size"], "__9_0.distcp", 0, len(file.getvalue())]]
+    replace(step, "tensors.json", json.dumps(tensors).encode())
+
+
+def on_rank_0(action: Any, *args: Any) -> None:
+    if dist.get_rank() == 0:
+        action(*args)
+    dist.barrier()

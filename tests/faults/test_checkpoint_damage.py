@@ -1,0 +1,304 @@
+"""Whatever is wrong with a checkpoint is refused by name, and every rank falls back to the one before."""
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.checkpoints import (
+    change,
+    index,
+    lane,
+    manifest,
+    on_rank_0,
+    outcome,
+    replace,
+    replace_tensors,
+    save_steps,
+    seal,
+    small_checkpointer,
+    train_state,
+)
+from torchtitan.checkpoint import resume
+from torchtitan.checkpoint.commit import disposable
+from torchtitan.checkpoint.manifest import MANIFEST, parse
+from torchtitan.commands import ckpt
+from torchtitan.utils.errors import CheckpointError, UserError
+
+DEEP = "[" * 100_000
+
+
+def raw(content):
+    return lambda step: (step / MANIFEST).write_bytes(content)
+
+
+def changed(**changes):
+    return lambda step: change(step, **changes)
+
+
+def without(key):
+    return lambda step: seal(step, {k: v for k, v in manifest(step).items() if k != key})
+
+
+def state(part, **changes):
+    return lambda step: change(step, train_state=train_state(2) | {part: train_state(2)[part] | changes})
+
+
+def file_entry(name, **entry):
+    return lambda step: change(step, files=manifest(step)["files"] | {name: {"bytes": 1, "crc32": 1} | entry})
+
+
+def tensor(change_it):
+    """Change the first tensor of the index."""
+
+    def damage(step):
+        tensors = index(step)
+        change_it(next(iter(tensors.values())))
+        replace(step, "tensors.json", json.dumps(tensors).encode())
+
+    return damage
+
+
+def part(number, value):
+    return tensor(lambda about: about["parts"][0].__setitem__(number, value))
+
+
+def instead_of(name, make):
+    def damage(step):
+        (step / name).unlink()
+        make(step / name)
+
+    return damage
+
+
+def to_copy(path):
+    shutil.copy(path.parents[1] / "step-1" / path.name, path.with_name("other"))
+    path.symlink_to("other")
+
+
+def cut(name):
+    return lambda step: os.truncate(step / name, (step / name).stat().st_size // 2)
+
+
+SHARD = "__0_0.distcp"
+DAMAGES = {
+    "empty manifest": raw(b""),
+    "list": raw(b"[]"),
+    "number": raw(b"1"),
+    "not UTF-8": raw(b"\xff\xfe{}"),
+    "zeros": raw(bytes(1000)),
+    "nested": raw(DEEP.encode()),
+    "cut manifest": cut(MANIFEST),
+    "sealed list": lambda step: seal(step, "[1"),
+    "sealed nesting": lambda step: seal(step, '{"format": 2, "data": {"a": ' + DEEP),
+    "checksum removed": lambda step: (step / MANIFEST).write_text(json.dumps(manifest(step), indent=1)),
+    "format 1": lambda step: (step / MANIFEST).write_text(json.dumps(manifest(step) | {"format": 1}, indent=1)),
+    "manifest is a folder": instead_of(MANIFEST, Path.mkdir),
+    "manifest is a pipe": instead_of(MANIFEST, os.mkfifo),
+    "manifest is a link": instead_of(MANIFEST, to_copy),
+    "manifest is a device": instead_of(MANIFEST, lambda path: path.symlink_to("/dev/zero")),
+    "no step": without("step"),
+    "no files entry": without("files"),
+    "no model_only": without("model_only"),
+    "no state": without("train_state"),
+    "another format": changed(format=3),
+    "unknown key": changed(more=1),
+    "step is text": changed(step="2"),
+    "step of another": changed(step=1, train_state=train_state(1)),
+    "negative step": changed(step=-1),
+    "huge step": changed(step=10**30),
+    "real step": changed(step=2.0),
+    "model_only is a number": changed(model_only=0),
+    "state is null": changed(train_state=None),
+    "state is a list": changed(train_state=[]),
+    "state of another step": changed(train_state=train_state(1)),
+    "no files": changed(files={}),
+    "files is a list": changed(files=[]),
+    "absolute name": file_entry("/etc/passwd"),
+    "name above": file_entry("../step-1/manifest.json"),
+    "name is dots": file_entry(".."),
+    "negative size": file_entry(SHARD, bytes=-1),
+    "huge size": file_entry(SHARD, bytes=10**30),
+    "large checksum": file_entry(SHARD, crc32=2**32),
+    "tokens are text": state("progress", tokens="1"),
+    "NaN in the window": state("guard", windows={"loss": [float("nan")]}),
+    "a range of three": state("guard", skipped=[[1, 2, 3]]),
+    "lane missing": state("data", lanes={"0": lane(0), "2": lane(2)}),
+    "no position": state("data", lanes=None),
+    "shard missing": lambda step: (step / SHARD).unlink(),
+    "cut shard": cut(SHARD),
+    "shard is a pipe": instead_of(SHARD, os.mkfifo),
+    "shard is a folder": instead_of(SHARD, Path.mkdir),
+    "shard is a link": instead_of(SHARD, to_copy),
+    "index missing": lambda step: (step / "tensors.json").unlink(),
+    "index unlisted": lambda step: change(
+        step, files={k: v for k, v in manifest(step)["files"].items() if k != "tensors.json"}
+    ),
+    "index is a list": lambda step: replace(step, "tensors.json", b"[]"),
+    "index is garbage": lambda step: replace(step, "tensors.json", b"\xff\xfe"),
+    "nested index": lambda step: replace(step, "tensors.json", DEEP.encode()),
+    "no such dtype": tensor(lambda about: about.update(dtype="Tensor")),
+    "size beyond memory": tensor(lambda about: about.update(size=[2**62, 2**62])),
+    "64 dimensions too many": tensor(lambda about: about.update(size=[1] * 128)),
+    "part outside": part(0, [1, 1]),
+    "part too small": part(1, [1, 1]),
+    "part of fewer dimensions": part(1, [1]),
+    "shard unlisted": part(2, "__7_0.distcp"),
+    "shard above": part(2, "../step-1/__0_0.distcp"),
+    "beyond the end": part(3, 10**6),
+    "too short": part(4, 1),
+    "elsewhere in the file": part(3, 1),
+    "tensors are text": lambda step: replace_tensors(step, b"\x80\x02X\x02\x00\x00\x00hi."),
+    "tensors are garbage": lambda step: replace_tensors(step, b"garbage"),
+}
+UNSEEN = [name for name in DAMAGES if name in ("manifest is a folder", "manifest is a pipe", "manifest is a device")]
+
+
+def resume_each(folder, names):
+    """What every rank makes of each damage to the newest of two checkpoints, and of the same one alone."""
+    on_rank_0(shutil.rmtree, folder, True)
+    save_steps(folder / "good", 1, 2)
+    out = {}
+    for name in names:
+        damaged = folder / name
+        on_rank_0(shutil.copytree, folder / "good", damaged)
+        on_rank_0(DAMAGES[name], damaged / "step-2")
+        out[name] = (outcome(damaged), outcome(damaged, load_step=2))
+    return out
+
+
+FEW = (
+    "nested", "checksum removed", "manifest is a pipe", "manifest is a link", "no state", "step of another", "no files",
+    "name above", "lane missing", "shard missing", "shard is a pipe", "index unlisted", "shard unlisted",
+    "beyond the end", "tensors are text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(DAMAGES), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_every_rank_falls_back(ranks, tmp_path, names):
+    first, second = ranks(2, resume_each, tmp_path, names)
+    assert first.keys() == set(names)
+    for name, (fallback, refusal) in first.items():
+        assert second[name] == (fallback, refusal), name
+        assert fallback == 1, name
+        assert str(tmp_path / name) in refusal, name
+        assert len(refusal) < 1000, name
+        if name not in UNSEEN:  # a folder whose manifest isn't a file is no checkpoint
+            assert "no checkpoint can be resumed" in refusal, name
+
+
+def save_one(folder):
+    save_steps(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "checkpoint"
+    ranks(1, save_one, folder)
+    return folder / "step-2"
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_tools_refuse_or_report(checkpoint, tmp_path, capsys, name):
+    step = shutil.copytree(checkpoint, tmp_path / "step-2")
+    shutil.copytree(checkpoint, tmp_path / "step-1")
+    DAMAGES[name](step)
+    began = time.monotonic()
+    problems = []
+    for argv in (["verify", str(step)], ["inspect", str(step)], ["diff", str(checkpoint), str(step)]):
+        try:
+            ckpt.main(argv)
+        except UserError as error:
+            problems.append(str(error))
+    assert all(str(step) in text for text in problems)
+    ckpt.main(["prune", str(tmp_path), "--keep-latest", "1"])
+    if name not in UNSEEN:
+        assert ckpt.main(["verify", str(tmp_path)]) == 1 or name in PLAUSIBLE
+    assert time.monotonic() - began < 2
+
+
+PLAUSIBLE = ("elsewhere in the file", "tensors are text", "tensors are garbage", "step of another")
+"""Only reading the tensors, or the folder's name, tells."""
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(checkpoint):
+    content = (checkpoint / MANIFEST).read_bytes()
+    assert parse(content).state() == train_state(2)
+    for position in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(ValueError, match="checksum"):
+            parse(bytes(flipped))
+
+
+def test_numbers_are_kept_bit_for_bit(checkpoint, tmp_path):
+    step = shutil.copytree(checkpoint, tmp_path / "step-2")
+    numbers = [random.Random(0).uniform(-1, 1) * 10.0**power for power in range(-320, 308)]
+    state("guard", windows={"loss": numbers})(step)
+    assert parse((step / MANIFEST).read_bytes()).state()["guard"]["windows"]["loss"] == numbers
+
+
+def test_a_save_does_not_delete_itself_for_later_steps(checkpoint, tmp_path):
+    """After a return to step 1, the steps from before it are newer, and don't count."""
+    for step in (1, 2, 3, 8, 9):
+        target = shutil.copytree(checkpoint, tmp_path / f"step-{step}")
+        change(target, step=step, train_state=train_state(step))
+    (tmp_path / "step-2" / MANIFEST).write_text("damaged")
+    assert disposable(tmp_path, 2) == [1, 2, 3]
+    assert disposable(tmp_path, 2, newest=3) == [1]
+    assert disposable(tmp_path, 1, newest=2) == [], "2 can't be resumed"
+
+
+def another_model(folder):
+    save_steps(folder, 1, 2)
+    checkpointer = small_checkpointer(folder, features=5, load_only=True)
+    with pytest.raises(CheckpointError) as error:
+        checkpointer.resume()
+    return str(error.value)
+
+
+def test_another_model_is_no_damage(ranks, tmp_path):
+    for text in ranks(2, another_model, tmp_path / "checkpoint"):
+        assert "step-2 holds another model" in text
+
+
+def late(folder, reads):
+    """Rank 1 sees the manifest only after `reads` attempts."""
+    save_steps(folder, 1)
+    real, count = resume.manifest_bytes, 0
+
+    def read(path):
+        nonlocal count
+        count += 1
+        if dist.get_rank() == 1 and count <= reads:
+            raise FileNotFoundError(path)
+        return real(path)
+
+    with mock.patch.object(resume, "manifest_bytes", read), mock.patch.object(resume, "VISIBLE_WITHIN", 0.5):
+        found = outcome(folder)
+        count = 0
+        checkpointer = small_checkpointer(folder)
+        exported = "exported"
+        try:
+            with mock.patch("torchtitan.checkpoint.manager.HFExport"):
+                checkpointer.export_hf(1, None, None, None)
+        except CheckpointError as error:
+            exported = str(error)
+        checkpointer.close()
+        return found, exported
+
+
+def test_ranks_wait_until_they_see_what_rank_0_sees(ranks, tmp_path):
+    for found in ranks(2, late, tmp_path / "soon", 3):
+        assert found == (1, "exported")
+    for found in ranks(2, late, tmp_path / "never", 10**6):
+        for text in found:
+            assert text.startswith("rank 1 on ")
+            assert str(tmp_path / "never/step-1/manifest.json") in text
+            assert "in a folder that all nodes share" in text

@@ -1,0 +1,136 @@
+"""`tensors.json`: dtype and size of each tensor, and where its parts are.
+
+DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. So both are written, that one
+for other programs, and only this one is read.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchtitan.checkpoint.manifest import Count, FileName, Strict, first_problem, read_manifest
+from torchtitan.utils.errors import DamageError
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.storage import patiently
+
+INDEX = "tensors.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+Size = Annotated[tuple[Count, ...], Field(max_length=64)]
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and the bytes that hold it."""
+
+    offsets: Size
+    sizes: Size
+    file: FileName
+    start: Count
+    length: Count
+
+
+class TensorEntry(Strict):
+    """One tensor. Its parts don't overlap."""
+
+    dtype: str
+    size: Size
+    parts: list[Part]
+
+
+_INDEX = TypeAdapter(dict[str, TensorEntry])
+
+
+def render_index(metadata: Metadata) -> bytes:
+    """The file about a checkpoint that DCP has just written."""
+    tensors = {}
+    for name, about in metadata.state_dict_metadata.items():
+        assert isinstance(about, TensorStorageMetadata), f"{name} is not a tensor"
+        parts = []
+        for chunk in about.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            parts.append(
+                Part(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+            )
+        dtype = str(about.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "size": list(about.size), "parts": parts}
+    return json.dumps(tensors, separators=(",", ":")).encode()
+
+
+def read_index(path: Path) -> Metadata:
+    """The tensors of the checkpoint `path`, after checking that its files can hold them.
+
+    Raises:
+        DamageError: the index is damaged, or a part isn't inside of a file that the manifest lists.
+    """
+    files = read_manifest(path).files
+    if INDEX not in files:
+        raise DamageError(f"{path} is damaged: its manifest doesn't list {INDEX}")
+    listed = files[INDEX]
+    try:
+        content = patiently(path, lambda: read_regular(path / INDEX, listed.bytes))
+        if len(content) != listed.bytes or zlib.crc32(content) != listed.crc32:
+            raise ValueError("its size or checksum is wrong")
+        return parse_index(content, {name: file.bytes for name, file in files.items()})
+    except ValidationError as error:
+        raise DamageError(f"{path} is damaged: {INDEX}: {first_problem(error)}") from None
+    except (OSError, ValueError) as error:
+        raise DamageError(f"{path} is damaged: {INDEX}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
+    """What DCP needs to read the tensors.
+
+    Args:
+        files: sizes in bytes, by name.
+
+    Raises:
+        ValueError: a tensor has no known dtype, or its parts don't fill it, or are not in `files`.
+    """
+    tensors, places = {}, {}
+    for name, entry in _INDEX.validate_json(content).items():
+        try:
+            dtype = _check(entry, files)
+        except ValueError as error:
+            raise ValueError(f"{name[:200]!a}: {error}") from None
+        chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in entry.parts]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.size), chunks)
+        for number, (part, chunk) in enumerate(zip(entry.parts, chunks, strict=True)):
+            places[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(part.file, part.start, part.length)
+    return Metadata(tensors, storage_data=places)
+
+
+def _check(entry: TensorEntry, files: Mapping[str, int]) -> torch.dtype:
+    """The dtype of a tensor whose parts are complete and in `files`."""
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"no dtype is called {entry.dtype[:80]!a}")
+    dtype = _DTYPES[entry.dtype]
+    if prod(entry.size) * dtype.itemsize >= 2**63:
+        raise ValueError("its size is beyond any memory")
+    filled = 0
+    for part in entry.parts:
+        if not len(part.offsets) == len(part.sizes) == len(entry.size):
+            raise ValueError("a part has other dimensions")
+        if any(a + b > c for a, b, c in zip(part.offsets, part.sizes, entry.size, strict=True)):
+            raise ValueError("a part is outside of it")
+        if part.file not in files:
+            raise ValueError(f"the manifest doesn't list its file {part.file}")
+        if part.start + part.length > files[part.file] or prod(part.sizes) * dtype.itemsize > part.length:
+            raise ValueError(f"{part.file} is too short for it")
+        filled += prod(part.sizes)
+    if filled != prod(entry.size):
+        raise ValueError(f"its parts hold {filled} elements instead of {prod(entry.size)}")
+    return dtype

@@ -1,0 +1,215 @@
+"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each of its files.
+
+The models below are the format. The file's last line is the SHA-256 of all before it, so every flipped bit is found.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+
+from torchtitan.utils.errors import DamageError
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.storage import patiently
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+_LARGEST = 1 << 28
+"""Bytes; those of a run on 100,000 ranks stay below."""
+_SEAL = b',\n "sha256": '
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
+"""Plain and relative: no slash, and more than dots."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+    )
+
+
+class FileEntry(Strict):
+    """One file of the checkpoint."""
+
+    bytes: Count
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class ProgressState(Strict):
+    step: Count
+    tokens: Count
+    skipped: Count
+
+
+class ScheduleState(Strict):
+    steps: Count
+
+
+class GuardState(Strict):
+    windows: dict[str, list[float]]
+    streak: Count
+    calm: Count
+    rows: Count
+    skipped: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+
+
+class DocumentPosition(Strict):
+    position: Count
+
+
+class StreamPosition(Strict):
+    epoch: Count
+    stream: dict[str, Any] | None
+
+
+class LanePosition(Strict):
+    cursor: DocumentPosition | StreamPosition
+    offset: Annotated[int, Field(ge=-1, lt=2**63)]
+
+
+class DataState(Strict):
+    """The data position: rows of token files that were consumed, or a position in every lane of text."""
+
+    fingerprint: dict[str, Any]
+    consumed: Count | None = None
+    lanes: dict[str, LanePosition] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.consumed is None) == (self.lanes is None):
+            raise ValueError("one of consumed and lanes is needed")
+        if self.lanes is not None and self.lanes.keys() != {str(index) for index in range(len(self.lanes))}:
+            raise ValueError("lanes are missing")
+        return self
+
+
+class TrainState(Strict):
+    """Everything but tensors that a run continues from."""
+
+    progress: ProgressState
+    lr_scheduler: ScheduleState
+    data: DataState
+    guard: GuardState
+
+
+class Manifest(Strict):
+    """The contents of `manifest.json`."""
+
+    format: Literal[2]
+    saved: str
+    """Time, ISO 8601."""
+    step: Count
+    model_only: bool
+    """It has only weights."""
+    versions: dict[str, str]
+    model: dict[str, Any]
+    """`name` of the family, and the hyper-parameters."""
+    git: str | None = None
+    ranks: NonNegativeInt | None = None
+    data: dict[str, Any]
+    """Fingerprint of the training data."""
+    config: str
+    """The configuration, TOML."""
+    train_state: TrainState | None
+    """None if it comes from no run."""
+    parameters: Count
+    """Number of elements in the weights."""
+    tensor_bytes: dict[str, dict[str, Count]]
+    """By part (`model`, `optimizer`) and dtype."""
+    files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.train_state is None and not self.model_only:
+            raise ValueError("train_state is missing")
+        if self.train_state is not None and self.train_state.progress.step != self.step:
+            raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """`train_state` as the run gathered it."""
+        return {} if self.train_state is None else self.train_state.model_dump(exclude_unset=True)
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration, as sections.
+
+        Raises:
+            DamageError: it isn't TOML, or has something else where a section should be.
+        """
+        try:
+            sections = tomli.loads(self.config)
+        except (ValueError, RecursionError) as error:
+            raise DamageError(f"the configuration in {MANIFEST} is not TOML: {ascii(str(error))[:200]}") from None
+        if wrong := [name for name, section in sections.items() if not isinstance(section, dict)]:
+            raise DamageError(f"the configuration in {MANIFEST} has no section {ascii(wrong[0])[:80]}")
+        return sections
+
+
+def render(content: dict[str, Any]) -> bytes:
+    """The file with this content, which must be valid."""
+    body = json.dumps({"format": FORMAT, **content}, indent=1).encode().removesuffix(b"\n}")
+    Manifest.model_validate_json(body + b"\n}")
+    return body + _SEAL + _checksum(body)
+
+
+def parse(file: bytes) -> Manifest:
+    """The contents of a file from `render`.
+
+    Raises:
+        ValueError: it differs from what `render` would write.
+    """
+    body, seal, checksum = file.rpartition(_SEAL)
+    if not seal:
+        early = file.startswith(b'{\n "format": 1,')
+        raise ValueError(
+            "format 1, of an earlier version, has no checksum" if early else "it is cut, or has no checksum"
+        )
+    if checksum != _checksum(body):
+        raise ValueError("its checksum is wrong")
+    try:
+        return Manifest.model_validate_json(body + b"\n}")
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's complaints, in one line that is safe to print."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return ascii(f"{place}: {first['msg']}" if place else first["msg"])[1:-1][:300]
+
+
+def _checksum(body: bytes) -> bytes:
+    return f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest of a checkpoint, as it is on disk.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    return patiently(path, lambda: read_regular(path / MANIFEST, _LARGEST))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        DamageError: there is none, or it is damaged.
+    """
+    try:
+        return parse(manifest_bytes(path))
+    except OSError as error:
+        raise DamageError(f"{path} is not a complete checkpoint: {MANIFEST}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise DamageError(f"{path} is damaged: {MANIFEST}: {error}") from None
