@@ -3,7 +3,6 @@
 import builtins
 import functools
 import importlib
-import json
 import marshal
 import operator
 import os
@@ -178,13 +177,11 @@ def test_only_the_user_names_modules_to_import(run, tmp_path, monkeypatch):
     ("changes", "match"),
     [
         ({"model": {"name": "llama3", "dim": "64"}}, "step-1 is damaged: the model in its manifest: "),
+        ({"model": {"name": "llama3", "vocab_size": 2**40}}, "not of the model in its manifest: .* in the checkpoint"),
         ({"model": {}}, "no model family ''"),
         ({"model": {"name": ["llama3"]}}, "no model family"),
-        ({"config": "a = ["}, "not TOML"),
-        ({"config": "a = " + "[" * 100_000}, "not TOML"),
-        ({"config": "experimental = 1"}, "no section 'experimental'"),
-        ({"config": '[model]\nhf_assets_path = ["/dev/zero"]'}, ""),
-        ({"data": {"tokenizer": 1}}, ""),
+        ({"config": '[model]\nhf_assets_path = ["/dev/zero"]'}, "tokenizer"),
+        ({"data": {"tokenizer": 1}}, "is not the tokenizer that the model"),
     ],
 )
 def test_a_manifest_of_no_model(run, tmp_path, changes, match):
@@ -192,4 +189,3 @@ def test_a_manifest_of_no_model(run, tmp_path, changes, match):
     change(step, **changes)
     with pytest.raises(UserError, match=match):
         generate(step)
-    assert json.loads((step / "manifest.json").read_text())["step"] == 1

@@ -118,6 +118,10 @@ DAMAGES = {
     "state is null": changed(train_state=None),
     "state is a list": changed(train_state=[]),
     "state of another step": changed(train_state=train_state(1)),
+    "config is no TOML": changed(config="a = ["),
+    "config of brackets": changed(config="a = " + DEEP),
+    "config of dots": changed(config=".".join("a" * 5000) + " = 1"),
+    "config without sections": changed(config="experimental = 1"),
     "no files": changed(files={}),
     "files is a list": changed(files=[]),
     "absolute name": file_entry("/etc/passwd"),
@@ -175,8 +179,8 @@ def resume_each(folder, names):
 
 FEW = (
     "nested", "checksum removed", "manifest is a pipe", "manifest is a link", "no state", "step of another", "no files",
-    "name above", "lane missing", "shard missing", "shard is a pipe", "index unlisted", "shard unlisted",
-    "beyond the end", "tensors are text",
+    "name above", "lane missing", "config of dots", "shard missing", "shard is a pipe", "index unlisted",
+    "shard unlisted", "beyond the end", "tensors are text",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, damage
 from torchtitan.checkpoint.dcp_storage import Reader, alone, load
 from torchtitan.checkpoint.hf import HFExport, import_hf, read_hf_config
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
+from torchtitan.checkpoint.state import check_own_model
 from torchtitan.config.load import load_config
 from torchtitan.config.render import to_toml_value
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -87,6 +88,8 @@ def to_hf(
     if problem := next(damage(step, manifest), None):
         raise DamageError(f"{step} is damaged: {problem}")
     spec, args, recorded = model_of(step, manifest, custom_import)
+    with torch.device("meta"):
+        check_own_model(spec.build(args, None), Reader(step))
     tokenizer = _tokenizer(assets or recorded, given=assets is not None)
     wanted = getattr(torch, dtype) if dtype else None
     export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9))

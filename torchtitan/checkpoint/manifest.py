@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
@@ -19,6 +19,8 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 _LARGEST = 1 << 28
 """Bytes; those of a run on 100,000 ranks stay below."""
+_DEEPEST = 8
+"""Levels of tables in a configuration."""
 _SEAL = b',\n "sha256": '
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -101,6 +103,22 @@ class TrainState(Strict):
     guard: GuardState
 
 
+def _configuration(toml: str) -> str:
+    """A configuration whose sections are tables, and not nested endlessly."""
+    try:
+        sections = tomli.loads(toml)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if wrong := [name for name, section in sections.items() if not isinstance(section, dict)]:
+        raise ValueError(f"no section {wrong[0]!a}")
+    tables = [sections]
+    for _ in range(_DEEPEST):
+        tables = [value for table in tables for value in table.values() if isinstance(value, dict)]
+    if tables:
+        raise ValueError("nested too deeply")
+    return toml
+
+
 class Manifest(Strict):
     """The contents of `manifest.json`."""
 
@@ -117,8 +135,8 @@ class Manifest(Strict):
     ranks: NonNegativeInt | None = None
     data: dict[str, Any]
     """Fingerprint of the training data."""
-    config: str
-    """The configuration, TOML."""
+    config: Annotated[str, AfterValidator(_configuration)]
+    """TOML."""
     train_state: TrainState | None
     """None if it comes from no run."""
     parameters: Count
@@ -140,18 +158,8 @@ class Manifest(Strict):
         return {} if self.train_state is None else self.train_state.model_dump(exclude_unset=True)
 
     def settings(self) -> dict[str, Any]:
-        """The configuration, as sections.
-
-        Raises:
-            DamageError: it isn't TOML, or has something else where a section should be.
-        """
-        try:
-            sections = tomli.loads(self.config)
-        except (ValueError, RecursionError) as error:
-            raise DamageError(f"the configuration in {MANIFEST} is not TOML: {ascii(str(error))[:200]}") from None
-        if wrong := [name for name, section in sections.items() if not isinstance(section, dict)]:
-            raise DamageError(f"the configuration in {MANIFEST} has no section {ascii(wrong[0])[:80]}")
-        return sections
+        """The configuration, as sections."""
+        return tomli.loads(self.config)
 
 
 def render(content: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.checkpoint.dcp_storage import Reader, load
 from torchtitan.optim.optimizer import AnyOptimizer
-from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.errors import CheckpointError, DamageError
 
 State = dict[str, Any]
 
@@ -86,6 +86,29 @@ def check_tensors(state: State, reader: Reader) -> None:
     Raises:
         CheckpointError: a tensor of `state` is missing or has another shape, so the checkpoint is of another model.
     """
+    if wrong := differences(state, reader):
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{reader.path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
+            "Set model.name, model.flavor and [model.overrides] to the values in its manifest.json, "
+            "or choose another checkpoint.folder."
+        )
+
+
+def check_own_model(model: nn.Module, reader: Reader) -> None:
+    """
+    Args:
+        model: as the checkpoint's manifest describes it, on the meta device: it may be larger than any memory.
+
+    Raises:
+        DamageError: the checkpoint's weights are not those of `model`.
+    """
+    if wrong := differences({"model": model_state([model])}, reader):
+        raise DamageError(f"{reader.path} is damaged: it is not of the model in its manifest: {wrong[0]}")
+
+
+def differences(state: State, reader: Reader) -> list[str]:
+    """The tensors of `state` that the checkpoint lacks, or has in another shape."""
     stored = reader.read_metadata().state_dict_metadata
     wrong = []
     for name, value in flatten_state_dict(state)[0].items():
@@ -93,10 +116,4 @@ def check_tensors(state: State, reader: Reader) -> None:
             wrong.append(f"{name} is missing")
         elif (size := tuple(stored[name].size)) != tuple(value.shape):
             wrong.append(f"{name} is {list(size)} in the checkpoint, {list(value.shape)} in the model")
-    if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"{reader.path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
-            "Set model.name, model.flavor and [model.overrides] to the values in its manifest.json, "
-            "or choose another checkpoint.folder."
-        )
+    return wrong

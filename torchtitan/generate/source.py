@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at
 from torchtitan.checkpoint.convert import model_of
-from torchtitan.checkpoint.dcp_storage import alone
+from torchtitan.checkpoint.dcp_storage import Reader, alone
 from torchtitan.checkpoint.hf import load_hf, read_hf_config
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state import model_state, read_tensors
+from torchtitan.checkpoint.state import check_own_model, model_state, read_tensors
 from torchtitan.config.schema import Comm
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import TextGenerator
@@ -128,6 +128,8 @@ def load(
     args = source.args.model_copy(update={"max_seq_len": max_seq_len + world})
     with torch.device("meta"):
         model: Any = source.spec.build(args, attention_backend(device.type))
+    if not source.hugging_face:
+        check_own_model(model, Reader(source.folder))
     model.to(getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
     if mesh is not None:
         apply_tensor_parallel(model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False)

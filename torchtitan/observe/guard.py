@@ -120,11 +120,11 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state, in which only `rows` is mandatory."""
-        for name, values in state.get("windows", {}).items():
+        """Continue from a saved state."""
+        for name, values in state["windows"].items():
             self.windows[name] = deque(values, maxlen=self.config.window)
-        self.streak, self.calm, self.rows = state.get("streak", 0), state.get("calm", 0), state["rows"]
-        self.skipped = [list(r) for r in state.get("skipped", ())]
+        self.streak, self.calm, self.rows = state["streak"], state["calm"], state["rows"]
+        self.skipped = [list(r) for r in state["skipped"]]
 
 
 class Guard:
@@ -207,7 +207,7 @@ class Guard:
             event["rows"] = self.spikes.skip_step()
         else:
             done = f"rewound to step {resumed.step}; training continues with the data after this step"
-            rows = self.spikes.skip_rows(self._saved(resumed.train_state)["rows"])
+            rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
             event |= {"back_to": resumed.step, "rows": rows}
         logger.warning(f"step {spike.step}: {spike.reason}; {done}")
         if dist.get_rank() == 0:
@@ -217,8 +217,4 @@ class Guard:
 
     def load(self, train_state: dict[str, Any]) -> None:
         """Continue as the guard of a checkpoint would have."""
-        self.spikes.load_state_dict(self._saved(train_state))
-
-    def _saved(self, train_state: dict[str, Any]) -> dict[str, Any]:
-        # Checkpoints of earlier versions have no guard.
-        return train_state.get("guard", {"rows": train_state["progress"]["step"] * self.spikes.rows_per_step})
+        self.spikes.load_state_dict(train_state["guard"])
