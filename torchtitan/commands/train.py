@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -28,13 +29,16 @@ from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.errors import DEBUG_ENV, ConfigError, did_you_mean
+from torchtitan.utils.errors import DEBUG_ENV, ConfigError, UserError, did_you_mean
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
 ELASTIC_RESTARTS = 10
+SECRET_ENV = "RDZV_SECRET"
+"""Not an option: every user of a machine sees the arguments of its processes."""
+MIN_SECRET = 16
 
 
 # ---- options
@@ -64,8 +68,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     words, flags = split_args(argv)
     words, torchrun_argv = _take_out_torchrun(ours, words)
     options, config_argv = parse_args(ours, [*words, "--", *flags])
-    if options.nnodes[1] > 1 and not options.rdzv_endpoint:
-        ours.error("--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first")
+    if options.nnodes[1] > 1:
+        if not options.rdzv_endpoint:
+            ours.error("--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first")
+        if len(os.environ.get(SECRET_ENV, "")) < MIN_SECRET:
+            ours.error(
+                f"{SECRET_ENV}: with several nodes, set this environment variable on all of them to the same secret "
+                f"of {MIN_SECRET} characters or more, such as `openssl rand -hex 16` prints once"
+            )
     if options.nproc_per_node is None:
         options.nproc_per_node = _count_gpus() or 1
     if options.max_restarts is None:
@@ -171,7 +181,7 @@ class _Stop:
             return
         self.requested = True
         if not self.running:
-            raise SystemExit(os.EX_TEMPFAIL)
+            os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._stop_ranks()
@@ -253,17 +263,19 @@ def _set_environment(options: argparse.Namespace) -> None:
     fewest, most = options.nnodes
     if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
         os.environ[LAUNCHER_ENV] = str(os.getpid())
+    if os.environ.get(DEBUG_ENV) != "1":  # otherwise torch prints C++ stacks on all nodes when one leaves
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
+    from torchtitan.parallel.rendezvous import BACKEND
+
     fewest, most = options.nnodes
-    rendezvous = [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={options.rdzv_endpoint}",
-        f"--rdzv-conf={options.rdzv_conf}",
-    ]
     return [
-        *(["--standalone"] if most == 1 else rendezvous),
+        f"--rdzv-backend={BACKEND}",
+        f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
+        f"--rdzv-conf={options.rdzv_conf}",
+        *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
@@ -275,8 +287,12 @@ def _run_torchrun(options: list[str], config_argv: list[str], config: Config, st
     """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
+    from torchtitan.parallel.rendezvous import explain, register
+
+    register(os.environ.pop(SECRET_ENV, ""))  # the ranks don't need it
     if os.environ.get(DEBUG_ENV) != "1":
         for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
             if name.startswith("torch.distributed.elastic"):
@@ -290,6 +306,8 @@ def _run_torchrun(options: list[str], config_argv: list[str], config: Config, st
         rank, failure = error.get_first_failure()
         print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
         return max(failure.exitcode, 1)
+    except RendezvousError as error:
+        raise UserError(explain(error)) from error
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0
