@@ -6,6 +6,7 @@ a failure is reported as its cause in one sentence. Options that are not listed 
 """
 
 import argparse
+import importlib
 import logging
 import os
 import signal
@@ -252,7 +253,8 @@ def main(argv: list[str]) -> int:
     if not several and not options.max_restarts and "RANK" not in os.environ:
         return train(config_argv)
     _set_environment(options)
-    return _run_torchrun([*_torchrun_options(options), *torchrun_argv], config_argv, config, stop)
+    _import_torch()
+    return _run_torchrun(options, torchrun_argv, config_argv, config, stop)
 
 
 def _set_environment(options: argparse.Namespace) -> None:
@@ -263,8 +265,17 @@ def _set_environment(options: argparse.Namespace) -> None:
     fewest, most = options.nnodes
     if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
         os.environ[LAUNCHER_ENV] = str(os.getpid())
-    if os.environ.get(DEBUG_ENV) != "1":  # otherwise torch prints C++ stacks on all nodes when one leaves
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _import_torch() -> None:
+    """Import torch without the C++ stacks that it prints on every node when one leaves or can't be reached."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    level = os.environ.get(name)
+    if level is None and os.environ.get(DEBUG_ENV) != "1":
+        os.environ[name] = "FATAL"
+    importlib.import_module("torch")  # reads the level
+    if level is None:
+        os.environ.pop(name, None)  # ranks have their own
 
 
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
@@ -283,7 +294,9 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _run_torchrun(options: list[str], config_argv: list[str], config: Config, stop: _Stop) -> int:
+def _run_torchrun(
+    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: _Stop
+) -> int:
     """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -299,7 +312,7 @@ def _run_torchrun(options: list[str], config_argv: list[str], config: Config, st
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     stop.running = True
     try:
-        torchrun([*options, "-m", "torchtitan.train", *config_argv])
+        torchrun([*_torchrun_options(options), *torchrun_argv, "-m", "torchtitan.train", *config_argv])
     except ChildFailedError as error:
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
@@ -307,7 +320,7 @@ def _run_torchrun(options: list[str], config_argv: list[str], config: Config, st
         print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
         return max(failure.exitcode, 1)
     except RendezvousError as error:
-        raise UserError(explain(error)) from error
+        raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0

@@ -84,11 +84,10 @@ _CAUSES: dict[type[RendezvousError], str] = {
     RendezvousConnectionError: "can't reach the first node, or it has gone",
     RendezvousTimeoutError: "not enough nodes came in time",
     RendezvousClosedError: "the job has ended there",
-    RendezvousStateError: "its state was written with another RDZV_SECRET; every node needs the same",
+    RendezvousStateError: "its state is not signed with the RDZV_SECRET of this node; give all nodes the same",
 }
 
 
 def explain(error: RendezvousError) -> str:
-    """Why launchers could not meet, for users."""
-    cause = next((text for kind, text in _CAUSES.items() if isinstance(error, kind)), str(error))
-    return f"--rdzv-endpoint: {cause}"
+    """Why this node could not meet the others, for users."""
+    return next((text for kind, text in _CAUSES.items() if isinstance(error, kind)), str(error))
