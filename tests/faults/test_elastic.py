@@ -16,6 +16,7 @@ from tests.runs import arguments, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
 
 ROOT = Path(__file__).parents[2]
+SECRET = {"RDZV_SECRET": "known to both launchers"}
 ELASTIC = ["--fault_tolerance.elastic", "--checkpoint.enable", "--lr_scheduler.total_steps=1000"]
 
 
@@ -50,7 +51,7 @@ if "RANK" in os.environ:
 
 
 def start(log, module, argv, folder):
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "RDZV_SECRET": "of both launchers"}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"} | SECRET
     return subprocess.Popen([sys.executable, "-m", *module, *argv], env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -191,7 +192,7 @@ def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
 def test_node_counts_that_cannot_work_are_refused(tmp_path, nodes, extra, text):
     argv = [f"--nnodes={nodes}", "--rdzv-endpoint=localhost:1", "--", *arguments(tmp_path, *extra, global_batch=6)]
     done = subprocess.run(
-        [sys.executable, "-m", "torchtitan", "train", *argv], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "torchtitan", "train", *argv], env=os.environ | {"PYTHONPATH": str(ROOT)} | SECRET,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
