@@ -9,6 +9,7 @@
 #   NGPU           ranks on this node (its GPUs; 1 without)
 #   NNODES         number of nodes (1), or MIN:MAX; with several, also
 #   RDZV_ENDPOINT  HOST:PORT of the first node
+#   RDZV_SECRET    the same on all nodes, and known to nobody else: openssl rand -hex 16
 #   MAX_RESTARTS   restarts after a failure (0; 10 with MIN:MAX nodes)
 #   LOG_RANK       ranks that log, comma-separated (0)
 #   TORCHTITAN_PYTHON  interpreter to use instead of the environment in .venv
@@ -29,6 +30,9 @@ if [[ ${!#} == --help || ${!#} == -h ]]; then
     echo
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m torchtitan train ${NGPU:+--nproc-per-node "$NGPU"} --nnodes "${NNODES:-1}" \
+# Python handles a signal that arrives while it starts later, if this is GNU env.
+blocked=(env --block-signal=TERM --block-signal=USR1)
+"${blocked[@]}" true 2>/dev/null || blocked=(env)
+exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node "$NGPU"} --nnodes "${NNODES:-1}" \
     --rdzv-endpoint "${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

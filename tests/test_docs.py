@@ -236,7 +236,19 @@ def test_commands_run(page, ran):
 
 # ---- ```sh: commands are right as far as this machine can tell
 
-OTHERS = {"echo", "pip", "source", "kill", "sbatch", "torchfrtrace", "git", "cd", "mkdir", "./scripts/test.sh"}
+OTHERS = {
+    "echo",
+    "export",
+    "pip",
+    "source",
+    "kill",
+    "sbatch",
+    "torchfrtrace",
+    "git",
+    "cd",
+    "mkdir",
+    "./scripts/test.sh",
+}
 
 
 @functools.cache

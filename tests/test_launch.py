@@ -1,13 +1,20 @@
 """From the outside: the real launcher, torchrun and scripts, as a user meets them."""
 
+import base64
+import contextlib
 import importlib.util
 import json
 import os
+import pickle
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from tests.runs import arguments, read_metrics
 
@@ -46,10 +53,70 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     assert "Nothing to do" in again.stdout
 
 
+def listening(launcher):
+    """Addresses on which `launcher` or a process below it listens."""
+    found = set()
+    for process in [launcher, *launcher.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def test_one_node_listens_on_loopback_only(tmp_path):
+    """Two ranks, until they have trained for a step: their store, and gloo's connections."""
+    command = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", *arguments(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = set()
+    with psutil.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        while launcher.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= listening(launcher)
+            time.sleep(0.05)
+        assert launcher.returncode == 0, launcher.stderr.read()
+    assert found == {"127.0.0.1"}
+
+
+class Attack:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def join(port, *options):
+    node = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", *options]
+    return start(sys.executable, "-m", "torchtitan", "train", "debug_model", *node, RDZV_SECRET="0123456789abcdef")
+
+
+def test_a_state_written_without_the_secret_is_not_unpickled(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    state = base64.b64encode(pickle.dumps(Attack(tmp_path / "attacked"))).decode()
+    store.set("torch.rendezvous.none", state)
+    done = join(store.port, "--rdzv-conf=is_host=0")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --rdzv-endpoint=127.0.0.1:{store.port}: its state is not signed with the RDZV_SECR")
+    assert not (tmp_path / "attacked").exists()
+    assert store.get("torch.rendezvous.none").decode() == state
+
+
+def test_a_first_node_that_is_not_there_is_one_message():
+    """Without the C++ stacks that torch prints."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        done = join(port, "--rdzv-conf=is_host=0,read_timeout=1")
+    assert done.returncode == 1
+    assert done.stderr == f"error: --rdzv-endpoint=127.0.0.1:{port}: can't reach the first node, or it has gone\n"
+
+
 def test_help_explains_the_environment_and_lists_the_flags(tmp_path):
     done = start(ROOT / "run_train.sh", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("CONFIG_FILE", "NGPU", "NNODES", "RDZV_ENDPOINT", "MAX_RESTARTS", "LOG_RANK"):
+    for name in ("CONFIG_FILE", "NGPU", "NNODES", "RDZV_ENDPOINT", "RDZV_SECRET", "MAX_RESTARTS", "LOG_RANK"):
         assert f"\n  {name} " in done.stdout
     assert "--training.steps" in done.stdout
 

@@ -13,6 +13,7 @@ import pytest
 
 from torchtitan.commands.submit import MARK, TEMPLATE, main
 from torchtitan.commands.train import node_range
+from torchtitan.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "train_configs/debug_model.toml"
@@ -34,7 +35,7 @@ esac
 TASK = """#!/usr/bin/env python3
 # Stands for run_train.sh: says how it was started, and ends as the launcher does.
 import json, os, signal, sys, time
-names = ("CONFIG_FILE", "NNODES", "RDZV_ENDPOINT", "NGPU")
+names = ("CONFIG_FILE", "NNODES", "RDZV_ENDPOINT", "RDZV_SECRET", "NGPU")
 with open(os.environ["CALLS"] + "/task", "w") as file:
     json.dump({"argv": sys.argv[1:], **{n: os.environ.get(n) for n in names}}, file)
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
@@ -90,7 +91,9 @@ def calls(folder, name):
 def test_every_node_runs_the_launcher_with_the_first_as_meeting_point(slurm, tmp_path):
     job = slurm(TEMPLATE, "my.toml", "--training.dataset_path", "a b/*.jsonl")
     assert job.wait(timeout=30) == 0, job.stderr.read()
-    assert json.loads(calls(tmp_path, "task")[0]) == {
+    task = json.loads(calls(tmp_path, "task")[0])
+    assert len(set(task.pop("RDZV_SECRET"))) > 4, "32 random hexadecimal digits"
+    assert task == {
         "argv": ["--training.dataset_path", "a b/*.jsonl"],
         "CONFIG_FILE": "my.toml",
         "NNODES": "3",
@@ -171,7 +174,7 @@ def test_the_layout_decides_on_the_nodes_and_the_job_runs(slurm, tmp_path, monke
     script = tmp_path / "my run.sbatch"
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     assert lines[-7:] == [
-        "#SBATCH --job-name=my run",
+        "#SBATCH --job-name='my run'",
         "#SBATCH --nodes=2",
         "#SBATCH --gpus-per-node=8",
         "#SBATCH --time=1:00:00",
@@ -186,6 +189,7 @@ def test_the_layout_decides_on_the_nodes_and_the_job_runs(slurm, tmp_path, monke
     assert job.wait(timeout=30) == 0, job.stderr.read()
     task = json.loads(calls(tmp_path, "task")[0])
     assert task.pop("RDZV_ENDPOINT")
+    assert task.pop("RDZV_SECRET")
     assert task == {
         "argv": [*LAYOUT, "--training.global_batch_size=64", "--job.description=it's mine"],
         "CONFIG_FILE": str(BASE),
@@ -218,6 +222,56 @@ def test_nothing_is_written_for_a_configuration_that_is_wrong(tmp_path, monkeypa
     with pytest.raises(Exception, match=text):
         submit(*arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["job-name", "time", "partition", "account", "container", "sbatch", "output"])
+@pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\u2028", "\udcff"])
+def test_what_would_end_its_line_of_the_script_is_refused(tmp_path, monkeypatch, capsys, flag, end):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        submit(f"--{flag}=1:00{end}touch injected #", *LAYOUT, "--training.global_batch_size=64")
+    error = capsys.readouterr().err
+    assert f"--{flag}: '1:00" in error
+    assert "has a newline or another unprintable character" in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../b", "..", ".hidden", "-rf", "/tmp/b"])
+def test_a_job_name_is_no_path(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        submit(f"--job-name={name}", *LAYOUT, "--training.global_batch_size=64")
+    assert f"--job-name: '{name}' can't be part of a file name" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_newlines_in_the_configurations_name_and_flags_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        main(["a\nb.toml", "--gpus-per-node=8", "--nodes=2", "--job.description", "c\nd", "--model.flavor=e\nf"])
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "the configuration's file",
+        "--job.description",
+        "--model.flavor",
+    ]
+
+
+def test_nothing_in_a_name_runs(slurm, tmp_path, monkeypatch):
+    """What means something to a shell, in all that `submit` takes: nothing but the launcher runs in the job."""
+    monkeypatch.chdir(tmp_path)
+    hostile = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
+    file = tmp_path / f"my {hostile}.toml"
+    file.write_text(f'extends = "{BASE}"')
+    settings = [f"--{flag}={hostile}" for flag in ("job-name", "time", "partition", "account", "sbatch")]
+    overrides = [*LAYOUT, "--training.global_batch_size=64", f"--job.description={hostile}"]
+    assert main([str(file), "--gpus-per-node=8", "--output=job", *settings, *overrides]) == 0
+    script = tmp_path / "job"
+    script.write_text(script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    job = slurm(script)
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    task = json.loads(calls(tmp_path, "task")[0])
+    assert (task["CONFIG_FILE"], task["argv"]) == (str(file), overrides)
+    assert not list(tmp_path.rglob("injected*"))
 
 
 def test_a_range_of_nodes(tmp_path, monkeypatch):

@@ -203,3 +203,27 @@ def test_a_signal_while_ranks_start(tmp_path):
     _, err, status = finish(launcher)
     assert status == os.EX_TEMPFAIL, err
     assert "Traceback" not in err
+
+
+def handles_sigterm(process):
+    """Whether SIGTERM no longer simply ends the process."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk:", "SigCgt:"))]
+    return any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("seconds", [0, 0.05, 0.1, 0.15, 0.2, 0.3])
+def test_a_signal_in_the_first_moments(tmp_path, seconds):
+    """While the shell script runs, hands over to Python, and Python imports the launcher."""
+    launcher = launch(ROOT / "run_train.sh", *slow(tmp_path), NGPU="1")
+    deadline = time.monotonic() + 20
+    while not handles_sigterm(launcher):
+        assert time.monotonic() < deadline
+    time.sleep(seconds)
+    launcher.send_signal(signal.SIGTERM)
+    _, err, status = finish(launcher)
+    assert status == os.EX_TEMPFAIL, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out/checkpoint").exists()

@@ -77,10 +77,12 @@ def test_a_flag_of_torchrun_does_not_take_a_configuration_for_its_value():
         (["--nproc-per-node", "0"], "must be 1 or more"),
         (["--nnodes", "2:1"], "neither a number of nodes nor MIN:MAX"),
         (["--nnodes", "2"], "--rdzv-endpoint: with several nodes"),
+        (["--nnodes", "2", "--rdzv-endpoint=a:1"], "RDZV_SECRET: with several nodes"),
         (["my.toml", "--config", "other.toml"], "two configurations"),
     ],
 )
-def test_wrong_launcher_options(capsys, argv, message):
+def test_wrong_launcher_options(capsys, monkeypatch, argv, message):
+    monkeypatch.setenv("RDZV_SECRET", "too short")
     with pytest.raises(SystemExit) as ended:
         _parse(argv)
     assert ended.value.code == 2

@@ -9,6 +9,7 @@ import sys
 from torchtitan import __version__
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import did_you_mean, run_main
+from torchtitan.utils.signals import exit_when_stopped
 
 COMMANDS = {
     "train": "Train on this machine, or on this node of several.",
@@ -48,4 +49,6 @@ def _dispatch(argv: list[str]) -> int | None:
         hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"
         print(f"error: no command {name!r}{hint}", file=sys.stderr)
         return 2
+    if name == "train":
+        exit_when_stopped()  # before the half second that the import takes
     return importlib.import_module(f"torchtitan.commands.{name}").main(argv[1:])

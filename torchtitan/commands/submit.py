@@ -7,6 +7,7 @@ The number of nodes follows from the layout, or is given by `--nodes`. Prints th
 
 import argparse
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -32,15 +33,61 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--gpus-per-node", type=count, required=True, metavar="N", help="ranks on a node")
     add("--nodes", type=node_range, metavar="N|MIN:MAX", help="number of nodes, or a range (from the layout's degrees)")
-    add("--job-name", metavar="NAME", help="name of the job (the configuration's)")
-    add("--time", metavar="TIME", help="time limit; the run saves and is requeued 5 minutes before it")
-    add("--partition", metavar="NAME")
-    add("--account", metavar="NAME")
-    add("--container", metavar="IMAGE", help="image for pyxis (docker://..., .sqsh), or a .sif for Apptainer")
-    add("--sbatch", action="append", default=[], metavar="LINE", help="another #SBATCH line, as --sbatch=--qos=high")
-    add("--output", metavar="FILE", help="file to write (<job name>.sbatch)")
+    add("--job-name", type=job_name, metavar="NAME", help="name of the job (the configuration's)")
+    add("--time", type=one_line, metavar="TIME", help="time limit; the run saves and is requeued 5 minutes before it")
+    add("--partition", type=one_line, metavar="NAME")
+    add("--account", type=one_line, metavar="NAME")
+    add(
+        "--container",
+        type=one_line,
+        metavar="IMAGE",
+        help="image for pyxis (docker://..., .sqsh), or a .sif for Apptainer",
+    )
+    add(
+        "--sbatch",
+        type=one_line,
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="another #SBATCH line, as --sbatch=--qos=high",
+    )
+    add("--output", type=one_line, metavar="FILE", help="file to write (<job name>.sbatch)")
     add("--submit", action="store_true", help="submit the job too")
     return parser
+
+
+def one_line(text: str) -> str:
+    """Argument type of what becomes a part of a line of the script, which a newline would end."""
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} has a newline or another unprintable character")
+    return text
+
+
+def job_name(text: str) -> str:
+    """Argument type of a job's name. Slurm puts it into the name of the log, as `submit` does into the script's."""
+    if not text or "/" in text or text[0] in ".-":
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; --output takes a path"
+        )
+    return one_line(text)
+
+
+def _check_file_and_flags(config: str, overrides: list[str]) -> None:
+    """Check what argparse doesn't: the configuration's flags, and the file's name, which may become the job's.
+
+    Raises:
+        ConfigError: what can't stand in one line of the script.
+    """
+    problems, flag = [], "the configuration's file"
+    for word in [config, *overrides]:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+        try:
+            one_line(word)
+        except argparse.ArgumentTypeError as error:
+            problems.append(f"{flag}: {error}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def nodes_and_ranks(config: Config, options: argparse.Namespace) -> tuple[tuple[int, int], int]:
@@ -79,7 +126,7 @@ def job(options: argparse.Namespace, overrides: list[str], nodes: tuple[int, int
         "partition": options.partition,
         "account": options.account,
     }
-    header = [f"--{name}={value}" for name, value in settings.items() if value is not None]
+    header = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
     header += ["--no-kill"] if fewest < most else []
     environment = {
         "TORCHTITAN_ROOT": CHECKOUT,
@@ -99,12 +146,17 @@ def job(options: argparse.Namespace, overrides: list[str], nodes: tuple[int, int
 
 def main(argv: list[str]) -> int:
     options, config_argv = parse_args(parser(), argv, file_required=True)
-    options.job_name = options.job_name or Path(options.config).stem
+    overrides = [word for word in config_argv if word != f"--job.config_file={options.config}"]
+    _check_file_and_flags(options.config, overrides)
+    if options.job_name is None:
+        try:
+            options.job_name = job_name(Path(options.config).stem)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError([f"--job-name: give one, as the file's name {error}"]) from error
     nodes, ranks = nodes_and_ranks(load_config(config_argv).config, options)
     check(config_argv, nodes, ranks, output=False)
     path = Path(options.output or f"{options.job_name}.sbatch")
-    overrides = [word for word in config_argv if word != f"--job.config_file={options.config}"]
-    write_whole(path, job(options, overrides, nodes, ranks).encode())
+    write_whole(path, os.fsencode(job(options, overrides, nodes, ranks)))
     fewest, most = nodes
     number = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
     print(f"{path}: {number} of {plural(ranks, 'rank')}", file=sys.stderr)

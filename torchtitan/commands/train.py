@@ -6,12 +6,14 @@ a failure is reported as its cause in one sentence. Options that are not listed 
 """
 
 import argparse
+import importlib
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -28,13 +30,16 @@ from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.errors import DEBUG_ENV, ConfigError, did_you_mean
+from torchtitan.utils.errors import DEBUG_ENV, ConfigError, UserError, did_you_mean
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
 ELASTIC_RESTARTS = 10
+SECRET_ENV = "RDZV_SECRET"
+"""Not an option: every user of a machine sees the arguments of its processes."""
+MIN_SECRET = 16
 
 
 # ---- options
@@ -64,8 +69,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     words, flags = split_args(argv)
     words, torchrun_argv = _take_out_torchrun(ours, words)
     options, config_argv = parse_args(ours, [*words, "--", *flags])
-    if options.nnodes[1] > 1 and not options.rdzv_endpoint:
-        ours.error("--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first")
+    if options.nnodes[1] > 1:
+        if not options.rdzv_endpoint:
+            ours.error("--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first")
+        if len(os.environ.get(SECRET_ENV, "")) < MIN_SECRET:
+            ours.error(
+                f"{SECRET_ENV}: with several nodes, set this environment variable on all of them to the same secret "
+                f"of {MIN_SECRET} characters or more, such as `openssl rand -hex 16` prints once"
+            )
     if options.nproc_per_node is None:
         options.nproc_per_node = _count_gpus() or 1
     if options.max_restarts is None:
@@ -171,7 +182,7 @@ class _Stop:
             return
         self.requested = True
         if not self.running:
-            raise SystemExit(os.EX_TEMPFAIL)
+            os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._stop_ranks()
@@ -242,7 +253,8 @@ def main(argv: list[str]) -> int:
     if not several and not options.max_restarts and "RANK" not in os.environ:
         return train(config_argv)
     _set_environment(options)
-    return _run_torchrun([*_torchrun_options(options), *torchrun_argv], config_argv, config, stop)
+    _import_torch()
+    return _run_torchrun(options, torchrun_argv, config_argv, config, stop)
 
 
 def _set_environment(options: argparse.Namespace) -> None:
@@ -255,15 +267,26 @@ def _set_environment(options: argparse.Namespace) -> None:
         os.environ[LAUNCHER_ENV] = str(os.getpid())
 
 
+def _import_torch() -> None:
+    """Import torch without the C++ stacks that it prints on every node when one leaves or can't be reached."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    level = os.environ.get(name)
+    if level is None and os.environ.get(DEBUG_ENV) != "1":
+        os.environ[name] = "FATAL"
+    importlib.import_module("torch")  # reads the level
+    if level is None:
+        os.environ.pop(name, None)  # ranks have their own
+
+
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
+    from torchtitan.parallel.rendezvous import BACKEND
+
     fewest, most = options.nnodes
-    rendezvous = [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={options.rdzv_endpoint}",
-        f"--rdzv-conf={options.rdzv_conf}",
-    ]
     return [
-        *(["--standalone"] if most == 1 else rendezvous),
+        f"--rdzv-backend={BACKEND}",
+        f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
+        f"--rdzv-conf={options.rdzv_conf}",
+        *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
@@ -271,25 +294,33 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _run_torchrun(options: list[str], config_argv: list[str], config: Config, stop: _Stop) -> int:
+def _run_torchrun(
+    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: _Stop
+) -> int:
     """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
+    from torchtitan.parallel.rendezvous import explain, register
+
+    register(os.environ.pop(SECRET_ENV, ""))  # the ranks don't need it
     if os.environ.get(DEBUG_ENV) != "1":
         for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     stop.running = True
     try:
-        torchrun([*options, "-m", "torchtitan.train", *config_argv])
+        torchrun([*_torchrun_options(options), *torchrun_argv, "-m", "torchtitan.train", *config_argv])
     except ChildFailedError as error:
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
         print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
         return max(failure.exitcode, 1)
+    except RendezvousError as error:
+        raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0

@@ -1,9 +1,11 @@
 """Process groups: initialization and timeouts."""
 
 import os
+import socket
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,7 +19,8 @@ from torchtitan.utils.torch_faults import silence_false_alarms, store_of_this_at
 def init_distributed(comm: Comm, device: torch.device) -> None:
     """Initialize the default process group: NCCL and gloo on CUDA, gloo on the CPU.
 
-    Under torchrun, the rendezvous comes from the environment. Without torchrun, the world is this process alone.
+    Under torchrun, the rendezvous comes from the environment. Without torchrun, the world is this process alone. If all
+    ranks are on one node, they listen on its loopback interface only.
     """
     silence_false_alarms()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -25,13 +28,33 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     device_id = device if device.type == "cuda" else None
     start = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
     rank, world = rank_and_world()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world)
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if on_one_node:
+        for backend_name in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend_name}_SOCKET_IFNAME", _loopback())
+    if agent_has_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         with store_of_this_attempt(rank, world, timeout) as store:
             start(store=store, rank=rank, world_size=world)
-    elif "RANK" in os.environ:
-        start()
-    else:
+    elif world == 1:
         start(store=dist.HashStore(), rank=0, world_size=1)
+    elif on_one_node and not agent_has_store:
+        start(store=_local_store(rank, world, timeout), rank=rank, world_size=world)
+    else:
+        start()
+
+
+def _loopback() -> str:
+    """Name of the loopback interface: `lo` on Linux, `lo0` on macOS."""
+    addresses = psutil.net_if_addrs()
+    return next((name for name, found in addresses.items() if any(a.address == "127.0.0.1" for a in found)), "lo")
+
+
+def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store of ranks that are all on this node. torch's own would listen on every interface."""
+    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    return dist.TCPStore(host, port, world, rank == 0, timeout, master_listen_fd=listening)
 
 
 def store_of_a_thread(prefix: str) -> dist.Store:

@@ -2,8 +2,16 @@
 
 import sys
 
-from torchtitan.train.entry import main
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import run_main
+from torchtitan.utils.signals import exit_when_stopped
+
+
+def main(argv: list[str]) -> int:
+    exit_when_stopped()
+    from torchtitan.train.entry import main  # takes half a second, in which a signal may arrive
+
+    return main(argv)
+
 
 sys.exit(run_main(main, rank=rank_and_world()[0]))

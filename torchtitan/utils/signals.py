@@ -15,6 +15,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _actions: dict[int, Callable[[], None]] = {}
 
 
+def exit_when_stopped() -> None:
+    """Exit with 75 on a stop signal, until something is installed that handles it better: there is nothing to save yet.
+
+    Also unblocks the signals, which `run_train.sh` blocks while the interpreter starts.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
 def on_signal(number: int, action: Callable[[], None]) -> None:
     """Run `action` in a thread whenever this process receives signal `number`. Call it from the main thread.
 

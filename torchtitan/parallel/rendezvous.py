@@ -1,0 +1,93 @@
+"""Where the launchers of a job meet: in memory on one node, else in a store whose state is signed.
+
+torch unpickles the state of a rendezvous, so whoever can write it runs code on every node. With several nodes, anyone
+who reaches the first node's port can write; but a state is read only if its signature shows that the writer has the
+job's secret. On one node there is no port.
+"""
+
+import hmac
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+
+BACKEND = "torchtitan"
+"""What `torchrun --rdzv-backend` calls this rendezvous, once it is registered."""
+_SIGNATURE_BYTES = 32  # SHA-256
+
+
+class SignedBackend(RendezvousBackend):
+    """Signs the state it writes to another backend, and refuses to read one that isn't signed with the same secret."""
+
+    def __init__(self, backend: RendezvousBackend, secret: bytes):
+        self._backend, self._secret = backend, secret
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token; None before the first is written.
+
+        Raises:
+            RendezvousStateError: the state was written without the secret.
+        """
+        found = self._backend.get_state()
+        return found and (self._verified(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Write `state` if `token` is that of the current one. Returns what is then stored, as `get_state` does, and
+        whether it is `state`."""
+        found = self._backend.set_state(self._signature(state) + state, token)
+        return found and (self._verified(found[0]), *found[1:])
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._secret, state, "sha256")
+
+    def _verified(self, signed: bytes) -> bytes:
+        signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError("the state was not signed with this node's secret")
+        return state
+
+
+def register(secret: str) -> None:
+    """Make `BACKEND` known to the torchrun of this process.
+
+    Args:
+        secret: shared by the launchers of the job; unused on one node.
+    """
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        store: dist.Store
+        if parameters.max_nodes == 1:
+            store = dist.HashStore()
+            backend = C10dRendezvousBackend(store, parameters.run_id)
+        else:
+            backend, store = create_backend(parameters)
+        return create_handler(store, SignedBackend(backend, secret.encode()), parameters)
+
+    rendezvous_handler_registry.register(BACKEND, create)
+
+
+_CAUSES: dict[type[RendezvousError], str] = {
+    RendezvousConnectionError: "can't reach the first node, or it has gone",
+    RendezvousTimeoutError: "not enough nodes came in time",
+    RendezvousClosedError: "the job has ended there",
+    RendezvousStateError: "its state is not signed with the RDZV_SECRET of this node; give all nodes the same",
+}
+
+
+def explain(error: RendezvousError) -> str:
+    """Why this node could not meet the others, for users."""
+    return next((text for kind, text in _CAUSES.items() if isinstance(error, kind)), str(error))
