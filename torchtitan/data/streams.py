@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torchtitan.data.retry import Retry
+from torchtitan.data.documents import import_datasets
+from torchtitan.data.retry import DataError, Retry
 from torchtitan.utils.errors import UserError
 
 KNOWN = {
@@ -19,9 +20,7 @@ def open_stream(dataset: str, section: str) -> Any:
     Raises:
         UserError: it can't be found or read.
     """
-    import datasets  # takes seconds
-
-    datasets.disable_progress_bars()
+    datasets = import_datasets()
     if dataset in KNOWN:
         path, name, split = KNOWN[dataset]
     else:
@@ -76,7 +75,7 @@ class StreamCursor:
         if "text" not in row:
             raise UserError(f"{self.key}: no column 'text'; it has {', '.join(row)}")
         if row["text"] is not None and not isinstance(row["text"], str):
-            raise ValueError(f"column 'text' holds {type(row['text']).__name__}, not text")
+            raise DataError(f"column 'text' holds {type(row['text']).__name__}, not text")
         return row["text"] or ""  # null is an empty document
 
     def _place(self, state: dict[str, Any]) -> str:
