@@ -1,5 +1,6 @@
 """Texts that are encoded in pieces get the ids of the whole text."""
 
+import itertools
 import json
 import re
 
@@ -47,8 +48,10 @@ def variant(folder, pre_tokenizer=None, normalizer=None, token=None):
 
 TEXTS = st.lists(
     st.one_of(
-        st.sampled_from([" ", "  ", "\n", "\r\n", "\t", "'s", "'", "’ll", "12345", "abc", "DON'T", ".", ");", "。", "<x>"]),
-        st.sampled_from(["\u0301", "\u00a0", "\u2028", "\u0085", "\x1c", "日本", "한글", "ß", "Ⅷ", "½", "🚀", "_", "\ufffd"]),
+        st.sampled_from([" ", "  ", "\n", "\r\n", "\t", "'s", "'", "\u2019ll", "12345", "abc", "DON'T", ".", ");"]),
+        st.sampled_from(
+            ["\u0301", "\u00a0", "\u2028", "\u0085", "\x1c", "日本", "。", "한글", "ß", "Ⅷ", "½", "🚀", "_"]
+        ),
         st.text(max_size=4),
     ),
     max_size=30,
@@ -57,8 +60,8 @@ TEXTS = st.lists(
 
 def check(tokenizer, text):
     cuts = [0, *(found.start() for found in module._CUT.finditer(text)), len(text)]
-    parts = [tokenizer._ids(text[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-    assert sum(parts, []) == tokenizer._ids(text)
+    parts = (tokenizer._ids(text[a:b]) for a, b in itertools.pairwise(cuts))
+    assert list(itertools.chain(*parts)) == tokenizer._ids(text)
 
 
 @pytest.mark.parametrize("cases", [300, pytest.param(20_000, marks=pytest.mark.slow)])

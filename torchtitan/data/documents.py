@@ -164,6 +164,16 @@ def open_documents(dataset: str, dataset_path: str | None, section: str) -> Docu
         documents = DemoDocuments(validation=dataset == "demo_validation")
     else:
         return None
-    if len(documents) == 0:
-        raise UserError(f"{section}.dataset_path: {dataset_path or dataset} holds no documents")
+    check_has_text(documents, f"{section}.dataset_path", dataset_path or dataset)
     return documents
+
+
+def check_has_text(documents: Documents, key: str, name: str) -> None:
+    """
+    Raises:
+        UserError: there are no documents, or all are empty; training would only see begin-of-text and end-of-text.
+    """
+    if len(documents) == 0:
+        raise UserError(f"{key}: {name} holds no documents")
+    if not any(documents[i] for i in range(len(documents))):  # seldom reads more than one
+        raise UserError(f"{key}: {name} holds no text: all its documents are empty ({len(documents):,} of them)")

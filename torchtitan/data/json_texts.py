@@ -52,16 +52,16 @@ def _tables(file: Any, name: str) -> Iterator[pyarrow.Table]:
 
 def _batches(file: Any, name: str) -> Iterator[bytes]:
     """Whole lines, about `_BATCH` bytes at a time."""
-    parts: list[bytes] = []
-    while chunk := file.read(_BATCH):
-        head, newline, tail = chunk.rpartition(b"\n")
+    parts, following = [file.read(_BATCH)], file.read(_BATCH)
+    while following:
+        head, newline, tail = parts[-1].rpartition(b"\n")
         if newline:
-            yield b"".join([*parts, head, newline])
+            yield b"".join([*parts[:-1], head, newline])
             parts = [tail]
-        else:
-            parts.append(chunk)
         if sum(map(len, parts)) > _LONGEST:
             raise DataError(f"{name} has a line of more than {_LONGEST >> 20} MiB; split its text")
+        parts.append(following)
+        following = file.read(_BATCH)
     if last := b"".join(parts):
         yield last
 
@@ -72,6 +72,7 @@ def _lines(batch: bytes, name: str, line: int) -> pyarrow.Table:
     try:
         options = pyarrow.json.ReadOptions(block_size=len(batch), use_threads=False)
         table = pyarrow.json.read_json(io.BytesIO(batch), read_options=options, parse_options=_COLUMN)
+        table.validate(full=True)  # UTF-8
     except pyarrow.ArrowException as error:
         problem = str(error)
     if problem:

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.data.pieces import LLAMA3_PATTERN, pieces, separable
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import read_json_object
+from torchtitan.utils.json_files import read_json_object
 
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>",
