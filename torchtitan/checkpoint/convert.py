@@ -19,7 +19,8 @@ from torchtitan.checkpoint.commit import (
     versions,
 )
 from torchtitan.checkpoint.dcp_storage import Reader, alone
-from torchtitan.checkpoint.hf import HFExport, import_hf, read_hf_config
+from torchtitan.checkpoint.hf import HFExport, import_hf
+from torchtitan.checkpoint.hf_folder import read_hf_config
 from torchtitan.config.load import load_config
 from torchtitan.config.render import to_toml_value
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
