@@ -176,7 +176,7 @@ def test_from_hf_explains_why_a_folder_is_not_a_llama(tmp_path, run):
     config = json.loads((tmp_path / "hf/config.json").read_text())
     refused("no .safetensors", model_type="llama")
     shutil.copy(tmp_path / "hf/model.safetensors", folder)
-    refused("model_type is 'qwen2', must be 'llama'", model_type="qwen2")
+    refused("config.json: model_type: got 'qwen2', must be 'llama'", model_type="qwen2")
     refused("attention_bias", attention_bias=True)
     refused("RoPE scaling of type 'yarn'", rope_scaling={"rope_type": "yarn", "factor": 4.0})
     refused("head_dim is 32, must be .*16", head_dim=32)

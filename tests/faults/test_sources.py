@@ -1,7 +1,6 @@
 """Data sources that fail, hang or return something else than text."""
 
 import gzip
-import json
 import multiprocessing
 import os
 import shutil
@@ -100,12 +99,24 @@ def test_token_files_truncated_or_overwritten_during_training(corpora, tmp_path)
         take(loader(folder, retries=0), 1)
 
 
-def test_a_stream_of_numbers_is_an_error(tmp_path):
+STREAMS = {
+    "numbers": ('{"text": 1}', r"0.json.gz: line 1: column 'text' holds int, not text"),
+    "brackets": ("[" * 100_000, r"0.json.gz is nested too deeply"),
+    "other columns": ('{"body": "a"}', r"0.json.gz: no column 'text'; it has body"),
+    "no text": ('{"text": ""}', r"lane \d of the dataset has no text"),
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_stream_of_something_else_is_an_error_at_once(tmp_path, case, caplog):
+    """What can't be decoded is not read again."""
+    line, message = STREAMS[case]
     for i in range(2):
         with gzip.open(tmp_path / f"{i}.json.gz", "wt") as file:
-            file.write("\n".join(json.dumps({"text": i}) for i in range(50)))
-    with pytest.raises(UserError, match=r"lane \d, epoch 0.*column 'text' holds int, not text \(2 attempts\)"):
+            file.write(f"{line}\n" * 5)
+    with pytest.raises(UserError, match=rf"training.dataset: .*{message}"):
         take(loader(None, dataset=str(tmp_path), retries=1, **QUICK), 1)
+    assert "trying again" not in caplog.text
 
 
 def stalled(argv):

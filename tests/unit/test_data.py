@@ -248,10 +248,23 @@ def cut_tokens(folder, corpora):
     return folder
 
 
-def foreign_tokens(folder, corpora):
-    file = write(folder / "x.bin", b"\0\0" * 100)
-    write(folder / "x.json", json.dumps({"dtype": "uint16", "tokens": 100, "tokenizer": "other"}))
-    return file
+def token_file(content=b"\0\0" * 100, **about):
+    """Makes a token file that others wrote."""
+
+    def make(folder, corpora):
+        meta = {"dtype": "uint16", "tokens": 100, "tokenizer": TOKENIZER.fingerprint} | about
+        write(folder / "x.json", json.dumps(meta) if about.get("json", True) else "[" * 100_000)
+        return write(folder / "x.bin", content)
+
+    return make
+
+
+def lines(*lines, name="x.jsonl"):
+    """Makes a file of JSON lines."""
+    return lambda folder, corpora: write(folder / name, "".join(f"{line}\n" for line in lines))
+
+
+SOUND, DEEP = '{"text": "a"}', "[" * 100_000
 
 
 def unequal_columns(folder, corpora):
@@ -265,13 +278,29 @@ BAD = {
     "empty file": (lambda d, c: write(d / "e.jsonl", ""), "e.jsonl"),
     "cut gzip": (lambda d, c: write(d / "c.jsonl.gz", (c["shards"] / "0.json.gz").read_bytes()[:-40]), "c.jsonl.gz"),
     "cut parquet": (lambda d, c: write(d / "c.parquet", b"PAR1" + b"\0" * 50), "c.parquet"),
-    "cut json": (lambda d, c: write(d / "c.jsonl", '{"text": "a"}\n{"text": "b'), "c.jsonl"),
-    "wrong column": (lambda d, c: write(d / "w.jsonl", '{"content": "a"}\n'), "no column 'text'.*content"),
-    "numbers for text": (lambda d, c: write(d / "n.jsonl", '{"text": 1}\n'), "column 'text' .* int64, not text"),
-    "unequal columns": (unequal_columns, "don't all have the same columns"),
+    "cut json": (lambda d, c: write(d / "c.jsonl", f'{SOUND}\n{{"text": "b'), "c.jsonl: line 2 is not JSON .cut off"),
+    "wrong column": (lines('{"content": "a"}'), "no column 'text'; it has content. Rename one"),
+    "numbers for text": (lines(SOUND, "", '{"text": 1}'), "x.jsonl: line 3: column 'text' holds int, not text"),
+    "unequal columns": (unequal_columns, "b.jsonl: no column 'text'; it has body"),
+    "deep line": (lines(SOUND, DEEP), "x.jsonl: line 2 is nested too deeply"),
+    "deep text": (lines(SOUND, f'{{"text": {DEEP}{"]" * 100_000}}}'), "x.jsonl: line 2 is nested too deeply"),
+    "deep array": (lines(DEEP, SOUND), "x.jsonl is nested too deeply"),
+    "deep key": (lines('{"a":' * 100_000), "x.jsonl: line 1 is nested too deeply"),
+    "no object": (lines(SOUND, "5"), "x.jsonl: line 2: must be an object"),
+    "array of numbers": (lines('["a", 5]'), "x.jsonl: entry 1: must be an object"),
+    "not UTF-8": (lambda d, c: write(d / "x.jsonl", b'{"text": "\xff\xfe"}\n'), "x.jsonl: line 1 is not JSON: .*0xff"),
+    "half a surrogate pair": (lines(r'{"text": "\ud800"}'), "x.jsonl.*surrogate"),
+    "empty texts": (lines('{"text": ""}', '{"text": null}'), "holds no text: all its documents are empty .2 of them"),
     "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "must all have the same format"),
     "cut token file": (cut_tokens, "tokens-00001.bin has .* bytes instead of"),
-    "tokens of another tokenizer": (foreign_tokens, "another tokenizer"),
+    "tokens of another tokenizer": (token_file(tokenizer="other"), "another tokenizer"),
+    "tokens that are floats": (token_file(dtype="float16"), "x.json: dtype: got 'float16', must be 'uint16', "),
+    "tokens that are objects": (token_file(dtype="O"), "x.json: dtype: got 'O', must be 'uint16', "),
+    "number of tokens": (token_file(tokens=-1), "x.json: tokens: got -1"),
+    "number of tokens, text": (token_file(tokens="100"), "x.json: tokens: got '100', must be an integer"),
+    "negative tokens": (token_file(b"\1\0\xfe\xff" * 50, dtype="int16"), "id -2 at token 1, but the tokenizer has"),
+    "only special tokens": (token_file(), "holds no tokens but begin-of-text and end-of-text"),
+    "deep description": (token_file(json=False), "x.json is nested too deeply"),
     "token file alone": (lambda d, c: write(d / "x.bin", b"\0\0"), "no complete description x.json"),
 }
 
@@ -282,6 +311,30 @@ def test_bad_data_is_named_with_the_key(tmp_path, corpora, case):
     with pytest.raises(UserError, match=text) as error:
         take(loader(make(tmp_path, corpora)), 1)
     assert "training.dataset_path" in str(error.value)
+
+
+def test_brackets_beside_the_text_are_skipped(tmp_path):
+    """The reader of `datasets` would overflow its stack."""
+    deep = f'{{"text": "a", "x": {"[" * 100_000}{"]" * 100_000}, "y": {{"text": 5}}}}'
+    documents = LocalDocuments(str(lines(deep, SOUND, '{"y": 1}')(tmp_path, None)), "--input")
+    assert [documents[i] for i in range(len(documents))] == ["a", "a", ""]
+
+
+def test_forms_of_json(tmp_path, monkeypatch):
+    """Batches cut at newlines, a line longer than a batch, an array, strings, a byte-order mark, Windows' newlines."""
+    monkeypatch.setattr("torchtitan.data.json_texts._BATCH", 50)
+    texts = ["ä" * n for n in (0, 1, 30, 500, 7)]
+    rows = [json.dumps({"n": [1.5, {}], "text": text}) for text in texts]
+    forms = {
+        "lines": "\n".join(rows),
+        "windows": "\r\n".join(rows) + "\r\n",
+        "array": f" [{', '.join(rows)}]\n",
+        "strings": json.dumps(texts),
+        "mark": "\ufeff" + "\n".join(rows),
+    }
+    for name, content in forms.items():
+        documents = LocalDocuments(str(write(tmp_path / f"{name}.json", content)), "--input")
+        assert [documents[i] for i in range(len(documents))] == texts, name
 
 
 def test_unknown_dataset_lists_the_known_ones():
@@ -318,11 +371,12 @@ def test_an_error_while_reading_reaches_the_trainer(monkeypatch):
     def fail(self, index):
         raise OSError(5, "Input/output error")
 
+    reading = loader(None, dataset="demo", retry_pause_seconds=0.01)
     monkeypatch.setattr(DemoDocuments, "__getitem__", fail)
     with pytest.raises(
         UserError, match=r"training.dataset: reading failed: document .* of demo: OSError.*Input/output error"
     ):
-        take(loader(None, dataset="demo", retry_pause_seconds=0.01), 1)
+        take(reading, 1)
 
 
 @pytest.mark.e2e

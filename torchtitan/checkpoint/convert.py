@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, damage, step_folder, versions
 from torchtitan.checkpoint.dcp_storage import Reader, alone, load
-from torchtitan.checkpoint.hf import HFExport, import_hf, read_hf_config
+from torchtitan.checkpoint.hf import HFExport, import_hf
+from torchtitan.checkpoint.hf_folder import read_hf_config
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.checkpoint.state import check_own_model
 from torchtitan.config.load import load_config

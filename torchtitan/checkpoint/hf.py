@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, Metadata
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
 from torchtitan.checkpoint.dcp_storage import CommittingWriter, Reader, alone, read_tensor
+from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, unwrapped
 from torchtitan.checkpoint.state import model_state
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
@@ -25,51 +26,8 @@ from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 _GROUP_BYTES = 32 * 2**20
 _PIECE = 16 * 2**20
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-"""The names that safetensors gives dtypes."""
-
 
 # ---- in
-
-
-class _SafetensorsReader(HuggingFaceStorageReader):
-    """Reads the header of every file once; torch's reader does it for each load."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        if self._metadata is None:
-            try:
-                self._metadata = super().read_metadata()
-            except KeyError as error:
-                raise CheckpointError(
-                    f"{self.path} has tensors of dtype {error}, which torch's safetensors reader doesn't support"
-                ) from None
-        return self._metadata
-
-
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face model's folder.
-
-    Raises:
-        CheckpointError: it is missing or invalid, or the folder has no weights.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} is not the folder of a Hugging Face model: config.json: {error}; "
-            "download one, for example with scripts/download_hf_assets.py of the repository"
-        ) from None
-    if not list(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{folder} has a config.json but no .safetensors files")
-    return config
 
 
 def load_hf(models: Sequence[nn.Module], folder: Path, names: dict[str, str]) -> None:
@@ -79,33 +37,45 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: dict[str, str]) ->
         names: our parameter names to Hugging Face's.
 
     Raises:
-        CheckpointError: the folder has no safetensors, or a weight is missing or has another shape.
+        CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing, has another shape, or
+            holds NaN or infinity.
     """
-    if not list(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"no .safetensors files in {folder} (checkpoint.initial_load_path, or model.hf_assets_path without it)"
-        )
-    reader = _SafetensorsReader(str(folder))
+    reader = SafetensorsReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     ours = model_state(models)
-    for name, value in ours.items():
-        size = tuple(stored[names[name]].size) if names[name] in stored else None
-        if size != tuple(value.shape):
-            found = "missing" if size is None else f"{list(size)} there, {list(value.shape)} in the model"
-            raise CheckpointError(
-                f"{folder} holds another model than this configuration builds: {names[name]} is {found}.\n"
-                "Set model.flavor and [model.overrides] to the sizes in its config.json."
-            )
+    if problems := reader.problems({names[name]: value.shape for name, value in ours.items()}):
+        raise CheckpointError(
+            f"{folder} holds another model than this configuration builds: {problems[0]}.\n"
+            "Set model.flavor and [model.overrides] to the sizes in its config.json."
+        )
     for group in _groups({name: value.nbytes for name, value in ours.items()}, _GROUP_BYTES):
         # The reader fills tensors of the stored dtype; the copy into the parameters converts.
         target = {
             names[name]: torch.empty_like(ours[name], dtype=stored[names[name]].properties.dtype) for name in group
         }
-        with alone():  # pipeline ranks load different groups of weights
+        with alone(), unwrapped():  # pipeline ranks load different groups of weights
             dcp.load(target, storage_reader=reader, no_dist=True)
         with torch.no_grad():
             for name in group:
-                ours[name].copy_(target.pop(names[name]))
+                ours[name].copy_(reader.checked(names[name], target.pop(names[name])))
+
+
+def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> None:
+    """
+    Raises:
+        CheckpointError: the weights are not those of a model of these hyper-parameters, which came with them.
+    """
+    names = spec.hf.names(args)
+    unused = reader.entries.keys() - set(names.values()) - {"lm_head.weight"}
+    wrong = [f"{theirs} is missing" for theirs in names.values() if theirs not in reader.entries]
+    wrong += [f"{theirs} is unknown" for theirs in sorted(unused) if not theirs.endswith("rotary_emb.inv_freq")]
+    if not wrong:  # else the model could be of any size
+        with torch.device("meta"):
+            shapes = {names[ours]: weight.shape for ours, weight in spec.build(args, None).named_parameters()}
+        wrong = reader.problems(shapes)
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{reader.folder} is not the model of its config.json: {'; '.join(wrong[:3])}{more}")
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -130,28 +100,12 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
         The number of parameters.
 
     Raises:
-        CheckpointError: a weight is missing or unknown, or its shape doesn't follow from `args`.
+        CheckpointError: a weight is missing or unknown, holds NaN or infinity, or its shape doesn't follow from `args`.
     """
-    reader = _SafetensorsReader(str(source))
+    reader = SafetensorsReader(source)
+    check_hf(reader, spec, args)
     stored = reader.read_metadata().state_dict_metadata
     names = spec.hf.names(args)
-    with torch.device("meta"):
-        shapes = {names[ours]: list(weight.shape) for ours, weight in spec.build(args, None).named_parameters()}
-    wrong = [f"{theirs} is missing" for theirs in shapes if theirs not in stored]
-    unused = stored.keys() - set(names.values()) - {"lm_head.weight"}
-    wrong += [f"{theirs} is unknown" for theirs in sorted(unused) if not theirs.endswith("rotary_emb.inv_freq")]
-    for theirs, shape in shapes.items() if not wrong else ():
-        about = stored[theirs]
-        if list(about.size) != shape:
-            wrong.append(f"{theirs} is {list(about.size)}, should be {shape}")
-        if about.properties.dtype not in _DTYPES:
-            wrong.append(f"{theirs} has dtype {about.properties.dtype}")
-    if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{source} is not the model of its config.json: {'; '.join(wrong[:3])}{more}")
-
-    def read(key: str) -> Tensor:
-        return read_tensor(reader, names[key.removeprefix("model.")])
 
     state = {
         ours: torch.empty(stored[theirs].size, dtype=stored[theirs].properties.dtype, device="meta")
@@ -159,8 +113,13 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
     }
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     writer = CommittingWriter(target, manifest, file_per_tensor=True)
-    with alone():
-        dcp.save({"model": state}, storage_writer=writer, planner=_LazyPlanner(read), no_dist=True)
+    planner = _LazyPlanner(lambda key: reader.read(names[key.removeprefix("model.")]))
+    try:
+        with alone(), unwrapped():
+            dcp.save({"model": state}, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointError:
+        discard(target)
+        raise
     return sum(weight.numel() for weight in state.values())
 
 
@@ -287,7 +246,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], read: Callable
     end = 0
     for name, value in tensors.items():
         start, end = end, end + value.nbytes
-        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

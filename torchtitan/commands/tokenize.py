@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.schema import Model
-from torchtitan.data.documents import DemoDocuments, Documents, LocalDocuments
+from torchtitan.data.documents import DemoDocuments, Documents, LocalDocuments, check_has_text
 from torchtitan.data.token_files import write_token_file
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.utils.errors import UserError
@@ -121,8 +121,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     job = Job(tuple(options.input), options.output, options.tokenizer, options.part, options.name)
     documents, tokenizer = job.documents(), build_tokenizer(job.tokenizer)
-    if len(documents) == 0:
-        raise UserError("--input: no documents")
+    check_has_text(documents, "--input", ", ".join(job.input))
     try:
         job.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

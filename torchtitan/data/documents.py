@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan.data.retry import DataError, first_line
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
@@ -80,10 +81,7 @@ class LocalDocuments:
 
     @staticmethod
     def _load(kind: str, files: Sequence[Path], key: str) -> Any:
-        import datasets  # takes seconds
-
-        datasets.disable_progress_bars()
-        datasets.utils.logging.set_verbosity_error()
+        datasets = import_datasets()
         options = {"sample_by": "document"} if kind == "text" else {}
         try:
             return datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train", **options)
@@ -91,10 +89,14 @@ class LocalDocuments:
             if len(files) > 1:  # name the one that fails
                 for file in files:
                     LocalDocuments._load(kind, [file], key)
-                raise UserError(f"{key}: the files don't all have the same columns: {_innermost(error)}") from error
+                cause = first_line(_innermost(error))
+                raise UserError(f"{key}: the files don't all have the same columns: {cause}") from error
             if files[0].stat().st_size == 0 or "EmptyDataset" in type(error).__name__:
                 raise UserError(f"{key}: {files[0]} is empty") from None
-            raise UserError(f"{key}: can't read {files[0]} (damaged or truncated?): {_innermost(error)}") from error
+            cause = _innermost(error)
+            if isinstance(cause, DataError):
+                raise UserError(f"{key}: {cause}") from None
+            raise UserError(f"{key}: can't read {files[0]} (damaged or truncated?): {first_line(cause)}") from error
 
     def __len__(self) -> int:
         return len(self.table)
@@ -128,10 +130,23 @@ def _format(file: Path) -> str | None:
     return FORMATS.get(Path(name).suffix)
 
 
-def _innermost(error: BaseException) -> str:
-    while (inner := error.__cause__ or error.__context__) is not None:
+def import_datasets() -> Any:
+    """The library `datasets`, quiet, and reading JSON by `json_texts`. Its import takes seconds."""
+    import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity_error()
+    reader = Path(__file__).with_name("json_texts.py")
+    version = hashlib.sha256(reader.read_bytes()).hexdigest()  # names its folder in the library's cache
+    _PACKAGED_DATASETS_MODULES["json"] = (f"{__package__}.{reader.stem}", version)
+    return datasets
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while (inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         error = inner
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return error
 
 
 def open_documents(dataset: str, dataset_path: str | None, section: str) -> Documents | None:
@@ -149,6 +164,16 @@ def open_documents(dataset: str, dataset_path: str | None, section: str) -> Docu
         documents = DemoDocuments(validation=dataset == "demo_validation")
     else:
         return None
-    if len(documents) == 0:
-        raise UserError(f"{section}.dataset_path: {dataset_path or dataset} holds no documents")
+    check_has_text(documents, f"{section}.dataset_path", dataset_path or dataset)
     return documents
+
+
+def check_has_text(documents: Documents, key: str, name: str) -> None:
+    """
+    Raises:
+        UserError: there are no documents, or all are empty; training would only see begin-of-text and end-of-text.
+    """
+    if len(documents) == 0:
+        raise UserError(f"{key}: {name} holds no documents")
+    if not any(documents[i] for i in range(len(documents))):  # seldom reads more than one
+        raise UserError(f"{key}: {name} holds no text: all its documents are empty ({len(documents):,} of them)")

@@ -13,9 +13,18 @@ from torchtitan.utils.logging import logger
 T = TypeVar("T")
 
 
+class DataError(ValueError):
+    """The contents of a file can't be used; the message names the file and the place."""
+
+
+_LASTING = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
+"""Errors of decoding and of formats, which another attempt would repeat. Those that are also an OSError, such as a web
+page in place of JSON, may pass."""
+
+
 @dataclass
 class Retry:
-    """Retries the reads of one data source, with growing pauses."""
+    """Retries the reads of one data source, with growing pauses, unless its contents are at fault."""
 
     section: str
     """`training` or `validation`."""
@@ -33,7 +42,7 @@ class Retry:
             reset: undoes what a failed attempt changed.
 
         Raises:
-            UserError: every attempt failed; or `read` raised it, which is not retried.
+            UserError: every attempt failed, or the contents can't be decoded; or `read` raised it.
         """
         self.doing = f"reading {what}"
 
@@ -43,12 +52,12 @@ class Retry:
 
         def warn(state: RetryCallState) -> None:
             assert state.outcome is not None
-            cause = _first_line(state.outcome.exception())
+            cause = first_line(state.outcome.exception())
             self.doing = f"reading {what}, which failed {state.attempt_number} times ({cause})"
             logger.warning(f"{self.section}.dataset: {what} of {self.source}: {cause}; trying again")
 
         attempt = Retrying(
-            retry=retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, UserError)),
+            retry=retry_if_exception(_may_pass),
             stop=stop_after_attempt(self.options.retries + 1),
             wait=wait_exponential(multiplier=self.options.retry_pause_seconds),
             before=before_attempt,
@@ -56,13 +65,22 @@ class Retry:
         )
         try:
             return attempt(read)
+        except _LASTING as error:
+            raise UserError(f"{self.section}.dataset: {what} of {self.source}: {first_line(error)}") from error
         except RetryError as error:
             last = error.last_attempt
             raise UserError(
-                f"{self.section}.dataset: reading failed: {what} of {self.source}: {_first_line(last.exception())} "
+                f"{self.section}.dataset: reading failed: {what} of {self.source}: {first_line(last.exception())} "
                 f"({last.attempt_number} attempts). Repair the source, or raise {self.section}.dataloader.retries."
             ) from last.exception()
 
 
-def _first_line(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _may_pass(error: BaseException) -> bool:
+    lasting = isinstance(error, _LASTING) and not isinstance(error, OSError)
+    return isinstance(error, Exception) and not isinstance(error, UserError) and not lasting
+
+
+def first_line(error: BaseException | None) -> str:
+    """The type of an error and the first line of its message; of a `DataError` the message alone."""
+    text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+    return text.splitlines()[0]

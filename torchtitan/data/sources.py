@@ -58,7 +58,7 @@ def open_source(spec: DataSpec, retry: Retry) -> Source:
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
-    return retry("the list of files", lambda: _open(spec, retry))
+    return retry("the beginning", lambda: _open(spec, retry))
 
 
 def _open(spec: DataSpec, retry: Retry) -> Source:

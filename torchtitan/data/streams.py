@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torchtitan.data.retry import Retry
+from torchtitan.data.documents import import_datasets
+from torchtitan.data.retry import DataError, Retry
 from torchtitan.utils.errors import UserError
 
 KNOWN = {
@@ -19,9 +20,7 @@ def open_stream(dataset: str, section: str) -> Any:
     Raises:
         UserError: it can't be found or read.
     """
-    import datasets  # takes seconds
-
-    datasets.disable_progress_bars()
+    datasets = import_datasets()
     if dataset in KNOWN:
         path, name, split = KNOWN[dataset]
     else:
@@ -54,17 +53,21 @@ class StreamCursor:
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
         self.loaded: dict[str, Any] | None = None
+        self.has_text = False
+        """Whether any document of this epoch has text, as far as it was read; assumed after a resume within it."""
 
     def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
-        for _ in range(2):
+        while True:
             before = self.state_dict()
             text = self.retry(self._place(before), self._read, partial(self.load_state_dict, before))
             self.loaded = None
+            self.has_text |= bool(text)
             if text is not None or not self.infinite:
                 return text
-            self.epoch, self.iterator = self.epoch + 1, None
-        raise UserError(f"{self.key}: lane {self.lane} of the dataset has no documents; lower the batch size")
+            if not self.has_text:
+                raise UserError(f"{self.key}: lane {self.lane} of the dataset has no text; lower the batch size")
+            self.epoch, self.iterator, self.has_text = self.epoch + 1, None, False
 
     def _read(self) -> str | None:
         if self.iterator is None:
@@ -76,7 +79,7 @@ class StreamCursor:
         if "text" not in row:
             raise UserError(f"{self.key}: no column 'text'; it has {', '.join(row)}")
         if row["text"] is not None and not isinstance(row["text"], str):
-            raise ValueError(f"column 'text' holds {type(row['text']).__name__}, not text")
+            raise DataError(f"column 'text' holds {type(row['text']).__name__}, not text")
         return row["text"] or ""  # null is an empty document
 
     def _place(self, state: dict[str, Any]) -> str:
@@ -93,7 +96,7 @@ class StreamCursor:
         return {"epoch": self.epoch, "stream": self.stream.state_dict() if self.iterator is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.loaded = state["epoch"], state
+        self.epoch, self.loaded, self.has_text = state["epoch"], state, True
         self.stream.set_epoch(self.epoch)
         self.iterator = None
         if state["stream"] is not None:

@@ -1,6 +1,6 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
-corpus-00000.bin    token ids, uint16 or uint32, document after document
+corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
 corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
 """
 
@@ -8,14 +8,28 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
+from torchtitan.config.messages import explain_errors
+from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.json_files import read_json_object
+
+
+class _Meta(BaseModel):
+    """What reading needs of a token file's description."""
+
+    model_config = {"strict": True}
+
+    dtype: Literal["uint16", "uint32", "uint8", "uint64", "int8", "int16", "int32", "int64"]
+    tokens: int = Field(ge=0, lt=2**60)
+    tokenizer: str
 
 
 def write_token_file(
@@ -64,45 +78,45 @@ class TokenFiles:
         """(path, open file, dtype, number of tokens). Not memory-mapped: a failing disk would kill the process."""
         self.vocab_size = tokenizer.vocab_size
         for file in files:
-            meta = self._meta(file, key)
-            if meta["tokenizer"] != tokenizer.fingerprint:
+            meta = _read_meta(file, key)
+            if meta.tokenizer != tokenizer.fingerprint:
                 raise UserError(
                     f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
                     "tokenize the text again, or set model.hf_assets_path to that tokenizer"
                 )
-            size = np.dtype(meta["dtype"]).itemsize * meta["tokens"]
+            dtype = np.dtype(meta.dtype)
+            size = dtype.itemsize * meta.tokens
             if file.stat().st_size != size:
                 raise UserError(
                     f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (truncated?); "
                     "tokenize the text again"
                 )
-            if meta["tokens"] > 1:
-                self.files.append((file, os.open(file, os.O_RDONLY), np.dtype(meta["dtype"]), meta["tokens"]))
+            if meta.tokens > 1:
+                self.files.append((file, os.open(file, os.O_RDONLY), dtype, meta.tokens))
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
             raise UserError(f"{key}: no tokens in {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}")
+        self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
         self.fingerprint = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
-
-    @staticmethod
-    def _meta(file: Path, key: str) -> dict[str, Any]:
-        try:
-            meta = json.loads(file.with_suffix(".json").read_text())
-            return {name: meta[name] for name in ("dtype", "tokens", "tokenizer")}
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{key}: {file} has no complete description {file.with_suffix('.json').name} beside it ({error}); "
-                "write token files with torchtitan tokenize"
-            ) from None
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
+
+    def _check_has_text(self, special: list[int | None], key: str) -> None:
+        special = [i for i in special if i is not None]
+        try:
+            if all(np.isin(self.window(i), special).all() for i in range(len(self))):  # seldom reads more than one
+                raise DataError(f"{self.files[0][0].parent} holds no tokens but begin-of-text and end-of-text")
+        except DataError as error:
+            raise UserError(f"{key}: {error}") from None
 
     def window(self, index: int) -> NDArray[np.int64]:
         """The `seq_len + 1` ids of window `index`; fewer for the last of a file.
 
         Raises:
-            OSError: the file can't be read, or has changed since it was opened.
+            OSError: the file can't be read, or has been truncated since it was opened.
+            DataError: it holds ids that the tokenizer doesn't have.
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
@@ -112,9 +126,23 @@ class TokenFiles:
         if len(content) < count * dtype.itemsize:
             raise OSError(f"{path} ends before token {start + count} (truncated?)")
         ids = np.frombuffer(content, dtype).astype(np.int64)
-        if ids.max() >= self.vocab_size:
-            raise OSError(
-                f"{path} has id {ids.max()} at token {start + int(ids.argmax())}, "
-                f"but the tokenizer has only {self.vocab_size}"
+        if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
+            first = int(wrong[0])
+            raise DataError(
+                f"{path} has id {ids[first]} at token {start + first}, but the tokenizer has only {self.vocab_size}"
             )
         return ids
+
+
+def _read_meta(file: Path, key: str) -> _Meta:
+    about = file.with_suffix(".json")
+    advice = "write token files with torchtitan tokenize"
+    try:
+        return _Meta.model_validate(read_json_object(about))
+    except ValidationError as error:
+        problems = "; ".join(explain_errors(error, _Meta, lambda name: name))
+        raise UserError(f"{key}: {about}: {problems}; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{key}: {file} has no complete description {about.name} beside it ({error}); {advice}"
+        ) from None

@@ -5,20 +5,16 @@ Text never becomes a special token; only `bos` and `eos` add those. Imports no t
 
 import base64
 import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan.data.pieces import LLAMA3_PATTERN, pieces, separable
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-"""How Llama 3 splits text before byte-pair merging."""
+from torchtitan.utils.json_files import read_json_object
 
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>",
@@ -33,8 +29,8 @@ LLAMA3_SPECIAL = {
 }
 """The named ones of Llama 3's 256 special tokens, counted from the end of the ranks; the others are reserved."""
 
-_PIECE = 25_000
-"""Characters encoded at a time if the whole text can't be."""
+_WHOLE = 10_000_000
+"""Characters of the longest text that is encoded whole, which takes about 0.6 KB of memory each."""
 
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
@@ -53,9 +49,28 @@ class Tokenizer(ABC):
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
         """Hash of the tokenizer's file: the same hash means the same ids."""
 
-    @abstractmethod
+    separable = True
+    """Whether a long text can be encoded in pieces."""
+
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of `text`, between the special tokens asked for."""
+        """Ids of `text`, between the special tokens asked for. A long text is encoded in pieces, with the same ids.
+
+        Raises:
+            UserError: the tokenizer fails on this text, or the text is too long for one that can't encode pieces.
+        """
+        if not self.separable and len(text) > _WHOLE:
+            raise UserError(
+                f"model.hf_assets_path: {self.path} needs whole texts in memory, and one has {len(text):,} characters "
+                f"({_WHOLE:,} at most); split it into several documents"
+            )
+        start = [self.bos_id] if bos and self.bos_id is not None else []
+        with _rust_errors(self.path, "can't encode a text"):
+            ids = [i for piece in (pieces(text) if self.separable else [text]) for i in self._ids(piece)]
+        return [*start, *ids, *([self.eos_id] if eos else [])]
+
+    @abstractmethod
+    def _ids(self, text: str) -> list[int]:
+        """Ids of `text` in one go."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,10 +79,6 @@ class Tokenizer(ABC):
     def encode_document(self, text: str) -> list[int]:
         """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
         return self.encode(text, bos=self.bos_id is not None, eos=True)
-
-    def _wrap(self, ids: list[int], bos: bool, eos: bool) -> list[int]:
-        start = [self.bos_id] if bos and self.bos_id is not None else []
-        return [*start, *ids, *([self.eos_id] if eos else [])]
 
     @property
     def files(self) -> list[Path]:
@@ -85,33 +96,36 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Backend
 
-        try:
+        with _rust_errors(path, "is not a tokenizer"):
             self.backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"model.hf_assets_path: {path} is not a tokenizer: {error}") from None
         super().__init__(path)
         # The spelling of a special token in a text stays text.
         self.backend.encode_special_tokens = True
         # Some files have these settings for fine-tuning; they would truncate documents.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.separable = separable(self.backend)
+        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         config = _read_json(path.with_name("tokenizer_config.json"))
-        self.bos_id = self._special(config.get("bos_token"), _BOS_NAMES)
-        eos = self._special(config.get("eos_token"), _EOS_NAMES)
+        self.bos_id = self._special(config, "bos_token", _BOS_NAMES)
+        eos = self._special(config, "eos_token", _EOS_NAMES)
         if eos is None:
             raise UserError(
                 f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in tokenizer_config.json"
             )
         self.eos_id = eos
 
-    def _special(self, configured: Any, usual: Sequence[str]) -> int | None:
-        name = configured.get("content") if isinstance(configured, dict) else configured
+    def _special(self, config: dict[str, Any], key: str, usual: Sequence[str]) -> int | None:
+        name = config.get(key)
+        name = name.get("content") if isinstance(name, dict) else name
+        if not isinstance(name, str | None):
+            where = self.path.with_name("tokenizer_config.json")
+            raise UserError(f"model.hf_assets_path: {where}: {key} is {type(name).__name__}, must be a string")
         ids = (self.backend.token_to_id(n) for n in ((name,) if name else usual))
         return next((i for i in ids if i is not None), None)
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        return self._wrap(self.backend.encode(text, add_special_tokens=False).ids, bos, eos)
+    def _ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
@@ -134,13 +148,8 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = self.backend.n_vocab
         self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        try:
-            ids = self.backend.encode(text, disallowed_special=())
-        except ValueError:  # the regex overflows its stack on a million blanks
-            pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))
-            ids = [i for piece in pieces for i in self.backend.encode(piece, disallowed_special=())]
-        return self._wrap(ids, bos, eos)
+    def _ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))
@@ -173,6 +182,8 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError("ranks are missing (truncated?)")
+        if any(bytes([i]) not in ranks for i in range(256)):
+            raise ValueError("it lacks tokens of single bytes, so it can't encode every text")
     except ValueError as error:
         raise UserError(f"model.hf_assets_path: {path} is not a tiktoken model: {error}") from None
     return ranks
@@ -180,9 +191,17 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"model.hf_assets_path: {path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"model.hf_assets_path: {path} is not a JSON object")
-    return content
+        return read_json_object(path) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.hf_assets_path: {error}") from None
+
+
+@contextmanager
+def _rust_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn errors of a tokenizer's library into a `UserError`: bare Exceptions, and Rust's panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"model.hf_assets_path: {path} {problem}: {str(error)[:200]}") from None

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.checkpoint.commit import checkpoints_at
 from torchtitan.checkpoint.convert import model_of
 from torchtitan.checkpoint.dcp_storage import Reader, alone
-from torchtitan.checkpoint.hf import load_hf, read_hf_config
+from torchtitan.checkpoint.hf import check_hf, load_hf
+from torchtitan.checkpoint.hf_folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_own_model, model_state, read_tensors
 from torchtitan.config.schema import Comm
@@ -71,14 +72,18 @@ def find(name: str, custom_import: str | None = None) -> Source:
 
 
 def _hugging_face(folder: Path) -> Source:
+    spec = get_spec("llama3")  # its `args` refuses the config.json of another family
     try:
         config = read_hf_config(folder)
-    except CheckpointError as error:
-        raise ConfigError([f"--checkpoint: {error}"]) from None
-    spec = get_spec("llama3")
+        args = spec.hf.args(config)
+        check_hf(SafetensorsReader(folder), spec, args)  # before memory for weights of these sizes is allocated
+    except UserError as error:
+        raise ConfigError([f"--checkpoint: {folder}: {line}" for line in str(error).splitlines()]) from None
     stop = config.get("eos_token_id")
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    return Source(folder, True, spec, spec.hf.args(config), str(folder), None, tuple(stop))
+    if any(type(i) is not int or not 0 <= i < args.vocab_size for i in stop):
+        raise ConfigError([f"--checkpoint: {folder / 'config.json'}: eos_token_id must be ids of the vocabulary"])
+    return Source(folder, True, spec, args, str(folder), None, tuple(stop))
 
 
 def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:

@@ -1,9 +1,10 @@
 """Conversion to and from Hugging Face's Llama. Its RoPE layout is ours, so no weight is permuted."""
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from torchtitan.config.messages import explain_value
 from torchtitan.models.llama3.args import LlamaArgs, RopeScaling
 from torchtitan.utils.errors import ConfigError
 
@@ -64,14 +65,69 @@ def config(args: LlamaArgs, dtype: str) -> dict[str, Any]:
     }
 
 
-_REQUIRED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "quantization_config": None,
+class _Rope(BaseModel):
+    """RoPE in a `config.json`. The names of some keys differ between versions of transformers."""
+
+    model_config = {"strict": True}
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def scaling(self) -> RopeScaling | None:
+        kind = self.rope_type or self.type or "default"
+        if kind == "default":
+            return None
+        if kind != "llama3":
+            raise ValueError(f"RoPE scaling of type {kind[:40]!r}, must be 'llama3' or none")
+        values = self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        if None in values:
+            raise ValueError("RoPE scaling of type 'llama3' lacks some of its factors")
+        return RopeScaling.model_validate(dict(zip(RopeScaling.model_fields, values, strict=True)))
+
+
+class _Config(BaseModel):
+    """The keys of a `config.json` that matter to this model. A literal is the only value that it can represent."""
+
+    model_config = {"strict": True}
+
+    model_type: Literal["llama"]
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    quantization_config: None = None
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    tie_word_embeddings: bool = False
+
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
 }
-"""Required values of keys that `config.json` may leave out: this model has no alternative."""
+"""Our names of hyper-parameters to Hugging Face's."""
 
 
 def args(config: dict[str, Any]) -> LlamaArgs:
@@ -80,51 +136,25 @@ def args(config: dict[str, Any]) -> LlamaArgs:
     Raises:
         ConfigError: every reason why `LlamaArgs` can't represent the model.
     """
-    problems = [
-        f"config.json: {key} is {config[key]!r}, must be {value!r}"
-        for key, value in _REQUIRED.items()
-        if config.get(key, value) != value
-    ]
-    if "model_type" not in config:
-        problems.append("config.json: has no model_type")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("llama3", "default"):
-        problems.append(f"config.json: RoPE scaling of type {kind!r}, must be 'llama3' or none")
     try:
-        scaling = {
-            "factor": rope["factor"],
-            "low_freq_factor": rope["low_freq_factor"],
-            "high_freq_factor": rope["high_freq_factor"],
-            "original_max_seq_len": rope["original_max_position_embeddings"],
-        }
-    except KeyError:
-        scaling = {}
-    if kind == "llama3" and not scaling:
-        problems.append("config.json: RoPE scaling of type 'llama3' lacks some of its factors")
-    try:
-        found = LlamaArgs(
-            vocab_size=config["vocab_size"],
-            max_seq_len=config.get("max_position_embeddings", 2048),
-            dim=config["hidden_size"],
-            n_layers=config["num_hidden_layers"],
-            n_heads=config["num_attention_heads"],
-            n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            ffn_dim=config["intermediate_size"],
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10_000.0),
-            rope_scaling=RopeScaling(**scaling) if kind == "llama3" and scaling else None,
-            tie_embeddings=config.get("tie_word_embeddings", False),
-        )
-        if config.get("head_dim") not in (None, found.head_dim):
-            problems.append(
-                f"config.json: head_dim is {config['head_dim']}, must be hidden_size / num_attention_heads, "
-                f"{found.head_dim}"
-            )
-    except KeyError as error:
-        problems.append(f"config.json: {error.args[0]} is missing")
+        found = _Config.model_validate(config)
+        rope = found.rope_parameters or found.rope_scaling or _Rope()
+        values = {ours: getattr(found, theirs) for ours, theirs in _KEYS.items()}
+        values["n_kv_heads"] = found.num_key_value_heads or found.num_attention_heads
+        values["rope_theta"] = rope.rope_theta or found.rope_theta or 10_000.0
+        made = LlamaArgs(**values, rope_scaling=rope.scaling())
     except ValidationError as error:
-        problems += [f"config.json: {item['msg']}" for item in error.errors()]
-    if problems:
-        raise ConfigError(problems)
-    return found
+        raise ConfigError([f"config.json: {_explain(item)}" for item in error.errors()]) from None
+    except ValueError as error:
+        raise ConfigError([f"config.json: {error}"]) from None
+    if found.head_dim not in (None, made.head_dim):
+        required = f"hidden_size / num_attention_heads, {made.head_dim}"
+        raise ConfigError([f"config.json: head_dim is {found.head_dim}, must be {required}"])
+    return made
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(_KEYS.get(part, str(part)) for part in item["loc"])
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    return ": ".join(filter(None, (key, explain_value(item))))

@@ -1,0 +1,314 @@
+"""Hugging Face folders with damaged or hostile files: every command answers with one sentence that names the file."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchtitan.checkpoint.hf import load_hf
+from torchtitan.commands import ckpt, generate
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.models import get_spec
+from torchtitan.utils.assets import find_asset
+from torchtitan.utils.errors import UserError, run_main
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+DEEP = "[" * 100_000
+LAST = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A whole model, in one file."""
+    folder = tmp_path_factory.mktemp("sound")
+    spec = get_spec("llama3")
+    args = spec.hf.args(CONFIG)
+    torch.manual_seed(0)
+    weights = dict(spec.build(args, None).named_parameters())
+    save_file(
+        {theirs: weights[ours].detach() for ours, theirs in spec.hf.names(args).items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_asset("./tests/assets/tokenizer") / name, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(sound, tmp_path):
+    return shutil.copytree(sound, tmp_path / "model")
+
+
+def weights(content):
+    """Damage that replaces the safetensors, by bytes or by what a function makes of them."""
+
+    def damage(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(content(file.read_bytes()) if callable(content) else content)
+
+    return damage
+
+
+def header(change, **entry):
+    """Damage to the header: `change` of the whole, or new values in the entry of one tensor."""
+
+    def damage(content):
+        length = struct.unpack("<Q", content[:8])[0]
+        names = json.loads(content[8 : 8 + length])
+        change(names)
+        names[LAST] |= entry
+        text = json.dumps(names).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return weights(damage)
+
+
+def entry(**values):
+    return header(lambda names: None, **values)
+
+
+def tensors(change):
+    def damage(folder):
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors")
+
+    return damage
+
+
+def linked(name, target):
+    def damage(folder):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def pipe(name):
+    def damage(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def text(name, content):
+    def damage(folder):
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def config(**changes):
+    return text("config.json", json.dumps(CONFIG | changes))
+
+
+def index(content):
+    return text("model.safetensors.index.json", content if isinstance(content, str) else json.dumps(content))
+
+
+class Gadget:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def pickled(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Gadget()))
+
+
+def twice(folder):
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+
+
+def poison(value):
+    def change(found):
+        found[LAST].view(-1)[7] = value
+
+    return tensors(change)
+
+
+SHARDS = {"__metadata__": {"DCP_SHARDING_INFO": DEEP}}
+WEIGHTS = {
+    "garbage": (weights(b"\x93NUMPY garbage" * 99), "model.safetensors is damaged, or not safetensors"),
+    "empty": (weights(b""), "model.safetensors is damaged, or not safetensors"),
+    "cut in the data": (weights(lambda b: b[:-5]), "model.safetensors is damaged, or not safetensors"),
+    "cut in the header": (weights(lambda b: b[:99]), "model.safetensors is damaged, or not safetensors"),
+    "huge header": (weights(lambda b: struct.pack("<Q", 2**60) + b[8:]), "model.safetensors is damaged"),
+    "deep header": (weights(struct.pack("<Q", 100_000) + DEEP.encode()), "model.safetensors is damaged"),
+    "not UTF-8": (weights(struct.pack("<Q", 8) + b"\xff" * 8), "model.safetensors is damaged"),
+    "a pickle": (weights(pickle.dumps(Gadget())), "model.safetensors is damaged"),
+    "overlap": (entry(data_offsets=[0, 2048]), "model.safetensors is damaged"),
+    "out of range": (entry(data_offsets=[0, 2**50]), "model.safetensors is damaged"),
+    "backwards": (entry(data_offsets=[2048, 0]), "model.safetensors is damaged"),
+    "another size": (entry(shape=[16, 31]), "model.safetensors is damaged"),
+    "huge shape": (entry(shape=[2**40, 2**40]), "model.safetensors is damaged"),
+    "negative shape": (entry(shape=[-16, 32]), "model.safetensors is damaged"),
+    "unknown dtype": (entry(dtype="F33"), "model.safetensors is damaged"),
+    "integers": (entry(dtype="I32"), f"{LAST} has dtype I32, must be one of F64"),
+    "shards": (header(lambda names: names.update(SHARDS)), "consolidate them into whole tensors"),
+    "zeros": (linked("model.safetensors", "/dev/zero"), "model.safetensors is not a regular file"),
+    "dangling": (linked("model.safetensors", "nowhere"), "model.safetensors is missing"),
+    "circle": (linked("model.safetensors", "model.safetensors"), "model.safetensors is missing"),
+    "pipe": (pipe("model.safetensors"), "model.safetensors is not a regular file"),
+    "pickles": (pickled, "pytorch_model.bin: a pickle, which runs code when it is read. If you trust it, convert it"),
+    "in two files": (twice, "is in two files"),
+    "one missing": (tensors(lambda found: found.pop(LAST)), f"{LAST} is missing"),
+    "transposed": (tensors(lambda f: f.update({LAST: f[LAST].T.contiguous()})), f"{LAST} is .32, 16., "),
+    "nan": (poison(float("nan")), f"model.safetensors: {LAST} holds NaN or infinity"),
+    "infinity": (poison(-float("inf")), f"model.safetensors: {LAST} holds NaN or infinity"),
+    "index of numbers": (index({"weight_map": {"a": 5}}), "model.safetensors.index.json: weight_map.a: "),
+    "index of a list": (index({"weight_map": []}), "model.safetensors.index.json: weight_map: "),
+    "index without a map": (index({}), "model.safetensors.index.json: weight_map: "),
+    "index elsewhere": (index({"weight_map": {"a": "../model.safetensors"}}), "must name .safetensors files beside it"),
+    "index absolute": (index({"weight_map": {"a": "/etc/passwd"}}), "must name .safetensors files beside it"),
+    "index of pickles": (index({"weight_map": {"a": "pytorch_model.bin"}}), "must name .safetensors files beside it"),
+    "index of nothing": (index({"weight_map": {"a": "x.safetensors"}}), "x.safetensors is missing"),
+    "deep index": (index(DEEP), "index.json is nested too deeply"),
+    "index of zeros": (linked("model.safetensors.index.json", "/dev/zero"), "index.json is not a regular file"),
+}
+CONFIGS = {
+    "garbage": (text("config.json", "garbage"), "config.json is not valid JSON"),
+    "empty": (text("config.json", ""), "config.json is not valid JSON"),
+    "not UTF-8": (text("config.json", b"\xff\xfe{}"), "config.json is not valid JSON: .*0xff"),
+    "list": (text("config.json", "[]"), "config.json is not a JSON object"),
+    "deep": (text("config.json", DEEP), "config.json is nested too deeply"),
+    "digits": (text("config.json", f'{{"vocab_size": {"9" * 5000}}}'), "config.json is not valid JSON"),
+    "no model": (text("config.json", "{}"), "config.json: model_type is missing"),
+    "rope list": (config(rope_scaling=[1, 2]), "config.json: rope_scaling: got .1, 2."),
+    "rope text": (config(rope_parameters="llama3"), "config.json: rope_parameters: got 'llama3'"),
+    "rope type": (config(rope_scaling={"rope_type": 5}), "config.json: rope_scaling.rope_type: got 5"),
+    "rope factor": (config(rope_scaling={"rope_type": "llama3", "factor": "8"}), "rope_scaling.factor: got '8'"),
+    "theta": (config(rope_theta=-1.0), "config.json: rope_theta: got -1.0"),
+    "epsilon": (config(rms_norm_eps=float("nan")), "config.json: rms_norm_eps: got nan"),
+    "many layers": (config(num_hidden_layers=10**5), "num_hidden_layers|is missing"),
+    "no layers": (config(num_hidden_layers=-1), "config.json: num_hidden_layers: got -1"),
+    "layers in words": (config(num_hidden_layers="x"), "config.json: num_hidden_layers: got 'x', must be an integer"),
+    "no vocabulary": (config(vocab_size=0), "config.json: vocab_size: got 0"),
+    "large vocabulary": (config(vocab_size=2**31), "vocab_size|should be"),
+    "no heads": (config(num_attention_heads=0), "config.json: num_attention_heads: got 0"),
+    "odd heads": (config(num_attention_heads=3), "config.json: dim 16 must be n_heads 3 times"),
+    "true": (config(hidden_size=True), "config.json: hidden_size: got True, must be an integer"),
+    "null": (config(hidden_size=None), "config.json: hidden_size: got None"),
+    "tied": (config(tie_word_embeddings="yes"), "config.json: tie_word_embeddings: got 'yes', must be true or false"),
+}
+
+
+def commands(folder, tmp_path):
+    """How each command reads the folder."""
+    return {
+        "from-hf": (ckpt.main, ["from-hf", str(folder), str(tmp_path / "out")]),
+        "generate": (generate.main, ["--checkpoint", str(folder), "--max-new-tokens=2"]),
+    }
+
+
+@pytest.mark.parametrize("command", ["from-hf", "generate"])
+@pytest.mark.parametrize(
+    "case", [f"{kind} {name}" for kind, cases in (("weights", WEIGHTS), ("config", CONFIGS)) for name in cases]
+)
+def test_a_damaged_model_is_one_sentence(folder, tmp_path, capsys, monkeypatch, case, command):
+    kind, _, name = case.partition(" ")
+    damage, message = (WEIGHTS if kind == "weights" else CONFIGS)[name]
+    damage(folder)
+    monkeypatch.chdir(tmp_path)
+    main, argv = commands(folder, tmp_path)[command]
+    status = run_main(main, argv)
+    out, err = capsys.readouterr()
+    assert status in (1, 2)
+    assert re.search(message, err), err
+    assert str(folder) in err or kind == "config"
+    assert err.startswith("error: ")
+    assert len(err) < 1500
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "ran").exists()
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_damaged_weights_stop_a_run_that_starts_from_them(folder, case):
+    damage, message = WEIGHTS[case]
+    damage(folder)
+    spec = get_spec("llama3")
+    args = spec.hf.args(CONFIG)
+    with pytest.raises(UserError, match=message):
+        load_hf([spec.build(args, None)], folder, spec.hf.names(args))
+
+
+def tokens(change):
+    """Damage to `tokenizer.json`."""
+
+    def damage(folder):
+        content = json.loads((folder / "tokenizer.json").read_text())
+        change(content)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return damage
+
+
+def settings(**values):
+    return text("tokenizer_config.json", json.dumps(values))
+
+
+TOKENIZERS = {
+    "garbage": (text("tokenizer.json", "garbage"), "tokenizer.json is not a tokenizer"),
+    "empty": (text("tokenizer.json", ""), "tokenizer.json is not a tokenizer"),
+    "not UTF-8": (text("tokenizer.json", b"\xff" * 99), "tokenizer.json is not a tokenizer"),
+    "deep": (text("tokenizer.json", DEEP), "tokenizer.json is not a tokenizer"),
+    "zeros": (linked("tokenizer.json", "/dev/zero"), "holds neither tokenizer.json nor"),
+    "pipe": (pipe("tokenizer.json"), "holds neither tokenizer.json nor"),
+    "no entries": (
+        tokens(lambda t: t.update(added_tokens=[], model=t["model"] | {"vocab": {}, "merges": []})),
+        "no end",
+    ),
+    "negative id": (tokens(lambda t: t["model"]["vocab"].update(a=-1)), "tokenizer.json is not a tokenizer"),
+    "id of 2^40": (tokens(lambda t: t["model"]["vocab"].update(a=2**40)), "tokenizer.json is not a tokenizer"),
+    "id of 2^32": (tokens(lambda t: t["model"]["vocab"].update(a=2**32 - 1)), "has 4294967296 entries, .*only 2048"),
+    "merges": (tokens(lambda t: t["model"].update(merges=["\u2603 a"])), "tokenizer.json is not a tokenizer"),
+    "special": (tokens(lambda t: t["added_tokens"][0].update(content=5)), "tokenizer.json is not a tokenizer"),
+    "end of text": (settings(eos_token=5), "tokenizer_config.json: eos_token is int, must be a string"),
+    "end, object": (settings(eos_token={"content": ["a"]}), "tokenizer_config.json: eos_token is list"),
+    "unknown end": (settings(eos_token="nowhere"), "no end-of-text token"),
+    "settings garbage": (text("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
+    "settings list": (text("tokenizer_config.json", "[]"), "tokenizer_config.json is not a JSON object"),
+    "settings deep": (text("tokenizer_config.json", DEEP), "tokenizer_config.json is nested too deeply"),
+    "settings zeros": (linked("tokenizer_config.json", "/dev/zero"), "tokenizer_config.json is not a regular file"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_damaged_tokenizer_is_one_sentence(folder, tmp_path, capsys, case):
+    damage, message = TOKENIZERS[case]
+    damage(folder)
+    main, argv = commands(folder, tmp_path)["generate"]
+    assert run_main(main, argv) == 2
+    err = capsys.readouterr().err
+    assert re.search(f"error: --assets: .*{message}", err), err
+    assert "Traceback" not in err
+
+
+def test_a_chat_template_is_never_evaluated(folder):
+    settings(eos_token="<|end_of_text|>", chat_template="{{ 1 / 0 }}{% for i in range(10**12) %}{% endfor %}")(folder)
+    assert build_tokenizer(str(folder)).encode("a", bos=True)
+
+
+@pytest.mark.parametrize("regex", [r"(a+)+$", r"(?:a|a)*b", r"(.*)*\1x"])
+def test_an_expression_that_backtracks_forever_is_an_error(folder, regex):
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    tokens(lambda content: content.update(pre_tokenizer=split))(folder)
+    with contextlib.suppress(UserError):  # or it isn't cut into words, which is as good
+        build_tokenizer(str(folder)).encode("a" * 40 + "c")
