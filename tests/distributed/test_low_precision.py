@@ -50,6 +50,23 @@ def test_precomputed_scales_are_the_scales(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("world", "extra"),
+    [
+        (5, [PRECOMPUTE]),
+        *(pytest.param(w, e, marks=pytest.mark.slow) for w, e in ((3, []), (5, []), (3, [PRECOMPUTE]))),
+    ],
+    ids=str,
+)
+def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(ranks, tmp_path, world, extra):
+    """Five ranks hold 7, 7, 7, 7 and 4 of 32 rows, and the last holds none of 16."""
+    narrow = ["--model.overrides.dim=32", "--model.overrides.n_kv_heads=2", "--model.overrides.ffn_dim=16"]
+    argv = arguments(tmp_path, *FLOAT8, GATHER, *narrow, steps=3, global_batch=30)
+    alone = ranks(1, train, argv)[0]
+    sharded = ranks(world, train, [*argv, *extra, f"--job.dump_folder={tmp_path / 'sharded'}"])[0]
+    assert losses(sharded) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ([*FLOAT8, GATHER, PRECOMPUTE], [*FLOAT8, TP]),

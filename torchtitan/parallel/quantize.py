@@ -19,7 +19,12 @@ from torchtitan.config.schema import MXFP8, Config, Float8
 from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_faults import gather_float8_as_bytes, silence_false_alarms
+from torchtitan.utils.torch_faults import (
+    gather_float8_as_bytes,
+    rows_for_empty_float8_shards,
+    send_padded_float8_shards,
+    silence_false_alarms,
+)
 
 
 def check_hardware(config: Config, device: torch.device) -> None:
@@ -108,6 +113,8 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if float8.emulate:
         gather_float8_as_bytes()
+    if float8.enable_fsdp_float8_all_gather:
+        send_padded_float8_shards()
     _report(model, Float8Linear, f"Float8 {recipe}{' (emulated)' if float8.emulate else ''}")
 
 
@@ -115,8 +122,9 @@ def refresh_scales(models: Sequence[nn.Module]) -> None:
     """Compute the scales of all weights for the next step in one reduction, instead of one per weight."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    for model in models:
-        precompute_float8_dynamic_scale_for_fsdp(model)
+    with rows_for_empty_float8_shards(models):
+        for model in models:
+            precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 class GatherSequenceInFloat8(ParallelStyle):

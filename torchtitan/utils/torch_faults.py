@@ -10,8 +10,8 @@ import os
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import metadata
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -260,3 +260,49 @@ def gather_float8_as_bytes() -> None:
 
         gather.gathers_bytes = True  # type: ignore[attr-defined]
         table[operation] = gather
+
+
+def send_padded_float8_shards() -> None:
+    """torchao gathers the rows a rank holds, without FSDP2's padding: ranks with fewer send less.
+
+    gloo aborts on that, and NCCL may hang. A rank without rows has no maximum to derive a scale from either. Zeros, of
+    which FSDP2's padding consists, change no scale; FSDP2 cuts them off again.
+
+    Changes torchao's class for good.
+
+    torch 2.11 to 2.13, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size.
+    """
+    from torch.nn.functional import pad
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
+
+    send = Weight.fsdp_pre_all_gather
+    if hasattr(send, "pads"):
+        return
+
+    def send_padded(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        rows = -(-outer_size[0] // mesh.size())
+        if missing := rows - len(self):
+            whole = pad(self._tensor, (0, 0, 0, missing))
+            self = Weight(whole, self._linear_mm_config, self._dtype, self._precomputed_scale)
+        return send(self, mesh)
+
+    send_padded.pads = True  # type: ignore[attr-defined]
+    Weight.fsdp_pre_all_gather = send_padded
+
+
+@contextmanager
+def rows_for_empty_float8_shards(models: "Iterable[nn.Module]") -> Iterator[None]:
+    """torchao computes scales from every shard's maximum, which a shard without rows doesn't have.
+
+    Within, those shards hold a row of zeros.
+
+    torch 2.11 to 2.13, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts empty shards.
+    """
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
+
+    with ExitStack() as stack:
+        for weight in (weight for model in models for weight in model.parameters()):
+            shard = getattr(weight, "_local_tensor", None)
+            if isinstance(shard, Weight) and len(shard) == 0:
+                stack.enter_context(replaced(shard, _tensor=shard._tensor.new_zeros(1, *shard.shape[1:])))
+        yield
