@@ -23,7 +23,7 @@ def other_run():
     """The lock of a living process."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = psutil.Process(process.pid).create_time()
-    changes = {"run": "other", "job": "other", "pid": process.pid, "started": started}
+    changes = {"run": "other", "pid": process.pid, "started": started}
     yield current_holder().model_copy(update=changes).model_dump_json()
     process.kill()
     process.wait()

@@ -15,8 +15,6 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.lock import FolderLock, current_holder
 from torchtitan.utils.storage import storage_path
 
-OTHER_RUN = {"run": "other", "job": "other"}
-
 
 @pytest.fixture
 def sleeper():
@@ -34,7 +32,7 @@ def short_expiry(monkeypatch):
 
 def hold(folder, **changes):
     """Write the lock of another run."""
-    holder = current_holder().model_copy(update=OTHER_RUN | changes)
+    holder = current_holder().model_copy(update={"run": "other"} | changes)
     (folder / lock.NAME).write_text(holder.model_dump_json())
 
 
@@ -61,18 +59,6 @@ def test_a_run_on_another_machine_is_watched_for_a_sign_of_life(tmp_path, short_
     with pytest.raises(UserError, match="on node7"):
         FolderLock(tmp_path)
     renewal.join()
-
-
-def test_a_restart_by_the_same_launcher_does_not_wait(tmp_path, monkeypatch, sleeper):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a secret")
-    hold(tmp_path, job=current_holder().job, place="elsewhere")
-    held = FolderLock(tmp_path)
-    assert "a secret" not in (tmp_path / lock.NAME).read_text()
-    held.release()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's default, which tells nothing
-    hold(tmp_path, job=current_holder().job, **of_process(sleeper.pid))
-    with pytest.raises(UserError, match="in use"):
-        FolderLock(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"pid": -1}', "\x00\xff"])

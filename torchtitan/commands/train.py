@@ -6,6 +6,7 @@ a failure is reported as its cause in one sentence. Options that are not listed 
 """
 
 import argparse
+import hashlib
 import importlib
 import logging
 import os
@@ -31,6 +32,7 @@ from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, UserError, did_you_mean
+from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import count
 
@@ -158,6 +160,9 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
         except ConfigError as error:
             raise ConfigError([f"with {number} of {most} nodes: {problem}" for problem in error.problems]) from error
     preflight(config, output=output)
+    # A node that joins a running job finds its folder in use.
+    if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
+        raise ConfigError([f"job.dump_folder: {problem}"])
     return config
 
 
@@ -286,12 +291,18 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--rdzv-backend={BACKEND}",
         f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
         f"--rdzv-conf={options.rdzv_conf}",
-        *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
+        f"--rdzv-id={_job_id(most)}",
+        *(["--local-addr=127.0.0.1"] if most == 1 else []),
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",  # _Stop handles the others
     ]
+
+
+def _job_id(nodes: int) -> str:
+    """Name of the job in the rendezvous: nobody can guess it, but all launchers of the job know it."""
+    return uuid.uuid4().hex if nodes == 1 else hashlib.sha256(os.environ[SECRET_ENV].encode()).hexdigest()
 
 
 def _run_torchrun(
@@ -305,6 +316,7 @@ def _run_torchrun(
 
     from torchtitan.parallel.rendezvous import explain, register
 
+    arguments = [*_torchrun_options(options), *torchrun_argv, "-m", "torchtitan.train", *config_argv]
     register(os.environ.pop(SECRET_ENV, ""))  # the ranks don't need it
     if os.environ.get(DEBUG_ENV) != "1":
         for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
@@ -312,7 +324,7 @@ def _run_torchrun(
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     stop.running = True
     try:
-        torchrun([*_torchrun_options(options), *torchrun_argv, "-m", "torchtitan.train", *config_argv])
+        torchrun(arguments)
     except ChildFailedError as error:
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL

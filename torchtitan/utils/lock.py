@@ -9,7 +9,6 @@ the folder before it commits a checkpoint.
 """
 
 import atexit
-import hashlib
 import os
 import socket
 import threading
@@ -42,9 +41,7 @@ class Holder(BaseModel):
     model_config = ConfigDict(strict=True)
 
     run: str
-    """A random name of this start of a run."""
-    job: str
-    """Common to all restarts that one launcher makes, on whatever machine."""
+    """A random name of this start."""
     host: str = Field(pattern=r"^[\x21-\x7e]{1,255}$")
     place: str
     """Machine, boot and container within which process ids are unique."""
@@ -59,8 +56,8 @@ class Holder(BaseModel):
 
     def is_alive(self, me: "Holder") -> bool | None:
         """Whether this run is still writing to the folder that `me` wants; None if that can't be seen from here."""
-        if self.job == me.job or (self.place, self.pid) == (me.place, me.pid):
-            return False  # an earlier attempt, which its launcher or this process has ended
+        if (self.place, self.pid) == (me.place, me.pid):
+            return False  # an earlier run of this process
         if self.place != me.place:
             return None
         try:
@@ -74,13 +71,9 @@ class Holder(BaseModel):
 
 def current_holder() -> Holder:
     """This process."""
-    run = uuid.uuid4().hex
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     process = psutil.Process()
     return Holder(
-        run=run,
-        # torchrun's default id is the same for all jobs. The id is a secret, so only its hash is written.
-        job=run if job == "none" else hashlib.sha256(job.encode()).hexdigest(),
+        run=uuid.uuid4().hex,
         host=socket.gethostname(),
         place=_place(),
         pid=process.pid,
@@ -117,6 +110,12 @@ def in_use(folder: Path, holder: Holder | None) -> str:
         f"{folder} is in use by another run{who}. Two runs in one folder would overwrite each other's files; stop that "
         "run, or choose another folder"
     )
+
+
+def used_by_a_neighbor(folder: Path) -> str | None:
+    """What is wrong with starting a run in `folder` if a process on this machine holds it. Takes no lock."""
+    holder, _ = read_holder(folder)
+    return in_use(folder, holder) if holder is not None and holder.is_alive(current_holder()) else None
 
 
 class FolderLock:
