@@ -29,6 +29,6 @@ if [[ ${!#} == --help || ${!#} == -h ]]; then
     echo
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m torchtitan train ${NGPU:+--nproc-per-node "$NGPU"} --nnodes "${NNODES:-1}" \
-    --rdzv-endpoint "${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} -- \
+exec "$python" -m torchtitan train ${NGPU:+--nproc-per-node="$NGPU"} --nnodes="${NNODES:-1}" \
+    --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"
