@@ -33,6 +33,6 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 # Python handles a signal that arrives while it starts later, if this is GNU env.
 blocked=(env --block-signal=TERM --block-signal=USR1)
 "${blocked[@]}" true 2>/dev/null || blocked=(env)
-exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node "$NGPU"} --nnodes "${NNODES:-1}" \
-    --rdzv-endpoint "${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} -- \
+exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node="$NGPU"} \
+    --nnodes="${NNODES:-1}" --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

@@ -382,8 +382,8 @@ def test_errors_and_help_are_quick_and_need_no_torch():
         "sys.exit(code)"
     )
     for argv, status, text in (
-        (["--help"], 0, "--training.steps  integer  (default: 10000)"),
-        (["--help", "optimizer"], 0, "--optimizer.lr  number  (default: 0.0008)"),
+        (["--help"], 0, "--training.steps  integer 1 to 10^12  (default: 10000)"),
+        (["--help", "optimizer"], 0, "--optimizer.lr  number above 0 to 10^6  (default: 0.0008)"),
         (["--training.stpes=3"], 2, "did you mean 'training.steps'?"),
         (["--model.flavor=9B"], 2, "model.flavor: llama3 has no flavor '9B'"),
     ):

@@ -194,8 +194,8 @@ def test_wrong_degrees_bring_no_advice_about_the_batch(toml):
 
 def test_overrides_of_any_name_and_value_round_trip(toml):
     source = toml(
-        '[job]\ndescription = "a DEL \\u007f, a tab\\t"\n[model.overrides]\n"a b" = 1\nday = 1979-05-27\n'
-        'at = 1979-05-27T07:32:00Z\nlist = [1.5, { "c d" = [], on = true }]\n'
+        '[job]\ndescription = "two\\nlines, a tab\\t"\n[model.overrides]\n"a b" = 1\nday = 1979-05-27\n'
+        'at = 1979-05-27T07:32:00Z\nlist = [1.5, "a DEL \\u007f", { "c d" = [], on = true }]\n'
     )
     config = load_config(["--config", source]).config
     again = load_config(["--config", toml(to_toml(config), "again.toml")]).config

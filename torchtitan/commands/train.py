@@ -10,20 +10,22 @@ import hashlib
 import importlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from torchtitan.config import resolve
-from torchtitan.config.command_line import parse_args, split_args
+from torchtitan.config import complete, load_config
+from torchtitan.config.command_line import parse_args, show_help, split_args
 from torchtitan.config.schema import Config
 from torchtitan.observe.diagnosis import diagnose, killed
 from torchtitan.observe.evidence import read_case
@@ -34,7 +36,7 @@ from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, UserError, did_you_mean
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
-from torchtitan.utils.text import count
+from torchtitan.utils.text import brief, count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
@@ -42,6 +44,10 @@ ELASTIC_RESTARTS = 10
 SECRET_ENV = "RDZV_SECRET"
 """Not an option: every user of a machine sees the arguments of its processes."""
 MIN_SECRET = 16
+_MOST_RANKS_PER_NODE = 1024
+_MOST_NODES = 100_000
+_WIDEST_RANGE = 2000
+"""The configuration is checked for every number of nodes in the range."""
 
 
 # ---- options
@@ -49,7 +55,8 @@ MIN_SECRET = 16
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=count, metavar="N", help="ranks on this node (its GPUs, else 1)")
+    ranks = partial(count, most=_MOST_RANKS_PER_NODE)
+    parser.add_argument("--nproc-per-node", type=ranks, metavar="N", help="ranks on this node (its GPUs, else 1)")
     parser.add_argument(
         "--nnodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX", help="number of nodes, or a range (1)"
     )
@@ -57,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rdzv-conf", default=RENDEZVOUS, metavar="KEY=VALUE,...", help=f"rendezvous ({RENDEZVOUS})")
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=partial(count, fewest=0),
         metavar="N",
         help=f"restarts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with a range of nodes)",
     )
@@ -116,9 +123,12 @@ def _misspelt(name: str, known: list[str]) -> str:
 def node_range(text: str) -> tuple[int, int]:
     """Argument type of `N` or `MIN:MAX`: the fewest and most nodes."""
     fewest, _, most = text.partition(":")
-    nodes = (int(fewest), int(most or fewest)) if f"{fewest}{most}".isdecimal() else (0, 0)
+    nodes = (int(fewest), int(most or fewest)) if re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text) else (0, 0)
     if not 1 <= nodes[0] <= nodes[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor MIN:MAX")
+        raise argparse.ArgumentTypeError(f"{brief(text)} is neither a number of nodes nor MIN:MAX")
+    if nodes[1] > _MOST_NODES or nodes[1] - nodes[0] > _WIDEST_RANGE:
+        most = f"at most {_MOST_NODES:,} nodes, in a range of {_WIDEST_RANGE:,}, are possible"
+        raise argparse.ArgumentTypeError(f"{brief(text)}: {most}")
     return nodes
 
 
@@ -150,13 +160,15 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
         ConfigError: all problems found.
     """
     fewest, most = nodes
-    config = resolve(config_argv, most * ranks).config
+    show_help(config_argv)
+    loaded = load_config(config_argv)
+    config = complete(loaded, most * ranks).config
     if fewest < most and not config.fault_tolerance.elastic:
         need = f"{fewest}:{most} nodes need fault_tolerance.elastic = true"
         raise ConfigError([f"--nnodes: {need}, which keeps the global batch the same on any number of them"])
     for number in range(fewest, most):
         try:
-            resolve(config_argv, number * ranks)
+            complete(loaded, number * ranks)
         except ConfigError as error:
             raise ConfigError([f"with {number} of {most} nodes: {problem}" for problem in error.problems]) from error
     preflight(config, output=output)

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from torchtitan.config.command_line import show_help
 from torchtitan.config.derive import derive, gradient_accumulation_steps
-from torchtitan.config.load import load_config
+from torchtitan.config.load import LoadedConfig, load_config
 from torchtitan.config.schema import Config
 from torchtitan.config.validate import validate
 
 __all__ = [
     "Config",
     "Resolved",
+    "complete",
     "gradient_accumulation_steps",
     "load_config",
     "resolve",
@@ -36,7 +37,15 @@ def resolve(argv: list[str], world: int) -> Resolved:
         ConfigError: every mistake that the first failing stage finds.
     """
     show_help(argv)
-    loaded = load_config(argv)
+    return complete(load_config(argv), world)
+
+
+def complete(loaded: LoadedConfig, world: int) -> Resolved:
+    """Derive and validate what was loaded, for `world` ranks.
+
+    Raises:
+        ConfigError: every broken rule.
+    """
     config, formulas = derive(loaded.config, world)
     validate(config, world, loaded.sources)
     return Resolved(config, loaded.sources, formulas, loaded.warnings)

@@ -14,7 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.config.compat import UNSUPPORTED, Tuning, renamed
 from torchtitan.config.keys import FIELDS, Setting
+from torchtitan.config.toml_file import MOST_VALUES, excess
 from torchtitan.utils.assets import shipped_configs
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import brief, cut
 
 _FILE = "job.config_file"
 _SHORT = {"config": _FILE, "config_file": _FILE}
@@ -81,7 +84,11 @@ def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
 
     A flag is the configuration's if its name has a dot, or is `--config` or `--config_file`; after `--` every flag is.
     Its values are the words up to the next flag, `.toml` file or shipped configuration.
+
+    Raises:
+        ConfigError: there are thousands of words.
     """
+    _check_length(argv)
     own: list[str] = []
     flags: list[str] = []
     separated = False
@@ -122,6 +129,11 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
         sys.exit(0)
 
 
+def _check_length(argv: list[str]) -> None:
+    if len(argv) > MOST_VALUES:
+        raise ConfigError([f"the command line has {len(argv):,} words; at most {MOST_VALUES:,} are read"])
+
+
 def _is_config_flag(word: str) -> bool:
     key = _key_of(word)
     return "." in key and not key.startswith(".")
@@ -148,13 +160,18 @@ def _count_values(argv: list[str], at: int) -> int:
 
 
 def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Setting]]:
-    """(key, setting) of every flag; what is wrong with the arguments is appended to `problems`."""
+    """(key, setting) of every flag; what is wrong with the arguments is appended to `problems`.
+
+    Raises:
+        ConfigError: there are thousands of words.
+    """
+    _check_length(argv)
     position = 0
     while position < len(argv):
         word = argv[position]
         position += 1
         if not word.startswith("--"):
-            problems.append(f"unexpected argument {word!r}: flags are --section.key value")
+            problems.append(f"unexpected argument {brief(word)}: flags are --section.key value")
             continue
         _, equals, text = word.partition("=")
         key = _key_of(word)
@@ -163,9 +180,17 @@ def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Se
             values.append(argv[position])
             position += 1
         try:
-            yield key, Setting(_parse_value(key, values), f"--{key}")
+            value = _parse_value(key, values)
         except ValueError as error:
             problems.append(f"--{key}: {error}")
+            continue
+        tables: Any = value
+        for part in reversed(key.split(".")):
+            tables = {part: tables}
+        if problem := excess(tables):
+            problems.append(f"--{cut(key, 100)}: {problem}")
+        else:
+            yield key, Setting(value, f"--{key}")
 
 
 def _key_of(flag: str) -> str:
@@ -198,7 +223,7 @@ def _parse_value(key: str, words: list[str]) -> Any:
     if not words and kind is bool:
         return True
     if len(words) != 1:
-        raise ValueError(f"takes one value, got {' '.join(words)!r}" if words else "needs a value")
+        raise ValueError(f"takes one value, got {brief(' '.join(words))}" if words else "needs a value")
     try:
         return TypeAdapter(kind).validate_strings(words[0])
     except ValidationError:
@@ -214,3 +239,5 @@ def _guess(words: list[str]) -> Any:
         return tomli.loads(f"value = {words[0]}")["value"]
     except tomli.TOMLDecodeError:
         return {"True": True, "False": False}.get(words[0], words[0])
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nested too deeply
+        raise ValueError(f"got {brief(words[0])}, not a value of TOML: {error}") from None

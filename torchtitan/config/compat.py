@@ -13,6 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan.config.keys import FIELDS, Setting, place
 from torchtitan.config.messages import explain_value, suggest_key
 from torchtitan.config.schema import Config
+from torchtitan.utils.errors import SHOWN_PROBLEMS
+from torchtitan.utils.text import brief
 
 RENAMED = {
     "model.tokenizer_path": "model.hf_assets_path",
@@ -125,7 +127,7 @@ def convert_microbatch_count(given: dict[str, Setting], problems: list[str], war
     if key in given:
         problems.append(f"{start}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
     elif type(count.value) is not int or type(rows) is not int or count.value < 1 or rows % count.value:
-        problems.append(f"{start}: got {count.value!r}, must divide {rows_key} {rows}; better set {key}")
+        problems.append(f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; better set {key}")
     else:
         warnings.append(f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}")
         given[key] = Setting(rows // count.value, count.where)
@@ -149,7 +151,7 @@ def drop_unsupported(given: dict[str, Setting], suggested: list[str], problems: 
         elif entry is not None:
             texts = list(_refusals(entry, setting.value))
         elif key.split(".")[0] in _FOREIGN:
-            texts = ["unknown key" + suggest_key(key, suggested)]
+            texts = ["unknown key" + (suggest_key(key, suggested) if len(problems) < SHOWN_PROBLEMS else "")]
         else:
             out[key] = setting
         problems += [f"{place(setting.where, key)}: {text}" for text in texts]

@@ -34,7 +34,9 @@ def layout_name(degrees: Mapping[str, int]) -> str:
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
     """Divisors of `n` up to `limit`, ascending."""
-    return [d for d in range(1, min(n, limit or n) + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    found = [*small, *(n // d for d in reversed(small) if d * d < n)]
+    return [d for d in found if d <= (limit or n)]
 
 
 def _copies(config: Config, world: int) -> Derived | None:
@@ -45,7 +47,7 @@ def _copies(config: Config, world: int) -> Derived | None:
         return None
     shards = min(max(1, p.data_parallel_shard_degree), ranks)
     most = min(p.data_parallel_replicate_degree, ranks // shards)
-    value = next(n for n in range(most, 0, -1) if ranks % n == 0)
+    value = divisors(ranks, most)[-1]
     if value == p.data_parallel_replicate_degree:
         return None
     text = f"at most {p.data_parallel_replicate_degree} of {shards} or more, for {ranks} data-parallel ranks"

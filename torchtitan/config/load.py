@@ -74,15 +74,19 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
         else:
             table[parts[-1]] = setting.value
 
-    def where(key: str) -> str:
-        above = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place
-        below = (s for k, s in given.items() if k.startswith(key + "."))
-        setting = next(above, None) or next(below, None)
-        return place(setting.where, key) if setting else key
-
     try:
         return Config.model_validate(nested)
     except ValidationError as error:
+        tables: dict[str, Setting] = {}
+        for key, setting in given.items():
+            for table in prefixes(key):
+                tables.setdefault(table, setting)
+
+        def where(key: str) -> str:
+            above = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place
+            setting = next(above, None) or tables.get(key)
+            return place(setting.where, key) if setting else key
+
         problems += explain_errors(error, Config, where, _SUGGESTED)
         return None
 

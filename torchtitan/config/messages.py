@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.keys import fields_of, prefixes
-from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.errors import SHOWN_PROBLEMS, did_you_mean
+from torchtitan.utils.text import brief
 
 _TYPES = {
     "int": "an integer",
@@ -33,29 +34,36 @@ def explain_errors(
     """
     keys = [*(key for key, _, _ in fields_of(model)), *known]
     out = []
-    for item in error.errors():
+    # Suggestions take milliseconds each, so only problems that are shown get one.
+    for number, item in enumerate(error.errors(include_url=False)):
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             section = isinstance(item["input"], dict)
-            text = f"unknown {'section' if section else 'key'}{suggest_key(key, keys, section=section)}"
+            hint = suggest_key(key, keys, section=section) if number < SHOWN_PROBLEMS else ""
+            text = f"unknown {'section' if section else 'key'}{hint}"
         else:
-            text = explain_value(item)
+            text = explain_value(item, hints=number < SHOWN_PROBLEMS)
         start = where(key)
         out.append(f"{start}: {text}" if start else text)
     return out
 
 
-def explain_value(item: Any) -> str:
-    """What is wrong with a value, from one entry of `ValidationError.errors()`."""
-    context, got, kind = item.get("ctx", {}), item["input"], item["type"]
+def explain_value(item: Any, *, hints: bool = True) -> str:
+    """What is wrong with a value, from one entry of `ValidationError.errors()`.
+
+    Args:
+        hints: suggest a legal value that is spelt alike.
+    """
+    context, got, kind = item.get("ctx", {}), brief(item["input"]), item["type"]
     if kind == "literal_error":
-        hint = did_you_mean(str(got), re.findall(r"'([^']+)'", context["expected"]))
-        return f"got {got!r}, must be {context['expected']}{hint}"
+        legal = re.findall(r"'([^']+)'", context["expected"])
+        hint = did_you_mean(str(item["input"])[:100], legal) if hints else ""
+        return f"got {got}, must be {context['expected']}{hint}"
     if kind == "value_error":
         return str(context["error"])
     if allowed := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):
-        return f"got {got!r}, must be {allowed}"
-    return f"got {got!r}: {item['msg'][0].lower() + item['msg'][1:]}"
+        return f"got {got}, must be {allowed}"
+    return f"got {got}: {item['msg'][0].lower() + item['msg'][1:]}"
 
 
 def suggest_key(key: str, known: list[str], *, section: bool = False) -> str:

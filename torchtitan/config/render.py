@@ -1,23 +1,33 @@
 """The schema as `--help`, `docs/config.md` and a JSON Schema for editors; a configuration as TOML."""
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from datetime import date, time
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from torchtitan.config.keys import fields_of
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, did_you_mean
 
 
-def type_name(kind: Any) -> str:
-    """A field's type in words."""
+def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:
+    """A field's type in words.
+
+    Args:
+        limits: the bounds that pydantic keeps beside the type.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return type_name(args[0])
+        fields = [extra for extra in args[1:] if isinstance(extra, FieldInfo)]
+        return type_name(args[0], [limit for field in fields for limit in field.metadata])
+    if kind in (int, float) and limits:
+        return f"{type_name(kind)} {_range(limits)}"
     if origin is Literal:
         return " | ".join(to_toml_value(arg) for arg in args)
     if origin in (Union, UnionType):
@@ -29,6 +39,25 @@ def type_name(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "tables"
     return {"str": "string", "int": "integer", "float": "number", "bool": "true | false"}[kind.__name__]
+
+
+def _range(limits: Sequence[Any]) -> str:
+    """`0 to 1`, `above 0 to 10^6`, `0 to below 1`."""
+    kinds = ("ge", "gt", "le", "lt")
+    bounds = {kind: getattr(limit, kind) for limit in limits for kind in kinds if hasattr(limit, kind)}
+    low = _bound(bounds["ge"]) if "ge" in bounds else f"above {_bound(bounds['gt'])}"
+    high = _bound(bounds["le"]) if "le" in bounds else f"below {_bound(bounds['lt'])}"
+    return f"{low} to {high}"
+
+
+def _bound(value: float) -> str:
+    """Large powers of two and ten as such, and the largest signed integer: 2^20, 10^9, 2^63 - 1."""
+    for base in (10, 2):
+        power = round(math.log(value, base)) if value > 1000 else 0
+        for offset in (0, 1):
+            if power and value == base**power - offset:
+                return f"{base}^{power}{' - 1' if offset else ''}"
+    return f"{value:g}"
 
 
 def _sections() -> dict[str, tuple[type[BaseModel], list[tuple[str, Any]]]]:
@@ -60,7 +89,7 @@ def help_text(section: str | None = None) -> str:
         if section is None or f"{name}.".startswith(f"{section}."):
             lines += [f"[{name}]  {model.__doc__}"]
             for key, info in fields:
-                lines += [f"  --{key}  {type_name(info.annotation)}  (default: {_default(info)})"]
+                lines += [f"  --{key}  {type_name(info.annotation, info.metadata)}  (default: {_default(info)})"]
                 lines += [f"      {line.strip()}" for line in info.description.splitlines()]
             lines += [""]
     return "\n".join(lines)
@@ -85,7 +114,7 @@ def markdown() -> str:
             "|---|---|---|---|",
         ]
         for key, info in fields:
-            kind = type_name(info.annotation).replace("|", "\\|")
+            kind = type_name(info.annotation, info.metadata).replace("|", "\\|")
             text = " ".join(info.description.split()).replace("|", "\\|")
             lines += [f"| `{key.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {text} |"]
         lines += [""]

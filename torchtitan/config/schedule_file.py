@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.text import brief
+
 
 @dataclass(frozen=True)
 class Action:
@@ -26,7 +29,8 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-_TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
+_TOKEN = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+_MOST_BYTES = 2**22
 
 
 def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
@@ -36,8 +40,8 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
     """
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
-        rows = list(csv.reader(Path(path).read_text().splitlines()))
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
+        rows = list(csv.reader(read_regular(Path(path), _MOST_BYTES, links=True).decode().splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         return [], [f"{key}: can't read {path!r}: {getattr(error, 'strerror', None) or error}"]
     problems, orders = [], []
     for number, row in enumerate(rows, 1):
@@ -46,8 +50,8 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
             parts = cell.removesuffix("OVERLAP_F_B").strip("()").split(";") if cell else []
             matches = [_TOKEN.fullmatch(part.strip()) for part in parts]
             if not all(matches):
-                problems.append(f"{key}: {path}:{number}: {cell!r} is not a computation; write stage, F, B, I or W, "
-                                "and microbatch, for example 0F3; leave out communication")  # fmt: skip
+                problems.append(f"{key}: {path}:{number}: {brief(cell)} is not a computation; write stage, F, B, I or "
+                                "W, and microbatch, for example 0F3; leave out communication")  # fmt: skip
                 break
             order += [Action(int(m[1]), m[2], int(m[3])) for m in matches if m]
         if not order and not problems:
@@ -122,7 +126,8 @@ def execute(orders: Sequence[Sequence[Action]]) -> list[Step]:
     while before < len(steps):
         before = len(steps)
         for rank, order in enumerate(orders):
-            for action in order[position[rank] :]:
+            while position[rank] < len(order):
+                action = order[position[rank]]
                 needed = _source(action, last_stage)
                 source = done.get((*needed, action.microbatch)) if needed else -1
                 if source is None:

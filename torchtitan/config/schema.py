@@ -4,9 +4,32 @@
 follow the TOML convention of TorchTitan 0.2. Imports no torch, so mistakes are reported in milliseconds.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchtitan.config.types import (
+    Decay,
+    Degree,
+    Factor,
+    Few,
+    FewOrZero,
+    FilePrefix,
+    Fraction,
+    InDumpFolder,
+    Layers,
+    LayersOrZero,
+    LearningRate,
+    LocalPath,
+    Name,
+    Rows,
+    Seconds,
+    SeqLen,
+    Steps,
+    StepsOrDefault,
+    StepsOrZero,
+    Text,
+)
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -22,15 +45,15 @@ class Section(BaseModel):
 class Job(Section):
     """Name of the run, and where its files go."""
 
-    config_file: str | None = None
+    config_file: LocalPath | None = None
     """Read this TOML file. `--config` is a shorter spelling."""
-    dump_folder: str = "./outputs"
+    dump_folder: LocalPath = "./outputs"
     """Write everything here: checkpoints, metrics, traces, the effective configuration."""
-    description: str = "default job"
+    description: Text = "default job"
     """Describe the run in one line, for the log and W&B."""
     print_config: bool = False
     """Print the effective configuration as TOML before training."""
-    save_config_file: str | None = None
+    save_config_file: InDumpFolder | None = None
     """Also write the effective configuration to this file, relative to `dump_folder`."""
 
 
@@ -39,28 +62,28 @@ class Profiling(Section):
 
     enable_profiling: bool = False
     """Record a torch profiler trace (Chrome format) every `profile_freq` steps, on every rank."""
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: InDumpFolder = "profile_traces"
     """Write traces here, relative to `job.dump_folder`."""
-    profile_freq: PositiveInt = 10
+    profile_freq: Steps = 10
     """Steps from the start of one trace to the start of the next."""
-    profiler_active: PositiveInt = 1
+    profiler_active: Steps = 1
     """Steps recorded in each trace."""
-    profiler_warmup: NonNegativeInt = 3
+    profiler_warmup: StepsOrZero = 3
     """Steps before each recording during which the profiler runs but discards its events."""
     enable_memory_snapshot: bool = False
     """Write a snapshot of CUDA memory and its allocation history every `profile_freq` steps, and on out of memory."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: InDumpFolder = "memory_snapshot"
     """Write memory snapshots here, relative to `job.dump_folder`."""
 
 
 class Metrics(Section):
     """What is logged, how often, and where. `metrics.jsonl` is always written."""
 
-    log_freq: PositiveInt = 10
+    log_freq: Steps = 10
     """Steps between logged lines. The first and last steps are always logged."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: InDumpFolder = "tb"
     """Write TensorBoard files here, relative to `job.dump_folder`."""
     disable_color_printing: bool = False
     """Print plain lines, without colors or a live progress line."""
@@ -74,11 +97,11 @@ class Metrics(Section):
 class Model(Section):
     """The model to train."""
 
-    name: str = "llama3"
+    name: Name = "llama3"
     """Model family."""
-    flavor: str = "debugmodel"
+    flavor: Name = "debugmodel"
     """Size of the model, one of the family's flavors (llama3: debugmodel, 1B, 3B, 8B, 70B, 405B)."""
-    hf_assets_path: str = "./tests/assets/tokenizer"
+    hf_assets_path: LocalPath = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, optionally, Hugging Face weights. A
     relative path that does not exist is also looked up in the project's folder."""
     converters: list[Literal["float8", "mx", "quantize.linear.float8", "quantize.linear.mx"]] = []
@@ -100,7 +123,7 @@ class Float8(Section):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all weights in a single reduction after each update. Needs
     `enable_fsdp_float8_all_gather`."""
-    filter_fqns: list[str] = []
+    filter_fqns: list[Name] = []
     """Skip linear layers whose name contains one of these, for example `output`. `auto_filter_small_kn` skips layers
     too small to gain. Layers whose sizes aren't multiples of 16 (x tensor-parallel degree) are always skipped."""
     emulate: bool = False
@@ -115,7 +138,7 @@ class MXFP8(Section):
     slowly."""
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     """Kernel that quantizes along columns."""
-    filter_fqns: list[str] = ["output"]
+    filter_fqns: list[Name] = ["output"]
     """Skip linear layers whose name contains one of these. Layers whose sizes aren't multiples of 32 (x tensor-parallel
     degree) are always skipped."""
 
@@ -136,11 +159,11 @@ class Quantize(Section):
 class ParamGroup(Section):
     """A group of parameters with its own learning rate or weight decay."""
 
-    pattern: str
+    pattern: Name
     """Names of parameters, with `*` and `?` as wildcards: `layers.*.attention.wq.weight`. Must match at least one."""
-    lr_scale: NonNegativeFloat = 1.0
+    lr_scale: Factor = 1.0
     """Multiply the group's learning rate by this."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: Factor | None = None
     """Weight decay of the group. Default: that of other parameters of its kind."""
 
 
@@ -149,25 +172,25 @@ class Optimizer(Section):
 
     name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
     """Optimizer class of `torch.optim`. `Muon` trains the blocks' matrices and AdamW the other parameters."""
-    lr: PositiveFloat = 8e-4
+    lr: LearningRate = 8e-4
     """Peak learning rate."""
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta1: Decay = 0.9
     """Decay of the running mean of the gradient."""
-    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
-    eps: NonNegativeFloat = 1e-8
+    eps: Factor = 1e-8
     """Added to the denominator of the update."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Factor = 0.1
     """Weight decay of matrices: decoupled in AdamW and Muon, an L2 penalty in Adam."""
     state_dtype: Dtype = "float32"
     """Type of Adam's and AdamW's two running means. `bfloat16` halves their memory, but with beta2 above 0.99 rounding
     loses small changes."""
-    muon_momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    muon_momentum: Decay = 0.95
     """Decay of Muon's running mean of the gradient. Muon's updates are scaled to the size of AdamW's, so both share
     `lr` and `weight_decay`."""
-    muon_ns_steps: PositiveInt = 5
+    muon_ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Newton-Schulz iterations that orthogonalize each of Muon's updates."""
-    param_groups: list[ParamGroup] = []
+    param_groups: Annotated[list[ParamGroup], Field(max_length=300)] = []
     """Give parameters their own learning rate or weight decay: a list of tables `{pattern =
     "layers.*.attention.wq.weight", lr_scale = 0.5, weight_decay = 0.0}`. The first match applies."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -180,35 +203,35 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Learning rate schedule: linear warm-up, constant, decay."""
 
-    warmup_steps: NonNegativeInt = 200
+    warmup_steps: StepsOrZero = 200
     """Steps of linear warm-up from zero. Cut to `total_steps` if longer."""
-    total_steps: PositiveInt | None = None
+    total_steps: Steps | None = None
     """Length of the schedule in steps. Default: `training.steps`."""
-    decay_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    decay_ratio: Fraction | None = None
     """Fraction of the steps that decay, at the end; before them the rate is constant. Default: every step after
     warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
-    min_lr_factor: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_lr_factor: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
 
 
 class DataLoader(Section):
     """Prefetching of data. Batches don't depend on these settings."""
 
-    num_workers: NonNegativeInt = 0
+    num_workers: FewOrZero = 0
     """Worker processes per rank. 0: a background thread prepares the next batches."""
     persistent_workers: bool = False
     """Keep the workers alive between validations."""
     pin_memory: bool = False
     """Copy batches to pinned memory, so the copy to the GPU overlaps with compute (CUDA only)."""
-    prefetch_factor: PositiveInt | None = None
+    prefetch_factor: Few | None = None
     """Batches that each worker prepares ahead. Default: 2."""
-    retries: NonNegativeInt = 3
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
     """Retry a read this many times if it fails or returns invalid text."""
-    retry_pause_seconds: NonNegativeFloat = 1.0
+    retry_pause_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """Wait this long before the first retry, then twice as long before each further one."""
-    timeout_seconds: PositiveFloat | None = None
+    timeout_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Fail, naming the source, after waiting this long for data. Default: half of `comm.train_timeout_seconds`, so that
     it precedes the timeouts of other ranks' collectives. The first batch may take half of
     `comm.init_timeout_seconds`."""
@@ -217,27 +240,27 @@ class DataLoader(Section):
 class Training(Section):
     """Data, batch, precision and length of the run."""
 
-    dataset: str = "demo"
+    dataset: Name = "demo"
     """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, or a name for
     the files of `dataset_path`."""
-    dataset_path: str | None = None
+    dataset_path: LocalPath | None = None
     """Read local files instead of downloading: a file, folder or glob of JSONL, text or Parquet (also compressed), or
     of token files written by `torchtitan tokenize`."""
-    local_batch_size: PositiveInt = 8
+    local_batch_size: Rows = 8
     """Rows per forward and backward pass on each data-parallel rank."""
-    global_batch_size: int = Field(default=-1, ge=-1)
+    global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1
     """Rows per optimizer step over all ranks, reached by gradient accumulation. -1: `local_batch_size` x data-parallel
     degree."""
-    seq_len: PositiveInt = 2048
+    seq_len: SeqLen = 2048
     """Tokens per row."""
     document_mask: bool = False
     """Restrict attention to each token's own document; other documents in the row are masked."""
-    loss_chunks: PositiveInt = 1
+    loss_chunks: SeqLen = 1
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory of the full logits,
     which a large vocabulary makes big."""
-    max_norm: NonNegativeFloat = 1.0
+    max_norm: Factor = 1.0
     """Clip gradients to this global norm. 0: measure the norm, don't clip."""
-    steps: PositiveInt = 10000
+    steps: Steps = 10000
     """Optimizer steps of the whole run, including those before a resume."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
@@ -247,7 +270,7 @@ class Training(Section):
     """Type of parameters and activations in the forward and backward."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are reduced across ranks."""
-    gc_freq: PositiveInt = 50
+    gc_freq: Steps = 50
     """Steps between runs of Python's garbage collector. It is off in between, so that no single rank stalls."""
     gc_debug: bool = False
     """Report objects in reference cycles at each collection."""
@@ -260,22 +283,22 @@ class Training(Section):
 class Parallelism(Section):
     """Parallelism degrees and options. The product of the degrees is the number of ranks."""
 
-    data_parallel_replicate_degree: PositiveInt = 1
+    data_parallel_replicate_degree: Degree = 1
     """Replicas of the (sharded) model: DDP if the shard degree is 1, otherwise HSDP."""
-    data_parallel_shard_degree: int = Field(default=-1, ge=-1)
+    data_parallel_shard_degree: Annotated[int, Field(ge=-1, le=2**20)] = -1
     """Shard parameters, gradients and optimizer state over this many ranks (FSDP2). -1: all ranks left by the other
     degrees."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free each block's gathered parameters after its forward. `default`: yes, except under pipeline parallelism, whose
     schedule keeps them for all microbatches of a stage."""
-    tensor_parallel_degree: PositiveInt = 1
+    tensor_parallel_degree: Degree = 1
     """Split each matrix over this many ranks, and the sequence between matrices (sequence parallelism)."""
     disable_loss_parallel: bool = False
     """Gather the logits on every tensor-parallel rank instead of computing the loss on shards of the vocabulary."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the matrix products next to it. Needs `compile.enable`; no effect at
     degree 1."""
-    context_parallel_degree: PositiveInt = 1
+    context_parallel_degree: Degree = 1
     """Split each row's sequence over this many ranks (ring attention)."""
     context_parallel_load_balancer: Literal["headtail", ""] | None = "headtail"
     """How a row is split. `headtail` gives each rank one chunk from the start and one from the end, which balances
@@ -283,7 +306,7 @@ class Parallelism(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """How ranks exchange keys and values: all at once (`allgather`), or step by step while attention is computed
     (`alltoall`)."""
-    pipeline_parallel_degree: PositiveInt = 1
+    pipeline_parallel_degree: Degree = 1
     """Split the layers over this many ranks."""
     pipeline_parallel_schedule: Literal[
         "GPipe",
@@ -299,19 +322,19 @@ class Parallelism(Section):
     ] = "1F1B"
     """Order of forwards and backwards. GPipe and 1F1B have one stage per rank, ZBVZeroBubble and DualPipeV two, the
     others two or more. The last two stand for a schedule from `pipeline_parallel_schedule_csv`."""
-    pipeline_parallel_schedule_csv: str | None = ""
+    pipeline_parallel_schedule_csv: LocalPath | None = ""
     """Read the schedule from this file instead: one row per rank, with entries such as `0F3` (stage; F, B, I or W;
     microbatch)."""
-    pipeline_parallel_microbatch_size: PositiveInt = 1
+    pipeline_parallel_microbatch_size: Rows = 1
     """Rows per pipeline microbatch. Must divide `training.local_batch_size`."""
-    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    pipeline_parallel_layers_per_stage: Layers | None = None
     """Put this many layers on each stage. Default: one or two stages per rank, balanced by FLOPs."""
-    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    pipeline_parallel_first_stage_less_layers: LayersOrZero | None = None
     """Split by number of layers, with this many fewer on the first stage, to make up for the embedding. Default: split
     by FLOPs; 1 if another key asks for a split by layers."""
-    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    pipeline_parallel_last_stage_less_layers: LayersOrZero | None = None
     """Likewise for the last stage, to make up for the output projection."""
-    module_fqns_per_model_part: list[list[str]] | list[str] | None = None
+    module_fqns_per_model_part: list[list[Name]] | list[Name] | None = None
     """List each stage's modules (`tok_embeddings`, `layers.0`, ..., `norm`, `output`), or give a flat list of the
     modules that start a new stage."""
 
@@ -321,11 +344,11 @@ class Checkpoint(Section):
 
     enable: bool = False
     """Save checkpoints, and resume from the newest complete one in `folder`."""
-    folder: str = "checkpoint"
+    folder: LocalPath = "checkpoint"
     """Save checkpoints here, relative to `job.dump_folder`, or to a URL: `s3://bucket/run`, `gs://bucket/run`."""
-    interval: PositiveInt = 500
+    interval: Steps = 500
     """Steps between checkpoints. The last step is always saved."""
-    initial_load_path: str | None = None
+    initial_load_path: LocalPath | None = None
     """Start from this checkpoint if `folder` has none: a `step-N` folder or its URL, or a folder of safetensors."""
     initial_load_model_only: bool = True
     """Load only the weights from `initial_load_path`. false: also load optimizer, schedule and data position."""
@@ -340,10 +363,10 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write in the background. `async` first copies to host memory; `async_with_pinned_mem` also overlaps that copy
     with the next step's forward and backward."""
-    keep_latest_k: NonNegativeInt = 10
+    keep_latest_k: StepsOrZero = 10
     """Keep this many of the newest checkpoints and delete older ones. 0: keep all. 1 isn't allowed: a failure while the
     next one is written could lose it."""
-    load_step: int = Field(default=-1, ge=-1)
+    load_step: StepsOrDefault = -1
     """Resume from this step. -1: from the newest complete checkpoint."""
     exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = []
     """Don't load these parts when resuming."""
@@ -359,15 +382,15 @@ class ActivationCheckpoint(Section):
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """`none`: keep all activations. `full`: keep only each block's input. `selective`: see `selective_ac_option`.
     `memory_budget`: let the compiler choose within `memory_budget` (needs `compile.enable`)."""
-    selective_ac_option: str = "2"
+    selective_ac_option: Name = "2"
     """A number k: checkpoint every k-th block. `op`: in every block, keep attention, communication and every second
     matrix product, and recompute the rest."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = ["moe.router.gate"]
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[Name] = ["moe.router.gate"]
     """With `op`: always recompute matrix products whose weight has the shape of one of these linear layers, given as
     parts of names."""
     early_stop: bool = False
     """Stop recomputing a block as soon as its backward has what it needs."""
-    memory_budget: float = Field(default=0.5, ge=0, le=1)
+    memory_budget: Fraction = 0.5
     """With `memory_budget`: how much activation memory to allow, from that of `full` (0) to that of `none` (1)."""
     visualize_memory_budget_pareto: bool = False
     """With `memory_budget`: plot run time against memory for all budgets, in `<job.dump_folder>/memory_budget` (needs
@@ -387,23 +410,23 @@ class Compile(Section):
     """Compile. The first steps take longer."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
     """What to compile: the blocks of the `model`, the `loss`."""
-    backend: str = "inductor"
+    backend: Name = "inductor"
     """Compiler backend. `inductor` needs a C++ compiler on the CPU; `aot_eager` is for debugging and not faster."""
 
 
 class Comm(Section):
     """Timeouts of collectives, and the watch that diagnoses hangs."""
 
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: Seconds = 300
     """Timeout of collectives until the first step is complete. After three quarters of a timeout, every rank dumps its
     state and one rank reports which rank blocks the rest."""
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: Seconds = 100
     """Timeout of collectives after the first step."""
-    trace_buf_size: NonNegativeInt = 20000
+    trace_buf_size: Annotated[int, Field(ge=0, le=10**7)] = 20000
     """Collectives that the Flight Recorder keeps per rank. 0: turn off the Flight Recorder and the watch."""
-    save_traces_folder: str = "comm_traces"
+    save_traces_folder: InDumpFolder = "comm_traces"
     """Write the ranks' reports here after a hang, an exception or SIGUSR2, relative to `job.dump_folder`."""
-    save_traces_file_prefix: str = "rank_"
+    save_traces_file_prefix: FilePrefix = "rank_"
     """Name Flight Recorder dumps by this prefix and the rank."""
 
 
@@ -422,17 +445,17 @@ class Validation(Section):
 
     enable: bool = False
     """Run validation."""
-    dataset: str = "c4_validation"
+    dataset: Name = "c4_validation"
     """As `training.dataset`; also `demo_validation`, a part of the demo text that training never sees."""
-    dataset_path: str | None = None
+    dataset_path: LocalPath | None = None
     """As `training.dataset_path`."""
-    local_batch_size: PositiveInt = 8
+    local_batch_size: Rows = 8
     """Rows per forward pass on each data-parallel rank."""
-    seq_len: PositiveInt = 2048
+    seq_len: SeqLen = 2048
     """Tokens per row."""
-    freq: PositiveInt = 10
+    freq: Steps = 10
     """Steps between validations."""
-    steps: int = Field(default=-1, ge=-1)
+    steps: StepsOrDefault = -1
     """Batches per validation. -1: the whole data set once."""
     dataloader: DataLoader = DataLoader()
 
@@ -443,30 +466,30 @@ class Guard(Section):
     policy: Literal["off", "warn", "skip", "rewind"] = "off"
     """When the loss or gradient norm spikes: log it (`warn`), `skip` the update, or go back to the newest checkpoint
     and continue with the data after the spike (`rewind`)."""
-    window: int = Field(default=128, ge=8)
+    window: Annotated[int, Field(ge=8, le=10**6)] = 128
     """Number of recent healthy steps that define normal. Until there are that many, only NaN and infinity are
     spikes."""
-    warmup_steps: NonNegativeInt = 100
+    warmup_steps: StepsOrZero = 100
     """Ignore the first steps of the run when estimating what is normal."""
-    loss_threshold: NonNegativeFloat = 6.0
+    loss_threshold: Factor = 6.0
     """Treat a loss this many standard deviations above the window's median as a spike. 0: only NaN and infinity."""
-    grad_norm_threshold: NonNegativeFloat = 10.0
+    grad_norm_threshold: Factor = 10.0
     """The same for the gradient norm, before clipping."""
-    limit: PositiveInt = 5
+    limit: Steps = 5
     """Fail after this many skips in a row, or rewinds with fewer than `window` healthy steps between them."""
-    weight_hash_freq: NonNegativeInt = 0
+    weight_hash_freq: StepsOrZero = 0
     """Steps between comparisons, by hash, of the weights and optimizer state that several ranks hold copies of. A
     difference is an error. 0: never compare."""
-    straggler_factor: NonNegativeFloat = 0.0
+    straggler_factor: Factor = 0.0
     """Report ranks slower than the median rank by this factor, for example 1.3. 0: never."""
-    straggler_records: PositiveInt = 3
+    straggler_records: Steps = 3
     """Report a rank only after it was slow for this many logged steps in a row (`metrics.log_freq`)."""
 
 
 class Debug(Section):
     """Reproducibility and debugging."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of initialization, data order and all other randomness."""
     deterministic: bool = False
     """Use only deterministic algorithms; fail on an operation without one."""
@@ -480,7 +503,7 @@ class Debug(Section):
 class Experimental(Section):
     """Extension points."""
 
-    custom_import: str = ""
+    custom_import: Name = ""
     """Import this Python module before the model is looked up. It can register models of its own."""
 
 

@@ -6,6 +6,7 @@ round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or in
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torchtitan.config.derive import divisors
 from torchtitan.config.schedule_file import Action, order_problems, read_orders
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import brief, listed
 
 _P = "parallelism.pipeline_parallel"
 
@@ -184,22 +186,24 @@ def _count_problems(
 def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """Stages as the user lists them: each one's modules, or a flat list of the modules that start a new stage."""
     key = "parallelism.module_fqns_per_model_part"
+    position = {name: index for index, name in enumerate(names)}
     if all(isinstance(part, str) for part in parts):
-        unknown = [name for name in parts if name not in names]
+        unknown = [name for name in parts if name not in position]
         if unknown:
-            return (), [f"{key}: no module {unknown[0]!r}; the model has {names[0]}, {names[1]} ... {names[-1]}"]
-        cuts = [names.index(name) for name in parts]
+            return (), [f"{key}: no module {brief(unknown[0])}; the model has {names[0]}, {names[1]} ... {names[-1]}"]
+        cuts = [position[name] for name in parts]
         if sorted(set(cuts)) != cuts or cuts[0] == 0:
             return (), [f"{key}: the modules that start a stage must be in the model's order, after {names[0]}"]
         return tuple(tuple(names[a:b]) for a, b in itertools.pairwise([0, *cuts, len(names)])), []
     flat = [name for part in parts for name in part]
     problems = []
-    for name in dict.fromkeys(flat):
-        if name not in names:
-            problems.append(f"{key}: no module {name!r}; the model has {names[0]}, {names[1]} ... {names[-1]}")
-        elif flat.count(name) > 1:
-            problems.append(f"{key}: {name} is on {flat.count(name)} stages")
-    problems += [f"{key}: {name} is on no stage" for name in names if name not in flat]
+    stages = Counter(flat)
+    for name, count in stages.items():
+        if name not in position:
+            problems.append(f"{key}: no module {brief(name)}; the model has {names[0]}, {names[1]} ... {names[-1]}")
+        elif count > 1:
+            problems.append(f"{key}: {name} is on {count} stages")
+    problems += [f"{key}: {name} is on no stage" for name in names if name not in stages]
     if not problems and flat != names:
         first = next(a for a, b in zip(flat, names, strict=True) if a != b)
         problems.append(f"{key}: {first} is out of order; stages run in the model's order")
@@ -219,7 +223,7 @@ def _by_layer_count(
     if min(sizes) < 0 or sum(size > 0 for size in sizes) < count - 1:
         return (), [
             f"{_P}_first/last_stage_less_layers: {len(layers)} layers on {count} stages with {first_less} and "
-            f"{last_less} fewer at the ends leave a stage empty ({', '.join(map(str, sizes))}); lower them"
+            f"{last_less} fewer at the ends leave a stage empty ({listed(sizes)}); lower them"
         ]
     cuts = list(itertools.accumulate(sizes))
     start, stop = names.index(layers[0]), names.index(layers[-1]) + 1
@@ -244,7 +248,7 @@ def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], .
             waiting = []
     units[-1] += waiting
     sums = [0.0, *itertools.accumulate(costs)]
-    limit = _least_maximum(costs, sums, count)
+    limit = _least_maximum(costs, count)
     # best[k][i]: the least sum of squares of k stages, each within `limit`, that hold the first i units.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(count):
@@ -263,8 +267,8 @@ def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], .
     return tuple(tuple(itertools.chain(*units[a:b])) for a, b in itertools.pairwise(reversed(cuts)))
 
 
-def _least_maximum(costs: list[float], sums: list[float], count: int) -> float:
-    """The smallest possible cost of the most expensive stage."""
+def _least_maximum(costs: list[float], count: int) -> float:
+    """The smallest possible cost of the most expensive stage, within a relative error of 1e-10."""
 
     def fits(limit: float) -> bool:
         stages, total = 1, 0.0
@@ -274,12 +278,11 @@ def _least_maximum(costs: list[float], sums: list[float], count: int) -> float:
             total += cost
         return stages <= count
 
-    candidates = sorted({b - a for a, b in itertools.combinations(sums, 2) if b - a >= max(costs)})
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(candidates[middle]) else (middle + 1, high)
-    return candidates[low]
+    low, high = max(costs), sum(costs)
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 # ---- microbatches
@@ -297,7 +300,7 @@ def _microbatch_problems(
         if rows % size:
             yield (
                 f"{_P}_microbatch_size: {size} does not divide {section}.local_batch_size {rows}; "
-                f"set it to one of {', '.join(map(str, divisors(rows)))}"
+                f"set it to one of {listed(divisors(rows))}"
             )
     rows = config.training.local_batch_size
     if rows % size or not stages:
@@ -316,7 +319,7 @@ def _microbatch_problems(
             d for d in divisors(rows) if not _reason_against(schedule, rows // d, stages, p.pipeline_parallel_degree)
         ]
         if fitting:
-            advice = f"set {_P}_microbatch_size to {' or '.join(map(str, fitting))}"
+            advice = f"set {_P}_microbatch_size to {' or '.join(map(str, fitting[:8]))}"
         else:
             more = next(
                 n

@@ -8,6 +8,7 @@ from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_de
 from torchtitan.config.schema import Config
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import brief, listed
 
 
 def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
@@ -21,7 +22,7 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
             fits = f"set data_parallel_shard_degree = {world // others}"
         elif len(used) == 2:
             (key,) = used.keys() - {"parallelism.data_parallel_shard_degree"}
-            fits = f"{key} must divide {world}: {', '.join(map(str, divisors(world)))}"
+            fits = f"{key} must divide {world}: {listed(divisors(world))}"
         else:
             fits = f"the product of the degrees other than data_parallel_shard_degree, {others}, must divide {world}"
         product = " x ".join(f"{key} {degree}" for key, degree in used.items())
@@ -87,8 +88,9 @@ def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
     for name, seq_len in _seq_lens(config).items():
         part = seq_len // ranks
         if part % chunks and not seq_len % ranks:
-            below = max(n for n in range(1, chunks) if part % n == 0)
-            above = next(n for n in range(chunks, part + 1) if part % n == 0) if chunks < part else part
+            legal = divisors(part)
+            below = max(n for n in legal if n < chunks)
+            above = next((n for n in legal if n > chunks), part)
             yield (
                 f"training.loss_chunks: {chunks} does not divide the {part} positions of {name}.seq_len on each rank; "
                 f"set it to {' or '.join(str(n) for n in sorted({below, above}))}"
@@ -104,10 +106,10 @@ def _seq_lens(config: Config) -> dict[str, int]:
 
 def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
     option = config.activation_checkpoint.selective_ac_option
-    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+    if option != "op" and not re.fullmatch(r"0*[1-9][0-9]{0,3}", option):
         yield (
-            f'activation_checkpoint.selective_ac_option: got {option!r}, must be "op" or a positive number k '
-            "(every k-th block)"
+            f'activation_checkpoint.selective_ac_option: got {brief(option)}, must be "op" or a positive number k '
+            "below 10000 (every k-th block)"
         )
 
 

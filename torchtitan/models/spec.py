@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.messages import explain_errors
-from torchtitan.utils.errors import ConfigError, did_you_mean
+from torchtitan.config.schema import Section
+from torchtitan.config.types import SeqLen, VocabSize, Width
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.text import brief, cut
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,13 +27,13 @@ if TYPE_CHECKING:
 class ModelArgs(BaseModel):
     """Base of a family's hyper-parameters. Strict, so mistakes in `[model.overrides]` are errors; immutable."""
 
-    model_config = {"extra": "forbid", "strict": True, "frozen": True, "use_attribute_docstrings": True}
+    model_config = Section.model_config
 
-    vocab_size: int
+    vocab_size: VocabSize
     """Rows of the token embedding."""
-    dim: int
+    dim: Width
     """Width of the hidden states that blocks and pipeline stages pass on."""
-    max_seq_len: int
+    max_seq_len: SeqLen
     """Longest row the model supports. Set from `training.seq_len`, or `validation.seq_len` if that is longer."""
 
 
@@ -106,12 +112,13 @@ class ModelSpec:
             choices = ", ".join(self.flavors)
             same = [name for name in self.flavors if name.lower() == flavor.lower()]
             hint = did_you_mean(same[0] if same else flavor, self.flavors)
-            raise ConfigError([f"model.flavor: {self.name} has no flavor {flavor!r} (it has {choices}){hint}"])
+            raise ConfigError([f"model.flavor: {self.name} has no flavor {brief(flavor)} (it has {choices}){hint}"])
         base = self.flavors[flavor]
         try:
             return type(base).model_validate(base.model_dump() | dict(overrides) | derived)
         except ValidationError as error:
-            raise ConfigError(explain_errors(error, type(base), lambda key: f"model.overrides.{key}")) from None
+            problems = explain_errors(error, type(base), lambda key: f"model.overrides.{key}".rstrip("."))
+            raise ConfigError(problems) from None
 
 
 _BUILT_IN = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg}
@@ -137,7 +144,7 @@ def get_spec(name: str) -> ModelSpec:
         known = ", ".join(sorted(_BUILT_IN | _registry.keys()))
         raise ConfigError(
             [
-                f"model.name: no model family {name!r}; known: {known}; register others from a "
+                f"model.name: no model family {brief(name)}; known: {known}; register others from a "
                 "module named by experimental.custom_import"
             ]
         )
@@ -152,7 +159,23 @@ def import_custom(module: str) -> None:
     """
     try:
         importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            [f"experimental.custom_import: can't import {module!r} ({error}); add its folder to PYTHONPATH"]
-        ) from error
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        problem = f"can't import {brief(module)} ({error}{_where(error)}); add its folder to PYTHONPATH"
+        raise ConfigError([f"experimental.custom_import: {problem}"]) from error
+    except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
+        text = cut(" ".join(str(error).split()), 200)
+        problem = f"importing {brief(module)} failed: {type(error).__name__}: {text}{_where(error)}"
+        raise ConfigError([f"experimental.custom_import: {problem}"]) from error
+
+
+def _where(error: BaseException) -> str:
+    """The line of user code that raised `error`, as the end of a message."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f", {error.filename}:{error.lineno}"
+    python = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib"))
+    ours = ("<", __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    frames = [f for f in frames if not f.filename.startswith(python)] or frames
+    return f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,12 +1,13 @@
 """Checks that need no process group and no GPU: model, tokenizer, data, folders. Imports no torch."""
 
 import fnmatch
-import glob
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec, import_custom
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
+from torchtitan.utils.text import brief, listed
+
+_MOST_ENTRIES = 50_000
+"""Files and folders to look at for data. They take half a second."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     Raises:
         ConfigError: everything that is missing or doesn't fit together.
     """
-    problems = [*_check_paths(config), *_check_packages(config)]
+    problems = [*_check_paths(config), *_check_packages(config), *_check_backend(config)]
     spec = args = tokenizer = stages = None
     try:
         if config.experimental.custom_import:
@@ -74,21 +80,21 @@ def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str
     degree = config.parallelism.tensor_parallel_degree
     if wrong := {name: size for name, size in sizes.items() if size % degree}:
         every = math.gcd(*sizes.values())
-        legal = ", ".join(map(str, divisors(every)))
         yield (
             f"parallelism.tensor_parallel_degree: {degree} does not divide "
             f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
-            f"set it to one of {legal}"
+            f"set it to one of {listed(divisors(every))}"
         )
 
 
 def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
     """A pattern that matches nothing is a typo; its parameters would silently be trained like the rest."""
     names = list(parameters)
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     for group in config.optimizer.param_groups:
         if not fnmatch.filter(names, group.pattern):
-            hint = did_you_mean(group.pattern, names, cutoff=0.3)
-            yield f"optimizer.param_groups: pattern {group.pattern!r} matches no parameter{hint}"
+            hint = did_you_mean(group.pattern, kinds, cutoff=0.3)
+            yield f"optimizer.param_groups: pattern {brief(group.pattern)} matches no parameter{hint}"
 
 
 def _check_paths(config: Config) -> Iterator[str]:
@@ -97,8 +103,19 @@ def _check_paths(config: Config) -> Iterator[str]:
         paths["validation"] = config.validation.dataset_path
     for name, path in paths.items():
         # Only the loader can look up a remote file (hf://, s3://).
-        if path and "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
-            yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+        if path and "://" not in path and not os.path.isdir(path):
+            try:
+                found = next(matching_files(path, _MOST_ENTRIES), None)
+            except TooManyEntriesError as error:
+                yield f"{name}.dataset_path: {error} and finds no file; name a folder closer to the files"
+            else:
+                if found is None:
+                    yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+    if is_url(config.job.dump_folder):
+        yield (
+            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, because logs are appended to; for "
+            "remote checkpoints set checkpoint.folder to the URL"
+        )
     checkpoint = config.checkpoint
     path = checkpoint.initial_load_path or ""
     if not checkpoint.enable:
@@ -108,7 +125,7 @@ def _check_paths(config: Config) -> Iterator[str]:
             f"checkpoint.initial_load_path: safetensors must be in a local folder, got {path!r}; download them, or "
             "convert them to a checkpoint at that URL with `torchtitan ckpt from-hf`"
         )
-    elif path and not is_url(path) and not storage_path(path).is_dir():
+    elif path and not is_url(path) and not os.path.isdir(storage_path(path)):
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
     for key, name in (("folder", checkpoint.folder), ("initial_load_path", path)):
         if problem := storage_problem(name):
@@ -125,14 +142,45 @@ def _check_packages(config: Config) -> Iterator[str]:
         )
 
 
+_BACKENDS = (
+    "inductor",
+    "aot_eager",
+    "eager",
+    "cudagraphs",
+    "tvm",
+    "openxla",
+    "onnxrt",
+    "ts",
+    "aot_ts",
+    "aot_eager_decomp_partition",
+    "aot_eager_decomp_partition_crossref",
+    "aot_eager_decomp_partition_with_mode",
+    "aot_eager_default_partitioner",
+    "eager_debug",
+    "eager_noexcept",
+    "invoke_subgraph",
+    "openxla_eval",
+    "pre_dispatch_eager",
+)
+"""`torch._dynamo.list_backends`, which would import torch."""
+
+
+def _check_backend(config: Config) -> Iterator[str]:
+    """An unknown backend would fail only in the first step. A custom import may register one."""
+    name = config.compile.backend
+    if name in _BACKENDS or config.experimental.custom_import:
+        return
+    known = [*_BACKENDS, *(point.name for point in entry_points(group="torch_dynamo_backends"))]
+    if name not in known:
+        yield (
+            f"compile.backend: torch has no compiler backend {brief(name)}{did_you_mean(name, known)}; import the "
+            "module that registers it as experimental.custom_import, or set it to one of "
+            f"{', '.join(_BACKENDS[:4])}"
+        )
+
+
 def _check_dump_folder(config: Config) -> Iterator[str]:
     folder = Path(config.job.dump_folder)
-    if is_url(config.job.dump_folder):
-        yield (
-            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, because logs are appended to; for "
-            "remote checkpoints set checkpoint.folder to the URL"
-        )
-        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"

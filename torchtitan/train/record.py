@@ -61,6 +61,7 @@ def write_config(config: Config) -> None:
     if dist.get_rank() == 0:
         for name in ("config.toml", config.job.save_config_file):
             if name:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / name, text.encode())
     if config.job.print_config:
         logger.info(f"Configuration:\n{text}")

@@ -1,5 +1,6 @@
 """Files that ship with the package: the configurations, the demo tokenizer, the Slurm script."""
 
+import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -11,8 +12,8 @@ ASSETS = CHECKOUT or PACKAGE / "assets"
 
 def find_asset(path: str | Path) -> Path:
     """`path` if it exists, else the shipped file of that path, else `path` unchanged."""
-    given = Path(path).expanduser()
-    return next((found for found in (given, ASSETS / given) if found.exists()), given)
+    given = Path(os.path.expanduser(path))
+    return next((found for found in (given, ASSETS / given) if os.path.exists(found)), given)
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
@@ -21,9 +22,9 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     Returns:
         A path that may not exist; reading it then fails with a clear error.
     """
-    given = Path(name).expanduser()
+    given = Path(os.path.expanduser(name))
     candidates = (folder / given, ASSETS / given, ASSETS / "train_configs" / f"{given}.toml")
-    return next((found for found in candidates if found.is_file()), folder / given)
+    return next((found for found in candidates if os.path.isfile(found)), folder / given)
 
 
 def shipped_configs() -> list[str]:

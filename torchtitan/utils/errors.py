@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
+from torchtitan.utils.text import cut
+
 DEBUG_ENV = "TORCHTITAN_DEBUG"
 
 
@@ -17,14 +19,24 @@ class UserError(Exception):
     exit_code = 1
 
 
+SHOWN_PROBLEMS = 20
+"""Of more problems, only this many are shown."""
+_LONGEST_PROBLEM = 1000
+
+
 class ConfigError(UserError):
     """Mistakes in the configuration, reported together."""
 
     exit_code = 2
 
     def __init__(self, problems: Sequence[str]):
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+        self.problems = [cut(problem, _LONGEST_PROBLEM) for problem in problems]
+        super().__init__("\n".join(self.shown()))
+
+    def shown(self) -> list[str]:
+        """The first problems, and how many more there are."""
+        more = len(self.problems) - SHOWN_PROBLEMS
+        return [*self.problems[:SHOWN_PROBLEMS], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 class NonFiniteError(UserError):
@@ -54,8 +66,8 @@ def report(error: UserError) -> None:
         return
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, ConfigError) and len(error.problems) > 1:
-        print(f"error: {len(error.problems)} problems in the configuration", file=sys.stderr)
-        for problem in error.problems:
+        print(f"error: {len(error.problems):,} problems in the configuration", file=sys.stderr)
+        for problem in error.shown():
             print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)
     else:
         print("error: " + "\n       ".join(lines), file=sys.stderr)

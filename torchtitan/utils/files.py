@@ -23,31 +23,37 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file to read its bytes. A pipe would block, a device never end, a link lead anywhere.
+def open_regular(path: Path, *, links: bool = False) -> IO[bytes]:
+    """Open a regular file to read its bytes. A pipe would block, and a device never end.
+
+    Args:
+        links: follow symbolic links. A checkpoint has none; a configuration or a download may.
 
     Raises:
-        OSError: it can't be opened, or is a symbolic link, folder, pipe or device.
+        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without `links`.
     """
     if is_remote(path):
         return path.open("rb")
-    if path.is_symlink():
+    if not links and path.is_symlink():
         raise OSError(errno.ELOOP, "is a symbolic link", str(path))
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind != stat.S_IFREG:
         os.close(handle)
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(handle, "rb")
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
     """The contents of a regular file of at most `most` bytes.
 
     Raises:
-        OSError: it can't be read, isn't a regular file, or is larger.
+        OSError: it can't be read, is larger, or isn't a regular file; see `open_regular`.
     """
-    with open_regular(path) as file:
+    with open_regular(path, links=links) as file:
         content: Any = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"is larger than {most:,} bytes", str(path))
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return content

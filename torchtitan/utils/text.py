@@ -3,9 +3,32 @@
 import argparse
 import io
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 100
+_BRIEF.maxlong, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxlevel = 30, 8, 4, 3
+
+
+def brief(value: object) -> str:
+    """`repr(value)` for a message: long text, numbers and containers are cut."""
+    return cut(_BRIEF.repr(value), 300)
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, without its middle if it has more than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    end = limit // 4
+    return f"{text[: limit - end - 5]} ... {text[-end:]}"
+
+
+def listed(values: Iterable[object], limit: int = 16) -> str:
+    """The values separated by commas; of many, the first ones and the last."""
+    words = [str(value) for value in values]
+    return ", ".join(words if len(words) <= limit else [*words[: limit - 2], "...", words[-1]])
 
 
 def plural(number: int, noun: str) -> str:
@@ -35,8 +58,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def count(text: str) -> int:
-    """Argument type of a positive integer, for `argparse`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
+    """Argument type of a number of things, for `argparse`."""
+    if not re.fullmatch("[0-9]{1,10}", text) or not fewest <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}")
     return int(text)

@@ -1,11 +1,14 @@
 """Llama 3's hyper-parameters, and what follows from them: initialization, FLOPs, sharding. Imports no torch."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from torchtitan.config.types import Heads, Layers, SeqLen, VocabSize, Width
 from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
+
+Scale = Annotated[float, Field(gt=0, le=10**6)]
 
 
 class RopeScaling(BaseModel):
@@ -13,34 +16,41 @@ class RopeScaling(BaseModel):
 
     model_config = ModelArgs.model_config
 
-    factor: float = 8.0
+    factor: Scale = 8.0
     """Factor by which long wavelengths are stretched."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Scale = 1.0
     """Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Scale = 4.0
     """Wavelengths below `original_max_seq_len / high_freq_factor` are unchanged."""
-    original_max_seq_len: int = 8192
+    original_max_seq_len: SeqLen = 8192
     """Context length of the first pretraining stage."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "RopeScaling":
+        if self.low_freq_factor >= self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ValueError(f"low_freq_factor {low:g} must be less than high_freq_factor {high:g}")
+        return self
 
 
 class LlamaArgs(ModelArgs):
     """Hyper-parameters of a Llama 3 model."""
 
-    vocab_size: int = Field(default=128256, gt=0)
-    max_seq_len: int = Field(default=8192, gt=0)
-    dim: int = Field(default=4096, gt=0)
+    vocab_size: VocabSize = 128256
+    max_seq_len: SeqLen = 8192
+    dim: Width = 4096
     """Width of the residual stream."""
-    n_layers: int = Field(default=32, gt=0)
+    n_layers: Layers = 32
     """Number of transformer blocks."""
-    n_heads: int = Field(default=32, gt=0)
+    n_heads: Heads = 32
     """Number of query heads."""
-    n_kv_heads: int = Field(default=8, gt=0)
+    n_kv_heads: Heads = 8
     """Number of key and value heads (grouped-query attention)."""
-    ffn_dim: int = Field(default=14336, gt=0)
+    ffn_dim: Width = 14336
     """Inner width of the feed-forward network."""
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the mean square in RMSNorm."""
-    rope_theta: float = Field(default=500_000.0, gt=0)
+    rope_theta: float = Field(default=500_000.0, gt=0, le=10**12)
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScaling | None = RopeScaling()
     """Llama 3.1 frequency scaling. `"none"`: plain RoPE, as in Llama 3.0."""

@@ -1,0 +1,105 @@
+"""Types of keys. Each bounds one kind of quantity far above any machine, so that nothing computed from it overflows or
+takes long, and text so that it can be printed and used as a path."""
+
+import os
+import re
+from pathlib import PurePosixPath
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from torchtitan.utils.text import brief
+
+# ---- numbers
+
+Steps = Annotated[int, Field(ge=1, le=10**12)]
+"""A number of steps or batches, or a period of them."""
+StepsOrZero = Annotated[int, Field(ge=0, le=10**12)]
+StepsOrDefault = Annotated[int, Field(ge=-1, le=10**12)]
+Rows = Annotated[int, Field(ge=1, le=2**20)]
+"""Rows of a batch on one rank."""
+SeqLen = Annotated[int, Field(ge=1, le=2**27)]
+"""Tokens of a row."""
+Degree = Annotated[int, Field(ge=1, le=2**20)]
+"""Ranks of a mesh axis."""
+Layers = Annotated[int, Field(ge=1, le=512)]
+LayersOrZero = Annotated[int, Field(ge=0, le=512)]
+Few = Annotated[int, Field(ge=1, le=1000)]
+"""Workers, batches ahead, failures in a row."""
+FewOrZero = Annotated[int, Field(ge=0, le=1000)]
+Seconds = Annotated[int, Field(ge=1, le=10**9)]
+"""A timeout. In nanoseconds, twice the largest one still fits 64 bits."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Decay rate of a running mean."""
+Factor = Annotated[float, Field(ge=0, le=10**18)]
+"""A coefficient or threshold."""
+LearningRate = Annotated[float, Field(gt=0, le=10**6)]
+
+# Sizes of a model.
+VocabSize = Annotated[int, Field(ge=1, le=2**24)]
+Heads = Annotated[int, Field(ge=1, le=2**14)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+"""Width of a layer's input or output."""
+
+# ---- text
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_LONGEST_NAME = 255
+"""Bytes in the name of a file, on all common file systems."""
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file system or terminal can hold this path."""
+    if _CONTROL.search(path):
+        return f"got {brief(path)}, must not contain control characters"
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.split("/")):
+        return f"got {brief(path)}, whose names must be of at most {_LONGEST_NAME} bytes"
+    return None
+
+
+def _text(text: str) -> str:
+    if _CONTROL.search(text.translate({ord(blank): None for blank in "\t\n\r"})):
+        raise ValueError(f"got {brief(text)}, must not contain control characters")
+    return text
+
+
+def _name(text: str) -> str:
+    if _CONTROL.search(text):
+        raise ValueError(f"got {brief(text)}, must not contain control characters")
+    return text
+
+
+def _path(path: str) -> str:
+    if problem := path_problem(path):
+        raise ValueError(problem)
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~") and "/" in expanded:
+        raise ValueError(f"got {brief(path)}, but there is no user {path.partition('/')[0][1:]!r}; write ./~ for a ~")
+    return expanded
+
+
+def _inside(path: str) -> str:
+    if problem := path_problem(path):
+        raise ValueError(problem)
+    if path.startswith(("/", "~")) or "://" in path or ".." in PurePosixPath(path).parts:
+        raise ValueError(f"got {brief(path)}, must be below job.dump_folder: a relative path without ..")
+    return path
+
+
+def _file_name(name: str) -> str:
+    if "/" in name:
+        raise ValueError(f"got {brief(name)}, must be the beginning of a file's name, without /")
+    return _inside(name)
+
+
+Text = Annotated[str, Field(max_length=4096), AfterValidator(_text)]
+"""Text of one or more lines."""
+Name = Annotated[str, Field(max_length=1024), AfterValidator(_name)]
+"""A name or pattern."""
+LocalPath = Annotated[str, Field(max_length=4096), AfterValidator(_path)]
+"""A path or, where a key allows it, a URL. `~` is expanded."""
+InDumpFolder = Annotated[str, Field(max_length=1024), AfterValidator(_inside)]
+"""A path relative to `job.dump_folder` that doesn't leave it."""
+FilePrefix = Annotated[str, Field(max_length=100), AfterValidator(_file_name)]
+"""The beginning of the name of files."""
