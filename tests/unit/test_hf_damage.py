@@ -179,7 +179,7 @@ WEIGHTS = {
     "index of pickles": (index({"weight_map": {"a": "pytorch_model.bin"}}), "must name .safetensors files beside it"),
     "index of nothing": (index({"weight_map": {"a": "x.safetensors"}}), "x.safetensors is missing"),
     "deep index": (index(DEEP), "index.json is nested too deeply"),
-    "index of zeros": (linked("model.safetensors.index.json", "/dev/zero"), "index.json is not a regular file"),
+    "index of zeros": (linked("model.safetensors.index.json", "/dev/zero"), "index.json: not a regular file"),
 }
 CONFIGS = {
     "garbage": (text("config.json", "garbage"), "config.json is not valid JSON"),
@@ -286,7 +286,7 @@ TOKENIZERS = {
     "settings garbage": (text("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
     "settings list": (text("tokenizer_config.json", "[]"), "tokenizer_config.json is not a JSON object"),
     "settings deep": (text("tokenizer_config.json", DEEP), "tokenizer_config.json is nested too deeply"),
-    "settings zeros": (linked("tokenizer_config.json", "/dev/zero"), "tokenizer_config.json is not a regular file"),
+    "settings zeros": (linked("tokenizer_config.json", "/dev/zero"), "tokenizer_config.json: not a regular file"),
 }
 
 

@@ -17,7 +17,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ValueError: it is nested too deeply, or not a JSON object; the message names the file.
     """
     try:
-        content = json.loads(read_regular(path, _LARGEST, links=True))
+        content = json.loads(read_regular(path, _LARGEST, links=True).decode())
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror or error}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
