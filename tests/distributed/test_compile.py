@@ -49,6 +49,7 @@ def compared(argv, cache=None):
         [],
         degrees(tp=2),
         degrees(cp=2),
+        [*degrees(cp=2), "--training.document_mask"],
         PIPELINE,
         *(
             [*PIPELINE, f"--parallelism.pipeline_parallel_schedule={name}", "--training.local_batch_size=4", *OP]

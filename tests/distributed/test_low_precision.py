@@ -110,3 +110,20 @@ def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
     exported = load_file(folder / "step-1-hf/model.safetensors")
     trained = run["weights"]["layers.1.feed_forward.w2.weight"]
     assert torch.equal(exported["model.layers.1.mlp.down_proj.weight"], torch.tensor(trained.tolist()))
+
+
+def test_float8_gather_works_for_chunks_and_for_a_stage_of_one_weight(ranks, tmp_path):
+    """Of the last stage, FSDP gathers nothing but a Float8 weight, and the loss uses it slice by slice."""
+    last = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part=output"]
+    argv = arguments(tmp_path, *FLOAT8, GATHER, steps=2, global_batch=8)
+    alone = ranks(1, train, argv)[0]
+    for extra in (["--training.loss_chunks=4"], last):
+        other = ranks(4, train, [*argv, *extra, f"--job.dump_folder={tmp_path / extra[0].rpartition('.')[2]}"])[0]
+        assert losses(other) == pytest.approx(losses(alone), rel=1e-3)
+
+
+def test_muon_updates_a_matrix_with_fewer_rows_than_shards(ranks, tmp_path):
+    argv = arguments(tmp_path, "--optimizer.name=Muon", "--model.overrides.ffn_dim=2", steps=3, global_batch=8)
+    alone = ranks(1, train, argv)[0]
+    sharded = ranks(4, train, [*argv, TP, f"--job.dump_folder={tmp_path / 'sharded'}"])[0]
+    assert losses(sharded) == pytest.approx(losses(alone), rel=1e-4)

@@ -66,7 +66,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         of_hidden: list[Tensor] = []
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_weight: Tensor | None = None  # not zeros like the weight, which may have been gathered in Float8
         for part, labels in slices:
             part, whole = part.detach().requires_grad_(), weight.detach().requires_grad_()
             with torch.enable_grad():
@@ -74,7 +74,8 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = torch.autograd.grad(value, (part, whole))
             total += value.detach()
             of_hidden.append(gradients[0])
-            of_weight += gradients[1]
+            of_weight = gradients[1].float() if of_weight is None else of_weight.add_(gradients[1])
+        assert of_weight is not None
         ctx.save_for_backward(torch.cat(of_hidden, dim=1), of_weight.to(weight.dtype))
         return total
 

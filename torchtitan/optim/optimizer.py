@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from torchtitan.config import schema
+from torchtitan.utils.torch_faults import keep_muon_updates_sharded
 
 
 class AnyOptimizer(Protocol):
@@ -148,6 +149,7 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) ->
 def _make(optimizer: schema.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """One optimizer, for groups that all use Muon or all don't."""
     if groups[0]["muon"]:
+        keep_muon_updates_sharded()
         return torch.optim.Muon(
             groups,
             lr=optimizer.lr,

@@ -52,24 +52,33 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
     Args:
         rotate: how keys and values travel: `allgather` (all at once) or `alltoall` (rank to rank, overlapped).
     """
-    return partial(_attend, group_name=group.group_name, rotate=rotate, balanced=balanced)
+    return partial(_attend, group_name=group.group_name, ranks=group.size(), rotate=rotate, balanced=balanced)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, group_name: str, rotate: str, balanced: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    group_name: str,
+    ranks: int,
+    rotate: str,
+    balanced: bool,
 ) -> Tensor:
     if mask is None:
         return ring_attention(q, k, v, q.shape[-1] ** -0.5, group_name, rotate, balanced)[0]
-    k, v = _whole_sequence(torch.stack([k, v]), group_name, balanced)
+    k, v = _whole_sequence(torch.stack([k, v]), group_name, ranks, balanced)
     return attention_backend(q.device.type)(q, k, v, mask)
 
 
-def _whole_sequence(x: Tensor, group_name: str, balanced: bool) -> Tensor:
-    """All-gather `[2, b, k, s, d]` into the order of the row: `[2, b, k, n s, d]`."""
-    group = _resolve_process_group(group_name)
-    n, seq_len = group.size(), group.size() * x.shape[3]
-    order = torch.cat([local_positions(seq_len, n, rank, balanced, x.device) for rank in range(n)])
-    return all_gather_tensor_autograd(x, 3, group)[:, :, :, order.argsort()]
+def _whole_sequence(x: Tensor, group_name: str, n: int, balanced: bool) -> Tensor:
+    """All-gather `[2, b, k, s, d]` into the order of the row: `[2, b, k, n s, d]`.
+
+    By the group's name, because a compiled block can't look up the group.
+    """
+    order = torch.cat([local_positions(n * x.shape[3], n, rank, balanced, x.device) for rank in range(n)])
+    return all_gather_tensor_autograd(x, 3, group_name)[:, :, :, order.argsort()]
 
 
 # ---- the local kernel: output and log-sum-exp of one block, and its backward

@@ -173,6 +173,31 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
     return replaced(post_grad, micro_pipeline_tp_pass=with_nccl)
 
 
+# ---- optimizers
+
+
+def keep_muon_updates_sharded() -> None:
+    """Muon replicates the update of a matrix with fewer rows than shards, and can't add that to the sharded matrix.
+
+    Changes torch's function for good.
+
+    torch 2.11 to 2.13. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded over two ranks.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.optim import _muon
+
+    orthogonalize: Any = _muon._zeropower_via_newtonschulz
+    if hasattr(orthogonalize, "keeps_sharding"):
+        return
+
+    def sharded(grad: "Tensor", *settings: Any) -> "Tensor":
+        update = orthogonalize(grad, *settings)
+        return update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
+
+    sharded.keeps_sharding = True  # type: ignore[attr-defined]
+    _muon._zeropower_via_newtonschulz = sharded
+
+
 # ---- process groups and pipelines
 
 
@@ -266,16 +291,19 @@ def send_padded_float8_shards() -> None:
     """torchao gathers the rows a rank holds, without FSDP2's padding: ranks with fewer send less.
 
     gloo aborts on that, and NCCL may hang. A rank without rows has no maximum to derive a scale from either. Zeros, of
-    which FSDP2's padding consists, change no scale; FSDP2 cuts them off again.
+    which FSDP2's padding consists, change no scale; FSDP2 cuts them off again. On the CPU weights travel as bytes,
+    because gloo has no Float8: FSDP2 does that itself only if weights of another type are gathered with them.
 
     Changes torchao's class for good.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size.
+    torch 2.11 to 2.13, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size, and
+    gloo gathers `float8_e4m3fn`.
     """
+    import torch
     from torch.nn.functional import pad
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
-    send = Weight.fsdp_pre_all_gather
+    send, receive = Weight.fsdp_pre_all_gather, Weight.fsdp_post_all_gather
     if hasattr(send, "pads"):
         return
 
@@ -284,10 +312,15 @@ def send_padded_float8_shards() -> None:
         if missing := rows - len(self):
             whole = pad(self._tensor, (0, 0, 0, missing))
             self = Weight(whole, self._linear_mm_config, self._dtype, self._precomputed_scale)
-        return send(self, mesh)
+        (data,), scale = send(self, mesh)
+        return (data.view(torch.uint8) if data.device.type == "cpu" else data,), scale
+
+    def receive_bytes(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return receive(self, tuple(data.view(self._dtype) for data in gathered), metadata, param_dtype, out=out)
 
     send_padded.pads = True  # type: ignore[attr-defined]
     Weight.fsdp_pre_all_gather = send_padded
+    Weight.fsdp_post_all_gather = receive_bytes
 
 
 @contextmanager
