@@ -79,8 +79,8 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
     except ValidationError as error:
         tables: dict[str, Setting] = {}
         for key, setting in given.items():
-            for table in prefixes(key):
-                tables.setdefault(table, setting)
+            for prefix in prefixes(key):
+                tables.setdefault(prefix, setting)
 
         def where(key: str) -> str:
             above = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place

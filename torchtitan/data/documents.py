@@ -89,8 +89,8 @@ class LocalDocuments:
             if len(files) > 1:  # name the one that fails
                 for file in files:
                     LocalDocuments._load(kind, [file], key)
-                cause = first_line(_innermost(error))
-                raise UserError(f"{key}: the files don't all have the same columns: {cause}") from error
+                why = first_line(_innermost(error))
+                raise UserError(f"{key}: the files don't all have the same columns: {why}") from error
             if files[0].stat().st_size == 0 or "EmptyDataset" in type(error).__name__:
                 raise UserError(f"{key}: {files[0]} is empty") from None
             cause = _innermost(error)

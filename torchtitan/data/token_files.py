@@ -104,9 +104,9 @@ class TokenFiles:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def _check_has_text(self, special: list[int | None], key: str) -> None:
-        special = [i for i in special if i is not None]
+        ids = [i for i in special if i is not None]
         try:
-            if all(np.isin(self.window(i), special).all() for i in range(len(self))):  # seldom reads more than one
+            if all(np.isin(self.window(i), ids).all() for i in range(len(self))):  # seldom reads more than one
                 raise DataError(f"{self.files[0][0].parent} holds no tokens but begin-of-text and end-of-text")
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
