@@ -22,13 +22,32 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.e2e
 
 
+def environment(env):
+    return os.environ | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | env
+
+
 def start(*command, cwd=ROOT, **env):
-    full = os.environ | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=full, timeout=240)
+    command = [str(c) for c in command]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(env), timeout=240)
+
+
+def addresses_that_listen(launcher):
+    """Of `launcher` and the processes below it, until it ends."""
+    found = set()
+    while launcher.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            for process in [launcher, *launcher.children(recursive=True)]:
+                sockets = process.net_connections("inet")
+                found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+        time.sleep(0.1)
+    return found
 
 
 def test_run_train_in_another_folder_on_two_ranks(tmp_path):
-    """The demo configuration on gloo ranks, then the same command again, which has nothing left to do."""
+    """The demo configuration on gloo ranks, then the same command again, which has nothing left to do.
+
+    On one node all that listens, the ranks' store and gloo, does so on the loopback interface.
+    """
     command = [
         ROOT / "run_train.sh",
         "--training.steps=6",
@@ -39,41 +58,23 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
         "--validation.steps=1",
         "--validation.seq_len=32",
     ]
-    done = start(*command, cwd=tmp_path, NGPU="2")
-    assert done.returncode == 0, done.stderr
+    with (tmp_path / "stdout").open("w") as out, (tmp_path / "stderr").open("w") as err:
+        env = environment({"NGPU": "2"})
+        launcher = psutil.Popen(list(map(str, command)), cwd=tmp_path, env=env, stdout=out, stderr=err)
+        addresses = addresses_that_listen(launcher)
+    assert launcher.returncode == 0, (tmp_path / "stderr").read_text()
+    assert addresses == {"127.0.0.1"}
+    stdout = (tmp_path / "stdout").read_text()
     dump = tmp_path / "outputs/debug_model"
     steps = [r["step"] for r in read_metrics(dump) if "loss" in r]
     assert steps == [1, 2, 4, 6]
-    assert "Done: step 6" in done.stdout
-    assert "outputs/debug_model/checkpoint/step-6" in done.stdout
-    assert "--training.steps 12" in done.stdout
+    assert "Done: step 6" in stdout
+    assert "outputs/debug_model/checkpoint/step-6" in stdout
+    assert "--training.steps 12" in stdout
     assert json.loads((dump / "checkpoint/step-6/manifest.json").read_text())["step"] == 6
     again = start(*command, cwd=tmp_path, NGPU="1")
     assert again.returncode == 0, again.stderr
     assert "Nothing to do" in again.stdout
-
-
-def listening(launcher):
-    """Addresses on which `launcher` or a process below it listens."""
-    found = set()
-    for process in [launcher, *launcher.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            found |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    return found
-
-
-def test_one_node_listens_on_loopback_only(tmp_path):
-    """Two ranks, until they have trained for a step: their store, and gloo's connections."""
-    command = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", *arguments(tmp_path)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = set()
-    with psutil.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
-        while launcher.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found |= listening(launcher)
-            time.sleep(0.05)
-        assert launcher.returncode == 0, launcher.stderr.read()
-    assert found == {"127.0.0.1"}
 
 
 class Attack:
