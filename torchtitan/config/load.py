@@ -77,14 +77,14 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
     try:
         return Config.model_validate(nested)
     except ValidationError as error:
-        tables: dict[str, Setting] = {}
+        first_below: dict[str, Setting] = {}
         for key, setting in given.items():
-            for prefix in prefixes(key):
-                tables.setdefault(prefix, setting)
+            for above in prefixes(key):
+                first_below.setdefault(above, setting)
 
         def where(key: str) -> str:
-            above = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place
-            setting = next(above, None) or tables.get(key)
+            exact = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place
+            setting = next(exact, None) or first_below.get(key)
             return place(setting.where, key) if setting else key
 
         problems += explain_errors(error, Config, where, _SUGGESTED)

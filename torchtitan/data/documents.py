@@ -1,6 +1,5 @@
 """Documents that can be read in any order: the demo text and local files."""
 
-import glob
 import hashlib
 import os
 import sysconfig
@@ -11,8 +10,11 @@ from typing import Any, Protocol
 from torchtitan.data.retry import DataError, first_line
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 
 FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
+_MOST_ENTRIES = 1_000_000
+"""Files and folders that a pattern may search. They take some seconds."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 # Tests differ between distributions, and tables of encodings are not text.
@@ -117,7 +119,10 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     if os.path.isdir(expanded):
         found = [p for p in sorted(Path(expanded).rglob("*")) if p.is_file() and _format(p)]
     else:
-        found = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if os.path.isfile(p)]
+        try:
+            found = [Path(p) for p in sorted(set(matching_files(expanded, _MOST_ENTRIES)))]
+        except TooManyEntriesError as error:
+            raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     if not found:
         raise UserError(f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin token files)")
     return found
