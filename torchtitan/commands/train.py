@@ -6,7 +6,6 @@ a failure is reported as its cause in one sentence. Options that are not listed 
 """
 
 import argparse
-import hashlib
 import importlib
 import logging
 import os
@@ -303,18 +302,13 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--rdzv-backend={BACKEND}",
         f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
         f"--rdzv-conf={options.rdzv_conf}",
-        f"--rdzv-id={_job_id(most)}",
-        *(["--local-addr=127.0.0.1"] if most == 1 else []),
+        # Several nodes keep torch's id: one with another secret is refused at once instead of waiting for the others.
+        *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",  # _Stop handles the others
     ]
-
-
-def _job_id(nodes: int) -> str:
-    """Name of the job in the rendezvous: nobody can guess it, but all launchers of the job know it."""
-    return uuid.uuid4().hex if nodes == 1 else hashlib.sha256(os.environ[SECRET_ENV].encode()).hexdigest()
 
 
 def _run_torchrun(
