@@ -292,6 +292,7 @@ def test_a_custom_import_that_fails(tmp_path, monkeypatch, name):
         ("--comm.train_timeout_seconds=9223372036854775807", "less than or equal to 1000000000"),
         ("--debug.seed=18446744073709551616", "--debug.seed: an integer is too large for 64 bits"),
         ("--compile.backend=inductr", "no compiler backend 'inductr'; did you mean 'inductor'?"),
+        ("--optimizer.eps=0", "optimizer.eps: got 0"),
         ("--model.overrides.rope_scaling.factor=0", "model.overrides.rope_scaling.factor: got 0"),
         ("--model.overrides.rope_scaling.factor=nan", "rope_scaling.factor: got nan, must be a finite number"),
         ("--model.overrides.rope_scaling.high_freq_factor=1.0", "must be less than high_freq_factor 1"),

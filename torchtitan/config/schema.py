@@ -178,8 +178,8 @@ class Optimizer(Section):
     """Decay of the running mean of the gradient."""
     beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
-    eps: Factor = 1e-8
-    """Added to the denominator of the update."""
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Added to the denominator of the update. With zero, a parameter whose gradient is always zero becomes NaN."""
     weight_decay: Factor = 0.1
     """Weight decay of matrices: decoupled in AdamW and Muon, an L2 penalty in Adam."""
     state_dtype: Dtype = "float32"
