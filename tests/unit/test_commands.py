@@ -9,6 +9,8 @@ import pytest
 from torchtitan import __version__
 from torchtitan.commands import COMMANDS, completion, main, train
 from torchtitan.commands.train import _count_gpus, _parse
+from torchtitan.train import entry
+from torchtitan.utils.errors import run_main
 
 
 def run(monkeypatch, *argv):
@@ -43,6 +45,18 @@ def test_version(monkeypatch, capsys):
 def test_a_misspelt_command(monkeypatch, capsys):
     assert run(monkeypatch, "trian") == 2
     assert capsys.readouterr().err == "error: no command 'trian'; did you mean 'train'?\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world"), [("x", "2"), ("0", "abc"), ("-1", "2"), ("2", "2"), ("9" * 5000, "1"), ("٣", "4")]
+)
+def test_an_environment_that_no_launcher_made(monkeypatch, capsys, rank, world):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert run_main(entry.main, []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: RANK='")
+    assert len(error) < 200
 
 
 # ---- the launcher's arguments

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from torchtitan import __version__
-from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.environment import reporting_rank
 from torchtitan.utils.errors import did_you_mean, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
@@ -29,7 +29,7 @@ COMMANDS = {
 
 def main() -> int:
     """The `torchtitan` script."""
-    return run_main(_dispatch, rank=rank_and_world()[0])
+    return run_main(_dispatch, rank=reporting_rank())
 
 
 def _dispatch(argv: list[str]) -> int | None:

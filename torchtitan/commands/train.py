@@ -67,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"restarts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with a range of nodes)",
     )
-    parser.add_argument("--grace", type=float, default=600, metavar="SECONDS", help="time to save when stopped (600)")
+    parser.add_argument(
+        "--grace", type=_seconds, default=600, metavar="SECONDS", help="time to save when stopped (600)"
+    )
     return parser
 
 
@@ -129,6 +131,13 @@ def node_range(text: str) -> tuple[int, int]:
         most = f"at most {_MOST_NODES:,} nodes, in a range of {_WIDEST_RANGE:,}, are possible"
         raise argparse.ArgumentTypeError(f"{brief(text)}: {most}")
     return nodes
+
+
+def _seconds(text: str) -> float:
+    """Argument type of a number of seconds."""
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
+        raise argparse.ArgumentTypeError(f"{brief(text)} is not a number of seconds")
+    return float(text)
 
 
 def _count_gpus() -> int:

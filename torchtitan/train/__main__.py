@@ -2,7 +2,7 @@
 
 import sys
 
-from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.environment import reporting_rank
 from torchtitan.utils.errors import run_main
 from torchtitan.utils.signals import exit_when_stopped
 
@@ -14,4 +14,4 @@ def main(argv: list[str]) -> int:
     return main(argv)
 
 
-sys.exit(run_main(main, rank=rank_and_world()[0]))
+sys.exit(run_main(main, rank=reporting_rank()))
