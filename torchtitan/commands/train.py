@@ -128,8 +128,9 @@ def node_range(text: str) -> tuple[int, int]:
     if not 1 <= nodes[0] <= nodes[1]:
         raise argparse.ArgumentTypeError(f"{brief(text)} is neither a number of nodes nor MIN:MAX")
     if nodes[1] > _MOST_NODES or nodes[1] - nodes[0] > _WIDEST_RANGE:
-        most = f"at most {_MOST_NODES:,} nodes, in a range of {_WIDEST_RANGE:,}, are possible"
-        raise argparse.ArgumentTypeError(f"{brief(text)}: {most}")
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)}: must be at most {_MOST_NODES:,} nodes, and MAX at most {_WIDEST_RANGE:,} above MIN"
+        )
     return nodes
 
 
