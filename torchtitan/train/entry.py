@@ -15,7 +15,7 @@ from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, logger
 from torchtitan.utils.signals import StopRequest, die_with_parent
-from torchtitan.utils.storage import storage_path
+from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.text import plural
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
@@ -82,16 +82,15 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
     if first is None:
         logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
         return
-    from torchtitan.checkpoint.commit import step_folder  # imports torch
-
     logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
-    results = {"metrics": Path(dump, "metrics.jsonl"), "config": Path(dump, "config.toml")}
+    results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saved = config.checkpoint.enable and not config.checkpoint.load_only
     if saved:
-        results["checkpoint"] = step_folder(storage_path(config.checkpoint.folder, dump), step)
+        folder = config.checkpoint.folder
+        results["checkpoint"] = f"{folder if is_url(folder) else os.path.join(dump, folder)}/step-{step}"
     for name, path in results.items():
         logger.info(f"  {name:<11} {path}")
-    if lost := [str(path) for path in results.values() if not path.exists()]:
+    if lost := [path for path in results.values() if not storage_path(path).exists()]:
         raise UserError(f"{', '.join(lost)}: deleted while the run was writing to it")
     if saved:
         if not config.checkpoint.last_save_model_only:
