@@ -154,7 +154,7 @@ def test_tolerances_are_tight_enough_to_matter(ranks):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("launcher", ["torchtitan", "torchrun"])
+@pytest.mark.parametrize("launcher", ["torchtitan", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_command(tmp_path, launcher):
     command, ranks = [sys.executable, "-m"], "--nproc-per-node=2"
     if launcher == "torchrun":

@@ -167,7 +167,7 @@ CHAIN = {
 }
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async_with_pinned_mem"])
 def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode):
     """Each layout resumes from the previous one; together they equal one uninterrupted run."""
     size = ["--model.overrides.n_layers=4", "--lr_scheduler.total_steps=10", f"--checkpoint.async_mode={mode}"]
@@ -198,14 +198,19 @@ def test_an_optimizer_in_the_backward_resumes_as_a_plain_one_and_back(ranks, tmp
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_hugging_face_weights_go_in_and_out_of_every_layout(ranks, tmp_path):
-    """Exported under pipeline and tensor parallelism, and loaded under every layout."""
+@pytest.mark.parametrize(
+    "layouts",
+    [["one process", "pp 2 x dp_shard 2"], pytest.param([*CHAIN], marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def test_hugging_face_weights_go_in_and_out_of_layouts(ranks, tmp_path, layouts):
+    """Exported under pipeline and tensor parallelism, and loaded under others."""
     out = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_layers=4"]
     layout = CHAIN["pp 2 x tp 2"][1]
     run = ranks(4, train, arguments(tmp_path, *out, *layout, steps=2, local_batch=4))[0]
     folder = tmp_path / "out/checkpoint/step-2-hf"
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 4
-    for i, (world, layout) in enumerate(CHAIN.values()):
+    for i, (world, layout) in enumerate(CHAIN[name] for name in layouts):
         back = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--model.overrides.n_layers=4", *layout]
         more = [f"--checkpoint.initial_load_path={folder}", f"--job.dump_folder={tmp_path / str(i)}"]
         again = ranks(world, train, arguments(tmp_path, *back, *more, steps=1, local_batch=4), timeout=100)[0]

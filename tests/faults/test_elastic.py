@@ -31,6 +31,7 @@ def test_any_number_of_ranks_continues_the_same_run(ranks, tmp_path, batch):
     assert [r["tokens"] for r in run["metrics"]] == [r["tokens"] for r in whole["metrics"]]
 
 
+@pytest.mark.slow
 def test_padding_under_a_pipeline_and_workers(ranks, tmp_path):
     """A pipeline has microbatches of one size; and a rank's rows are shared among its worker processes."""
     argv = arguments(tmp_path, *ELASTIC, "--training.dataloader.num_workers=2", global_batch=3)

@@ -152,7 +152,10 @@ def corrupted(argv, rank, name):
     return "ok"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("hsdp", "dp_replicate x cp", "fsdp x tp")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
 def test_copies_stay_equal_bit_for_bit_in_every_layout(ranks, tmp_path, layout):
     extra = [*LAYOUTS[layout], "--guard.weight_hash_freq=1"]
     assert ranks(4, corrupted, arguments(tmp_path, *extra, steps=4), rank=-1, name="") == ["ok"] * 4
