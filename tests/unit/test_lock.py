@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import threading
@@ -46,6 +47,7 @@ def test_a_living_run_on_this_machine_keeps_its_folder_until_it_dies(tmp_path, s
     with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))} is in use by another run: {who}.*another folder"):
         FolderLock(tmp_path)
     sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # dead, but a zombie
     FolderLock(tmp_path).release()
     assert not (tmp_path / lock.NAME).exists()
 
