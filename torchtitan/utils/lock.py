@@ -9,6 +9,7 @@ the folder before it commits a checkpoint.
 """
 
 import atexit
+import errno
 import os
 import socket
 import threading
@@ -22,7 +23,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import read_regular, write_whole
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
@@ -31,6 +32,7 @@ RENEW_SECONDS = 20.0
 EXPIRY_SECONDS = 90.0
 SETTLE_SECONDS = 1.0
 """How long to wait before reading a claim back. Object storage has no exclusive creation, so another may follow."""
+_LONGEST = 4096
 _SAME_START = 2.0
 """Difference in seconds between two readings of one process's start."""
 
@@ -94,9 +96,13 @@ def read_holder(folder: Path) -> tuple[Holder | None, bytes]:
     """The run that holds `folder`, and the file's content; None and nothing if no run does, None if it is garbage."""
     path = folder / NAME
     try:
-        content = patiently(path, path.read_bytes)
+        content = patiently(path, lambda: read_regular(path, _LONGEST))
     except FileNotFoundError:
         return None, b""
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ELOOP, errno.EFBIG):  # a pipe, a link, another file
+            return None, b"?"
+        raise
     try:
         return Holder.model_validate_json(content), content
     except ValidationError:
@@ -114,8 +120,11 @@ def in_use(folder: Path, holder: Holder | None) -> str:
 
 def used_by_a_neighbor(folder: Path) -> str | None:
     """What is wrong with starting a run in `folder` if a process on this machine holds it. Takes no lock."""
-    holder, _ = read_holder(folder)
-    return in_use(folder, holder) if holder is not None and holder.is_alive(current_holder()) else None
+    with suppress(OSError):  # whether the folder can be used is for the run to say
+        holder, _ = read_holder(folder)
+        if holder is not None and holder.is_alive(current_holder()):
+            return in_use(folder, holder)
+    return None
 
 
 class FolderLock:
