@@ -173,6 +173,13 @@ def test_only_the_user_names_modules_to_import(run, tmp_path, monkeypatch):
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("text", ["a = [[[", "checkpoint = 1", "[checkpoint]\nfolder = 1"])
+def test_a_runs_folder_with_a_bad_configuration(tmp_path, text):
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.toml"):
+        sources.find(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

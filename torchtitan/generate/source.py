@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +15,7 @@ from torchtitan.checkpoint.hf import check_hf, load_hf
 from torchtitan.checkpoint.hf_folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_own_model, model_state, read_tensors
+from torchtitan.config.load import load_config
 from torchtitan.config.schema import Comm
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import TextGenerator
@@ -25,7 +25,7 @@ from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.device import current_device, tune_cpu
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
-from torchtitan.utils.storage import path_argument, storage_path
+from torchtitan.utils.storage import is_remote, path_argument, storage_path
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ def find(name: str, custom_import: str | None = None) -> Source:
     folder = path_argument(name, "--checkpoint")
     if (folder / "config.json").is_file():
         return _hugging_face(folder)
-    if (folder / "config.toml").is_file():  # a run's folder: the file names that of its checkpoints
-        settings = tomli.loads((folder / "config.toml").read_text())
-        folder = storage_path(settings.get("checkpoint", {}).get("folder", "checkpoint"), folder)
+    config = folder / "config.toml"
+    if config.is_file() and not is_remote(folder):  # a run's folder: the file names that of its checkpoints
+        folder = storage_path(load_config([f"--job.config_file={config}"]).config.checkpoint.folder, folder)
     folder = checkpoints_at(folder)[-1]
     manifest = read_manifest(folder)
     for file, expected in manifest.files.items():
