@@ -211,3 +211,10 @@ def test_the_tool_reads_a_dump_folder(tmp_path, capsys):
     assert len(lines) == 5
     with pytest.raises(UserError, match="no rank has written anything here"):
         main([str(tmp_path / "elsewhere")])
+
+
+@pytest.mark.parametrize("state", ["garbage", "[]", "{}", '{"rank": 1}', "[" * 100_000, '{"rank": 0, "ask": 3}'])
+def test_doctor_on_damaged_reports(tmp_path, state):
+    (tmp_path / "state-0.json").write_text(state)
+    with pytest.raises(UserError, match="a report is damaged"):
+        main([str(tmp_path)])

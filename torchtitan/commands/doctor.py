@@ -24,15 +24,24 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _report(folder: Path, prefix: str) -> list[str]:
+    """The diagnosis, and what each rank was doing; nothing if there are no reports."""
+    case = read_case(folder, prefix)
+    if case is None:
+        return []
+    doing = [(rank, witness.doing()) for rank, witness in sorted(case.witnesses.items())]
+    return [diagnose(case), *(f"  rank {rank}: {text}" for rank, text in [*doing, *sorted(case.silent.items())])]
+
+
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     for folder in (options.folder, options.folder / Comm().save_traces_folder):
-        if folder.is_dir() and (case := read_case(folder, options.prefix)):
-            print(diagnose(case))
-            for rank, witness in sorted(case.witnesses.items()):
-                print(f"  rank {rank}: {witness.doing()}")
-            for rank, text in sorted(case.silent.items()):
-                print(f"  rank {rank}: {text}")
+        try:
+            lines = _report(folder, options.prefix) if folder.is_dir() else []
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise UserError(f"{folder}: a report is damaged: {type(error).__name__}: {error!s:.200}") from error
+        if lines:
+            print("\n".join(lines))
             return 0
     raise UserError(
         f"{options.folder}: no rank has written anything here. Reports are in comm.save_traces_folder below "

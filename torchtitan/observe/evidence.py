@@ -14,6 +14,7 @@ from torchtitan.utils.phase import DATA, SAVING
 from torchtitan.utils.unpickle import safe_loads
 
 STATE = "state-{}.json"
+_MOST_RANKS = 2**20
 
 _LIBRARY = re.compile(r"(site|dist)-packages/(?!torchtitan/)|/lib/python3[\d.]*/(?!(site|dist)-packages/)|^<")
 _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
@@ -131,7 +132,11 @@ class Case:
 
 
 def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | None:
-    """The newest case in a folder of dumps, if it is not older than `since` (seconds since the epoch)."""
+    """The newest case in a folder of dumps, if it is not older than `since` (seconds since the epoch).
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: a report is damaged.
+    """
     states = {}
     for path in folder.glob(STATE.format("*")):
         state = json.loads(path.read_text())
@@ -152,6 +157,8 @@ def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | N
         return None
     members = [r for w in witnesses.values() for group in w.groups.values() for r in group.ranks]
     world = max([*(state["world"] for state in states.values()), *(r + 1 for r in (*witnesses, *members))])
+    if world > _MOST_RANKS:
+        raise ValueError(f"a report names rank {world - 1:,}")
     silent = {r: "gave no answer" for r in range(world) if r not in witnesses}
     for state in states.values():
         silent |= {int(r): text for r, text in state.get("silent", {}).items() if int(r) in silent}
