@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     _Action,
@@ -24,8 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.stages import PipelineStages
-from torchtitan.utils.phase import note
-from torchtitan.utils.torch_faults import without_self_connections
+from torchtitan.parallel.stage import Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From a microbatch's output of the last stage and its labels `[microbatch, seq]` to its share of the batch's loss."""
@@ -113,6 +111,7 @@ class Pipeline:
         self.positions, self.group = positions, group
         self.microbatches = shapes.rows // stages.microbatch_size
         self.own_stages = stages.stages_of(group.rank())
+        self._sends = Sends()
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
         """Add the gradients of one batch to the parameters'.
@@ -148,7 +147,6 @@ class Pipeline:
         size = self.stages.microbatch_size
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
-            stage.clear_runtime_states()
             stage.documents = None if documents is None else documents.split(size)
         inputs = targets = None
         losses: list[Tensor] | None = None
@@ -157,12 +155,15 @@ class Pipeline:
         if len(self.stages.modules) - 1 in self.own_stages:
             targets, losses = [(loss, part) for part in labels.split(size)], []
         schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
+        self._sends.end()
+        for stage in schedule._stages:
+            stage.clear_runtime_states()
         if not losses:
             return torch.zeros((), device=self.positions.device)
         return torch.stack([x.detach() for x in losses]).sum()
 
     def _options(self) -> dict[str, Any]:
-        """Arguments of a schedule. Each has its own stages, because they own receive buffers."""
+        """Arguments of a schedule. Each has its own stages, which are prepared with or without a backward."""
         return {
             "stages": [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)],
             "n_microbatches": self.microbatches,
@@ -170,11 +171,11 @@ class Pipeline:
             "scale_grads": False,
         }
 
-    def _stage(self, index: int, model: FSDPModule) -> "_Stage":
+    def _stage(self, index: int, model: FSDPModule) -> Stage:
         count = len(self.stages.modules)
         ends = self.shapes.ends(self.stages.microbatch_size, first=index == 0, last=index == count - 1)
-        stage = _Stage(model, index, count, self.positions.device, **ends, group=self.group)
-        stage.positions, stage.project = self.positions, self.shapes.project
+        stage = Stage(model, index, count, self.positions.device, **ends, group=self.group)
+        stage.positions, stage.project, stage.sends = self.positions, self.shapes.project, self._sends
         return stage
 
     @cached_property
@@ -192,6 +193,7 @@ class Pipeline:
         else:
             kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
             schedule = kind(**options)
+        send_through(schedule, self._sends)
         return schedule
 
     @cached_property
@@ -214,38 +216,8 @@ class Pipeline:
             for rank, order in schedule.pipeline_order_with_comms.items()
         }
         schedule._has_backward = False
+        send_through(schedule, self._sends)
         return schedule
-
-
-class _Stage(PipelineStage):
-    """Passes its module what every stage needs besides hidden states.
-
-    Not keyword arguments of the schedule: torch 2.11 would compute their gradients.
-    """
-
-    positions: Tensor
-    project: bool
-    documents: Sequence[Tensor] | None
-    """By microbatch, `[microbatch, whole row]`."""
-    microbatch: int
-    """The one whose forward runs."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.microbatch = fwd_chunk_id
-        note(f"running stage {self.stage_index}, from the forward of microbatch {fwd_chunk_id}")
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        note(f"running stage {self.stage_index}, from the backward of microbatch {bwd_chunk_id}")
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        documents = None if self.documents is None else self.documents[self.microbatch]
-        own = {"positions": self.positions, "documents": documents, "project": self.project}
-        return super().forward_maybe_with_nosync(*args, **own, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return without_self_connections(super()._get_init_p2p_neighbors_ops(), self.group_rank)
 
 
 def _loss_of(output: Tensor, target: tuple[Loss, Tensor]) -> Tensor:

@@ -18,8 +18,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -249,6 +251,73 @@ def without_self_connections(operations: "list[dist.P2POp]", own_rank: int) -> "
         own_rank: this rank's place in the pipeline's group.
     """
     return [operation for operation in operations if operation.group_peer != own_rank]
+
+
+def without_receive_buffers() -> AbstractContextManager[None]:
+    """A pipeline stage allocates receive buffers for all microbatches when it is prepared, and never frees them.
+
+    Within, it notes their shapes on the meta device instead. `allocate_receive_buffers` makes those of one microbatch
+    when their receive is posted, and `drop_receive_buffers` leaves them to the computation.
+
+    torch 2.11 to 2.14. Delete the three once pyproject.toml requires 2.15, whose stages do all this.
+    """
+    import torch
+    from torch.distributed.pipelining import stage
+
+    make = stage._make_tensor_from_meta
+    return replaced(stage, _make_tensor_from_meta=lambda example, device: make(example, torch.device("meta")))
+
+
+def allocate_receive_buffers(buffers: "Iterable[Any]", device: "torch.device") -> None:
+    """Before a receive is posted, see `without_receive_buffers`. `buffers` are torch's `_RecvInfo`.
+
+    torch 2.11 to 2.14. Delete with `without_receive_buffers`.
+    """
+    import torch
+
+    for each in buffers:
+        if each.buffer is not None and each.buffer.is_meta:
+            each.buffer = torch.empty_like(each.buffer, device=device).requires_grad_(each.buffer.requires_grad)
+
+
+def drop_receive_buffers(buffers: "Iterable[Any]") -> None:
+    """After a computation has taken what was received, see `without_receive_buffers`.
+
+    torch 2.11 to 2.14. Delete with `without_receive_buffers`.
+    """
+    import torch
+
+    for each in buffers:
+        if each.buffer is not None:
+            each.buffer = torch.empty_like(each.buffer, device="meta").requires_grad_(each.buffer.requires_grad)
+
+
+def forget_output(last: "PipelineStage", microbatch: int) -> None:
+    """A pipeline's last stage keeps its output, the logits, until its backward ends, though only the loss needs them.
+
+    torch 2.11 to 2.15. Delete once `forward_one_chunk` of a last stage keeps its inputs only.
+    """
+    if hasattr(last, "_forward_chunk_states"):  # since 2.15
+        state = last._forward_chunk_states[microbatch]
+        state.live_outputs, state.output_grad_edges = [], ()
+    else:
+        last.fwd_cache[microbatch] = (), last.fwd_cache[microbatch][1]
+
+
+def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> None:
+    """Between the backward for inputs and the one for weights, a stage keeps its output and three tensors of its size.
+
+    They are its input, and the gradients of the two. Of stages after the first, the second backward needs none of them:
+    it starts from gradients inside the stage.
+
+    torch 2.11 to 2.15. Delete once `backward_one_chunk` of such a stage keeps `param_groups` only.
+    """
+    if stage.is_first:
+        return
+    inputs, groups, *_ = stage.backward_state[microbatch]
+    for each in inputs:
+        each.grad = None
+    stage.backward_state[microbatch] = (), groups, (), None
 
 
 # ---- low precision
