@@ -58,7 +58,8 @@ def clip_grad_norm(
     """
     params = [p for p in parameters if p.grad is not None]
     # In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each sharding.
-    norms = torch._foreach_norm([p.grad for p in params], 2.0, dtype=torch.float64)
+    # One by one, because torch 2.15 takes the type for a dimension in `_foreach_norm` of DTensors.
+    norms = [torch.linalg.vector_norm(p.grad, 2.0, dtype=torch.float64) for p in params]
     norm = combined_norm(norms, pp_group, device)
     if max_norm > 0:
         # CUDA's multi-tensor kernel requires the gradients' type.
