@@ -61,12 +61,12 @@ def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
         each._inference_mode = stage.InferenceMode.STATIC
 
 
-def take_fake_memory(mode: FakeTensorMode, model: nn.Module) -> None:
-    """Move a sharded model from the meta device to fake tensors of `mode`."""
+def take_fake_memory(mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu") -> None:
+    """Move a sharded model from the meta device to fake tensors of `mode`, nominally on `device`."""
     with mode:
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            memory: Tensor = torch.empty_like(param.to_local() if isinstance(param, DTensor) else param, device="cpu")
+            memory: Tensor = torch.empty_like(param.to_local() if isinstance(param, DTensor) else param, device=device)
             if isinstance(param, DTensor):
                 shape, stride = param.shape, param.stride()
                 memory = DTensor.from_local(
@@ -75,7 +75,7 @@ def take_fake_memory(mode: FakeTensorMode, model: nn.Module) -> None:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(memory))
         for name, buffer in list(model.named_buffers()):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
+            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
 
 
 # ---- what differs on CUDA
