@@ -1,9 +1,9 @@
 """What one training step asks of the device: `python benchmarks/step_trace.py --ranks 64 [--rank 0] -- TOML and flags`.
 
 One rank of a fake process group of any size runs the trainer's own step on tensors without memory, on a device that
-doesn't exist. Printed, by phase of the step: kernels (operators that compute; views and allocations are free), the bytes
-they read and write, collectives by process group, and host waits with the line that causes each. A host wait is an
-operator for which the host must stop until the device has caught up: reading a value, or a copy from or to pageable
+doesn't exist. Printed, by phase of the step: kernels (operators that compute; views and allocations are free), the
+bytes they read and write, collectives by process group, and host waits with the line that causes each. A host wait is
+an operator for which the host must stop until the device has caught up: reading a value, or a copy from or to pageable
 memory. The step is eager: attention is one operator, RMSNorm several.
 
     python benchmarks/step_trace.py --ranks 8 -- --job.config_file=train_configs/llama3_8b.toml
@@ -27,12 +27,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "lazy"
 """A device type that no build of PyTorch implements, and for which autograd needs no thread."""
-_FREE = ("unsafe_view", "empty", "detach", "lift", "record_stream", "resize_", "is_pinned", "set_", "wait_tensor", "new_empty")
+_FREE = (
+    "unsafe_view",
+    "empty",
+    "detach",
+    "lift",
+    "record_stream",
+    "resize_",
+    "is_pinned",
+    "set_",
+    "wait_tensor",
+    "new_empty",
+)
 """Beginnings of names of operators that start no kernel, besides views."""
 
 
@@ -115,8 +127,11 @@ class StepCounter(TorchDispatchMode):
             asynchronous = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
             host = source if source.device.type == "cpu" else target
             return not (asynchronous and host.untyped_storage()._cdata in self.pinned)
-        # Indexing with a mask, or with an index on the host.
-        return name.startswith("index") and any(x.dtype == torch.bool or x.device.type == "cpu" for x in inputs[1:])
+        if not name.startswith("index"):
+            return False
+        if name.startswith("index_put") and inputs[-1].numel() == 1:  # of a scalar: masked_fill on CUDA
+            return False
+        return any(x.dtype == torch.bool or x.device.type == "cpu" for x in inputs[1:])
 
     def _pin(self, name: str, tensor: Tensor) -> Any:
         if name == "is_pinned":
@@ -212,6 +227,8 @@ def make_device() -> torch.device:
         current_device=lambda: 0,
         set_device=lambda device: None,
         synchronize=lambda *_: None,
+        get_rng_state=lambda *_: torch.empty(1, dtype=torch.uint8),
+        set_rng_state=lambda *_: None,
         Stream=_Stream,
         Event=_Stream,
         current_stream=lambda *_: stream,
@@ -252,7 +269,7 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
     from torchtitan.data.loader import StepBatch
     from torchtitan.parallel import parallelize as parallel
     from torchtitan.parallel.mesh import build_mesh
-    from torchtitan.plan.fake import fake_cluster, take_fake_memory
+    from torchtitan.plan.fake import aside, fake_cluster, take_fake_memory
     from torchtitan.train import build, preflight, state, step
 
     config = resolve(list(arguments), world).config
@@ -278,6 +295,8 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
 
         def fill(model: Any, *_: Any) -> None:
             take_fake_memory(mode, model, device)
+
+        stack.enter_context(patch.object(DeviceMesh, "__init__", aside(DeviceMesh.__init__)))
 
         def shard(*args: Any, **kwargs: Any) -> None:
             with mode:  # FSDP allocates on the device
@@ -337,7 +356,8 @@ def main() -> None:
         "groups": len(trace.groups),
     }
     if told.json:
-        return print(json.dumps(totals))
+        print(json.dumps(totals))
+        return
     for name, phase in trace.phases.items():
         print(f"{name}: {phase.kernels.total():,} kernels, {phase.bytes.total() / 2**30:,.2f} GiB read and written")
         for operator, count in phase.bytes.most_common(told.top):

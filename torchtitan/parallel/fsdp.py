@@ -41,6 +41,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # a single rank would divide by 1, in an extra pass
+                module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a divide factor otherwise needs.
             module.set_force_sum_reduction_for_comms(True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.config.derive import AXES, axis_degrees
+from torchtitan.config.derive import axis_degrees
 from torchtitan.config.schema import Parallelism
 
 
@@ -16,7 +16,10 @@ class Mesh:
     Inner axes communicate most, so their ranks are placed closest, within a node if possible.
     """
 
+    degrees: dict[str, int]
+    """Ranks along each axis."""
     world: DeviceMesh
+    """The axes of more than one rank, and one that FSDP shards over in any case."""
     fsdp: DeviceMesh
     """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks too."""
     batch_group: dist.ProcessGroup
@@ -25,18 +28,19 @@ class Mesh:
     """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last pipeline stage has one."""
 
     def size(self, axis: str) -> int:
-        return self.world.size(AXES.index(axis))
+        return self.degrees[axis]
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate along an axis."""
-        return self.world.get_local_rank(axis)
+        return self.world.get_local_rank(axis) if self.degrees[axis] > 1 else 0
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        return self.world.get_group(axis)
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks along an axis; None: this rank alone."""
+        return self.world.get_group(axis) if self.degrees[axis] > 1 else None
 
     @property
-    def tp(self) -> DeviceMesh:
-        return self.world["tp"]
+    def tp(self) -> DeviceMesh | None:
+        return self.world["tp"] if self.degrees["tp"] > 1 else None
 
     @property
     def dp_degree(self) -> int:
@@ -65,10 +69,18 @@ def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
 
 
 def _build(degrees: dict[str, int], device_type: str) -> Mesh:
-    world = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
+    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL its buffers."""
+    sharded_by_one = degrees["dp_shard"] == degrees["cp"] == 1
+    axes = {axis: n for axis, n in degrees.items() if n > 1 or (axis == "dp_shard" and sharded_by_one)}
+    world = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def across(*names: str) -> DeviceMesh:
+        kept = [name for name in names if degrees[name] > 1] or ["dp_shard"]
+        return world[kept[0]] if len(kept) == 1 else world[tuple(kept)]._flatten("_".join(kept))
+
+    fsdp = across("dp_shard", "cp")
     if degrees["dp_replicate"] > 1:  # FSDP2 would all-reduce even in a group of one
         fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
-    batch = world["dp_replicate", "dp_shard", "cp"]._flatten("batch")
-    loss = world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    return Mesh(world, fsdp, batch.get_group(), loss.get_group())
+    batch = across("dp_replicate", "dp_shard", "cp")
+    loss = across("pp", "dp_replicate", "dp_shard", "cp")
+    return Mesh(degrees, world, fsdp, batch.get_group(), loss.get_group())

@@ -35,7 +35,7 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
         # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
-        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _aside(propagate)))
+        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate)))
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13: ranks exchange shapes first
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -47,13 +47,15 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
             dist.destroy_process_group()
 
 
-def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
+def aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` outside of fake mode."""
+
     @functools.wraps(function)
-    def aside(*args: Any, **kwargs: Any) -> Any:
+    def outside(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
-    return aside
+    return outside
 
 
 def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:

@@ -105,8 +105,9 @@ def build_compute(
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
     )
-    pipeline = None
+    pipeline, pp_group = None, mesh.group("pp")
     if setup.stages is not None:
+        assert pp_group is not None
         shapes = StageShapes(
             rows=section.local_batch_size,
             seq_len=len(positions),
@@ -116,6 +117,7 @@ def build_compute(
             dtype=getattr(torch, training.mixed_precision_param),
             project=model_loss.project,
         )
-        pipeline = Pipeline(models, setup.stages, shapes, positions, mesh.group("pp"))
+        pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
-    return Compute(models, positions, pipeline, model_loss, document_end=document_end)
+    pin = section.dataloader.pin_memory and device.type != "cpu"
+    return Compute(models, positions, pipeline, model_loss, document_end=document_end, pin=pin)

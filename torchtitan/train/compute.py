@@ -31,6 +31,11 @@ class LocalBatch:
         documents = [None] * len(tokens) if self.documents is None else self.documents.split(size)
         return [LocalBatch(*part) for part in zip(tokens, labels, documents, strict=True)]
 
+    def pinned(self) -> "LocalBatch":
+        """In page-locked memory, from which copies to the device need no wait."""
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
+
     def to(self, device: torch.device) -> "LocalBatch":
         documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
         return LocalBatch(
@@ -85,14 +90,16 @@ class Compute:
         loss: ModelLoss,
         *,
         document_end: int | None,
+        pin: bool = False,
     ):
         """
         Args:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
             document_end: the token that ends a document, if attention stays within documents.
+            pin: put batches into page-locked memory.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
-        self.loss, self.document_end = loss, document_end
+        self.loss, self.document_end, self.pin = loss, document_end, pin
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
@@ -101,7 +108,8 @@ class Compute:
         if self.document_end is not None:
             ends = (tokens == self.document_end).long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
-        return LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        return rows.pinned() if self.pin else rows
 
     def own_part(self, rows: Tensor) -> Tensor:
         """The columns of whole rows that this rank holds."""
