@@ -162,14 +162,9 @@ class Pipeline:
             return torch.zeros((), device=self.positions.device)
         return torch.stack([x.detach() for x in losses]).sum()
 
-    def _options(self) -> dict[str, Any]:
-        """Arguments of a schedule. Each has its own stages, which are prepared with or without a backward."""
-        return {
-            "stages": [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)],
-            "n_microbatches": self.microbatches,
-            "loss_fn": _loss_of,
-            "scale_grads": False,
-        }
+    def _own(self) -> list[Stage]:
+        """Stages for a schedule. Each schedule has its own, which are prepared with or without a backward."""
+        return [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)]
 
     def _stage(self, index: int, model: FSDPModule) -> Stage:
         count = len(self.stages.modules)
@@ -180,19 +175,8 @@ class Pipeline:
 
     @cached_property
     def _training(self) -> _PipelineScheduleRuntime:
-        name, options = self.stages.schedule, self._options()
-        if self.stages.csv_file:
-            schedule = _PipelineScheduleRuntime(**options)
-            schedule._load_csv(self.stages.csv_file)
-        elif name == "1F1B":
-            schedule = _PipelineScheduleRuntime(**options)
-            ranks = self.group.size()
-            schedule._prepare_schedule_with_comms(
-                {rank: one_forward_one_backward(rank, ranks, self.microbatches) for rank in range(ranks)}
-            )
-        else:
-            kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
-            schedule = kind(**options)
+        name, file = self.stages.schedule, self.stages.csv_file
+        schedule = build_schedule(name, file, self._own(), self.microbatches, loss_fn=_loss_of)
         send_through(schedule, self._sends)
         return schedule
 
@@ -202,7 +186,7 @@ class Pipeline:
 
         torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
-        schedule = _PipelineScheduleRuntime(**self._options())
+        schedule = _PipelineScheduleRuntime(self._own(), self.microbatches, loss_fn=_loss_of, scale_grads=False)
         orders = {}
         for rank in range(self.group.size()):
             own, microbatches = self.stages.stages_of(rank), range(self.microbatches)
@@ -218,6 +202,29 @@ class Pipeline:
         schedule._has_backward = False
         send_through(schedule, self._sends)
         return schedule
+
+
+def build_schedule(
+    name: str | None, csv_file: str | None, own: Sequence[Any], microbatches: int, **options: Any
+) -> _PipelineScheduleRuntime:
+    """The schedule of this name, or of this file, with its communication.
+
+    Args:
+        own: this rank's stages, as torch's schedules take them.
+        options: further arguments of torch's schedule.
+    """
+    if name is not None and name != "1F1B":
+        kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
+        return kind(own, microbatches, scale_grads=False, **options)
+    schedule = _PipelineScheduleRuntime(own, microbatches, scale_grads=False, **options)
+    if name is None:
+        schedule._load_csv(csv_file)
+    else:
+        ranks = own[0].group_size
+        schedule._prepare_schedule_with_comms(
+            {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
+        )
+    return schedule
 
 
 def _loss_of(output: Tensor, target: tuple[Loss, Tensor]) -> Tensor:
