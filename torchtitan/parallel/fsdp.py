@@ -4,12 +4,16 @@
 everywhere.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtitan.config.schema import Training
+from torchtitan.config.derive import gradient_accumulation_steps, sums_on_replicas, sums_whole_gradients
+from torchtitan.config.schema import Config, Training
+from torchtitan.parallel.mesh import Mesh
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: str, *, pipelined: bool) -> None:
@@ -44,3 +48,39 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a divide factor otherwise needs.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_mesh(mesh: Mesh, config: Config) -> DeviceMesh:
+    """The mesh to shard over.
+
+    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds up its own before.
+    So where parameters are stored in bf16 and gradients accumulate, a single replica is an axis too.
+    """
+    in_shards = gradient_accumulation_steps(config) > 1 and not sums_whole_gradients(config)
+    if config.training.dtype == "bfloat16" and in_shards and mesh.fsdp.ndim == 1:
+        return DeviceMesh._concatenate([mesh.world["dp_replicate"], mesh.fsdp])
+    return mesh.fsdp
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of a step's batches add up."""
+
+    whole: bool
+    """As whole gradients, reduced after the last batch. Otherwise each batch's are reduced, and the shards add up."""
+    replicas_apart: bool
+    """Each replica adds up its own shards; they are all-reduced after the last batch."""
+
+    def expect(self, model: FSDPModule, *, last: bool) -> None:
+        """Prepare `model` for a backward, which may be the last of its step."""
+        if self.whole:
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+        else:
+            # Every backward ends as if it were the last: the buffers of its reductions are freed at its end.
+            model.set_requires_all_reduce(last or not self.replicas_apart)
+
+
+def accumulation(config: Config) -> Accumulation:
+    """The way that takes least memory on the device, and of those the one that communicates least."""
+    return Accumulation(sums_whole_gradients(config), sums_on_replicas(config))

@@ -18,6 +18,7 @@ from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import local_positions
+from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
@@ -118,4 +119,4 @@ def build_compute(
         )
         pipeline = Pipeline(models, setup.stages, shapes, positions, mesh.group("pp"))
     document_end = setup.tokenizer.eos_id if training.document_mask else None
-    return Compute(models, positions, pipeline, model_loss, document_end=document_end)
+    return Compute(models, positions, pipeline, model_loss, accumulation(config), document_end=document_end)
