@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.optim.loss import LossSum, chunked_loss_sum
+from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.tensor import loss_context
 
@@ -88,6 +89,7 @@ class Compute:
         positions: Tensor,
         pipeline: Pipeline | None,
         loss: ModelLoss,
+        accumulation: Accumulation,
         *,
         document_end: int | None,
         pin: bool = False,
@@ -99,7 +101,8 @@ class Compute:
             pin: put batches into page-locked memory.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
-        self.loss, self.document_end, self.pin = loss, document_end, pin
+        self.loss, self.accumulation = loss, accumulation
+        self.document_end, self.pin = document_end, pin
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
@@ -120,7 +123,7 @@ class Compute:
 
         Args:
             total: divides the loss: the predicted tokens of the whole step over all ranks.
-            last: no further batch of this step follows, so reduce the gradients over ranks now.
+            last: no further batch of this step follows, so the gradients are those of all ranks when this returns.
 
         Returns:
             This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is elsewhere.
@@ -133,8 +136,7 @@ class Compute:
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share)
             (model,) = self.models
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
+            self.accumulation.expect(model, last=last)
             value = share(self._run(model, rows), rows.labels)
             value.backward()
             return value.detach()
