@@ -153,7 +153,7 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
 
 
 def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
-    """Those that no other one exceeds, given that a microbatch keeps at least a stage's output, as large as a transfer."""
+    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
     front: dict[tuple[int, ...], Held] = {}
     for held in moments:
         counts = (*held.microbatches.values(), held.transfers + sum(held.microbatches.values()))
