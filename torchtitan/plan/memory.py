@@ -78,8 +78,10 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         if w.fsdp > 1:
             reduced = FP32 * w.block_params / w.fsdp
             parts["communication"] = ends + GATHER_COPIES * w.gathered * w.block_params + reduced
-        if w.accumulation > 1:  # gradients are summed before they are reduced
+        if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
             parts["unsharded"] += FP32 * total
+        elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
+            parts["communication"] += FP32 * total / w.fsdp
         return Memory(parts)
     kept, transfers = in_flight(w, pp_rank)
     parts["activations"] = kept + max(0.0, working - logits)

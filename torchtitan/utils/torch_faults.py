@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from torchtitan.utils.releases import feature_release, installed_torch
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +32,8 @@ def torch_is_before_2_13() -> bool:
 
     torch before 2.13. Delete it with its last caller, once pyproject.toml requires 2.13.
     """
-    try:
-        release = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in release.split(".")[:2]) < (2, 13)
+    release = installed_torch()
+    return release is not None and feature_release(release) < (2, 13)
 
 
 @contextmanager
@@ -54,31 +52,38 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 # ---- false alarms
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # FSDP2 calls collectives by names that torch 2.13 deprecates, and 2.11 knows no others.
-    # torch 2.13. Delete once FSDP2 and torchtitan.parallel.context call the new names.
+    # FSDP2 of torch 2.13 and torchtitan.parallel.context call collectives by names that are deprecated since, and of
+    # which 2.11 knows no others.
+    # torch 2.13 to 2.15. Delete once pyproject.toml requires 2.14 and torchtitan.parallel.context calls the new names.
     (".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*", FutureWarning),
     # FSDP2 warns about modules that return views, but only in-place operations on a view are a problem. Hidden states
     # between stages and gathered logits are views, and nothing modifies them in place.
-    # torch 2.11 to 2.13. Delete once FSDP2 warns of in-place operations only.
+    # torch 2.13 to 2.15. Delete once FSDP2 warns of in-place operations only.
     (".*FSDP2-wrapped module .* returned a view tensor.*", UserWarning),
     # `enable_symm_mem_for_group` is deprecated as unnecessary, but the micro-pipeline pass fuses nothing without it.
-    # torch 2.13. Delete once the pass no longer asks `is_symm_mem_enabled_for_group`.
+    # torch 2.11 to 2.15. Delete once the pass no longer asks `is_symm_mem_enabled_for_group`.
     (".*enable_symm_mem_for_group.*", FutureWarning),
+    # `_set_pg_timeout` is called `set_timeout` now, but not yet in 2.13.
+    # torch 2.14 to 2.15. Delete once pyproject.toml requires 2.14, and call the new name.
+    (".*_set_pg_timeout.*", FutureWarning),
 )
 _LOGGERS = (
     # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis, which is logged as
     # slow. It happens only when checkpoints are exported or runs compared.
-    # torch 2.13. Delete once the warning can be switched off for one redistribution.
+    # torch 2.11 to 2.15. Delete once the warning can be switched off for one redistribution.
     "torch.distributed.tensor._redistribute",
     # Every compiled, checkpointed block is reported as possibly containing in-place operations. Ours don't.
-    # torch 2.11 to 2.13. Delete once the warning depends on the block.
+    # torch 2.11 to 2.15. Delete once the warning depends on the block.
     "torch._higher_order_ops.wrap",
     # The micro-pipeline pass warns about every graph without collectives, such as the loss.
-    # torch 2.13. Delete once it is silent about those; `FusionReport` names the collectives that matter.
+    # torch 2.11 to 2.15. Delete once it is silent about those; `FusionReport` names the collectives that matter.
     "torch._inductor.fx_passes.micro_pipeline_tp",
     # torchao warns on import about each GPU kernel it can't load, on machines without a GPU too.
     # torchao 0.18. Delete once importing it on a CPU is silent.
     "torchao",
+    # torchao registers an enumeration as a constant of compiled graphs, which is logged as deprecated.
+    # torch 2.14 to 2.15, torchao 0.18. Delete once importing torchao logs nothing.
+    "torch.utils._pytree",
 )
 
 
