@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.stages import PipelineStages
+from torchtitan.models.layers import Mask, document_mask
 from torchtitan.utils.phase import note
 from torchtitan.utils.torch_faults import without_self_connections
 
@@ -120,7 +121,7 @@ class Pipeline:
         Args:
             tokens: `[batch, seq]`.
             labels: `[batch, seq]`.
-            documents: `[batch, whole row]`, the document of each token; None: attention sees whole rows.
+            documents: `[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows.
 
         Returns:
             The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.
@@ -146,10 +147,11 @@ class Pipeline:
         than a tensor: the loss function and the labels.
         """
         size = self.stages.microbatch_size
+        masks = None if documents is None else self._masks(documents.split(size))
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
             stage.clear_runtime_states()
-            stage.documents = None if documents is None else documents.split(size)
+            stage.masks = masks
         inputs = targets = None
         losses: list[Tensor] | None = None
         if 0 in self.own_stages:
@@ -160,6 +162,12 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.positions.device)
         return torch.stack([x.detach() for x in losses]).sum()
+
+    def _masks(self, documents: Sequence[Tensor]) -> "_Masks":
+        def make(microbatch: int) -> Mask:
+            return document_mask(documents[microbatch], self.positions, self.shapes.dtype)
+
+        return _Masks(make, len(self.own_stages))
 
     def _options(self) -> dict[str, Any]:
         """Arguments of a schedule. Each has its own stages, because they own receive buffers."""
@@ -217,6 +225,20 @@ class Pipeline:
         return schedule
 
 
+class _Masks:
+    """The mask of each microbatch, shared by this rank's stages: made for the first that runs, kept until the last."""
+
+    def __init__(self, make: Callable[[int], Mask], users: int):
+        self.make, self.users = make, users
+        self.made: dict[int, tuple[Mask, int]] = {}
+
+    def of(self, microbatch: int) -> Mask:
+        mask, users = self.made.pop(microbatch, None) or (self.make(microbatch), self.users)
+        if users > 1:
+            self.made[microbatch] = mask, users - 1
+        return mask
+
+
 class _Stage(PipelineStage):
     """Passes its module what every stage needs besides hidden states.
 
@@ -225,8 +247,7 @@ class _Stage(PipelineStage):
 
     positions: Tensor
     project: bool
-    documents: Sequence[Tensor] | None
-    """By microbatch, `[microbatch, whole row]`."""
+    masks: _Masks | None
     microbatch: int
     """The one whose forward runs."""
 
@@ -240,8 +261,8 @@ class _Stage(PipelineStage):
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        documents = None if self.documents is None else self.documents[self.microbatch]
-        own = {"positions": self.positions, "documents": documents, "project": self.project}
+        mask = None if self.masks is None else self.masks.of(self.microbatch)
+        own = {"positions": self.positions, "mask": mask, "project": self.project}
         return super().forward_maybe_with_nosync(*args, **own, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

@@ -105,7 +105,7 @@ def build_compute(
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
     )
-    pipeline = None
+    pipeline, dtype = None, getattr(torch, training.mixed_precision_param)
     if setup.stages is not None:
         shapes = StageShapes(
             rows=section.local_batch_size,
@@ -113,9 +113,9 @@ def build_compute(
             dim=setup.args.dim,
             vocab_size=setup.args.vocab_size,
             tp_degree=mesh.size("tp"),
-            dtype=getattr(torch, training.mixed_precision_param),
+            dtype=dtype,
             project=model_loss.project,
         )
         pipeline = Pipeline(models, setup.stages, shapes, positions, mesh.group("pp"))
     document_end = setup.tokenizer.eos_id if training.document_mask else None
-    return Compute(models, positions, pipeline, model_loss, document_end=document_end)
+    return Compute(models, positions, pipeline, model_loss, document_end=document_end, dtype=dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.models.layers import document_mask
 from torchtitan.optim.loss import LossSum, chunked_loss_sum
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.tensor import loss_context
@@ -23,7 +24,7 @@ class LocalBatch:
     labels: Tensor
     """`[batch, seq]`."""
     documents: Tensor | None
-    """`[batch, whole row]`, the document of each token; None: attention sees whole rows."""
+    """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows."""
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
@@ -32,10 +33,8 @@ class LocalBatch:
         return [LocalBatch(*part) for part in zip(tokens, labels, documents, strict=True)]
 
     def to(self, device: torch.device) -> "LocalBatch":
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return LocalBatch(
-            self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), documents
-        )
+        tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+        return LocalBatch(tokens, labels, self.documents)
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,16 @@ class Compute:
         loss: ModelLoss,
         *,
         document_end: int | None,
+        dtype: torch.dtype,
     ):
         """
         Args:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
             document_end: the token that ends a document, if attention stays within documents.
+            dtype: of the activations.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
-        self.loss, self.document_end = loss, document_end
+        self.loss, self.document_end, self.dtype = loss, document_end, dtype
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
@@ -141,7 +142,8 @@ class Compute:
             return self._summed(self._run(model, rows), rows.labels)
 
     def _run(self, model: FSDPModule, rows: LocalBatch) -> Tensor:
-        return model(rows.tokens, self.positions, rows.documents, project=self.loss.project)
+        mask = None if rows.documents is None else document_mask(rows.documents, self.positions, self.dtype)
+        return model(rows.tokens, self.positions, mask, project=self.loss.project)
 
     def _summed(self, output: Tensor, labels: Tensor) -> Tensor:
         return self.loss(self.models[-1], output, labels)
