@@ -12,7 +12,7 @@ from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.pipeline import _Masks
+from torchtitan.parallel.stage import Masks
 
 SPEC = get_spec("llama3")
 TINY = {"vocab_size": 64, "dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
@@ -137,11 +137,11 @@ def test_variable_length_attention_is_masked_attention(kernel, compiled, mode):
 
 def test_a_ranks_stages_share_the_mask_of_a_microbatch():
     made = []
-    masks = _Masks(lambda microbatch: made.append(microbatch) or object(), users=2)
+    masks = Masks(lambda microbatch: made.append(microbatch) or object(), users=2)
     first = masks.of(0), masks.of(1)
     assert (masks.of(1), masks.of(0)) == first[::-1]
     assert made == [0, 1]
-    assert not masks.made, "kept longer than it is used"
+    assert not masks._made, "kept longer than it is used"
 
 
 def test_variable_length_attention_on_meta_tensors():
