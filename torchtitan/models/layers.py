@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Mask = Any
 """Result of `document_mask`: a tensor, or FlexAttention's `BlockMask`."""
@@ -22,15 +21,7 @@ class Attend(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor: ...
 
 
-_CUDA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
@@ -38,8 +29,7 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Te
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
     if mask is not None:
         return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
-        return _attend_cpu(q, k, v)
+    return _attend_dense(q, k, v)
 
 
 @functools.cache
@@ -50,8 +40,8 @@ def _compiled_flex_attention() -> Any:
 
 
 def attention_backend(device_type: str) -> Attend:
-    """Attention for a device: SDPA, preferring cuDNN's and flash kernels on CUDA. Chosen once, at build."""
-    return _attend_cuda if device_type == "cuda" else _attend_cpu
+    """Attention for a device: SDPA, with the kernel that torch chooses. Selected once, at build."""
+    return _attend_cuda if device_type == "cuda" else _attend_dense
 
 
 def document_mask(documents: Tensor, positions: Tensor) -> Mask:

@@ -40,10 +40,11 @@ def local_positions(seq_len: int, degree: int, rank: int, balanced: bool, device
 
 def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
     """Attention over the part of a row that each rank of `mesh` holds."""
-    if mesh.size("cp") == 1:
+    group = mesh.group("cp")
+    if group is None:
         return attention_backend(device.type)
     balanced = bool(p.context_parallel_load_balancer)
-    return ring_attention_backend(mesh.group("cp"), p.context_parallel_rotate_method, balanced)
+    return ring_attention_backend(group, p.context_parallel_rotate_method, balanced)
 
 
 def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:

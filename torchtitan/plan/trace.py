@@ -27,6 +27,7 @@ from torchtitan.config.schema import Config
 from torchtitan.config.support import MX, compiles_blocks, uses
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
@@ -151,7 +152,7 @@ def _record(
     optimizer state."""
     eager = _eager(config, cuda)
     device = torch.device("cpu")
-    mesh = build_mesh(config.parallelism, device.type)
+    mesh = build_mesh(config, device.type)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def fill(model: nn.Module, *_: Any) -> None:
@@ -173,6 +174,7 @@ def _record(
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
         compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
+        compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer)
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
@@ -184,8 +186,7 @@ def _record(
         with recording(tracer, cuda=cuda), _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches:
             tokens = torch.empty(batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64)
             rows = compute.own_rows(tokens, tokens.clone())
-            total = torch.empty((), dtype=torch.int64)
-            gradients(parts, rows, total, eager.training.local_batch_size, eager.training.max_norm)
+            gradients(parts, rows, 1, eager.training.local_batch_size, eager.training.max_norm)
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()
@@ -215,9 +216,7 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
         marks.append(tracer.counts.copy())
-        loss = run(*args, **kwargs)
-        tracer.sent.clear()
-        return loss
+        return run(*args, **kwargs)
 
     with patch.object(compute, "forward_backward", marked):
         yield traced
@@ -250,9 +249,9 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Mesh axis by the name of its process group. FSDP's is dp_shard x cp; of groups that coincide, the last wins."""
     groups = {"loss": mesh.loss_group, "batch": mesh.batch_group}
-    groups |= {axis: mesh.group(axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    groups |= {axis: group for axis in ("pp", "dp_replicate", "cp", "tp") if (group := mesh.group(axis))}
     fsdp = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-    groups["cp, fsdp" if fsdp.group_name == groups["cp"].group_name else "fsdp"] = fsdp
+    groups["cp, fsdp" if fsdp is mesh.group("cp") else "fsdp"] = fsdp
     return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.optim.loss import LossSum, chunked_loss_sum
+from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.tensor import loss_context
 
@@ -30,6 +31,11 @@ class LocalBatch:
         tokens, labels = self.tokens.split(size), self.labels.split(size)
         documents = [None] * len(tokens) if self.documents is None else self.documents.split(size)
         return [LocalBatch(*part) for part in zip(tokens, labels, documents, strict=True)]
+
+    def pinned(self) -> "LocalBatch":
+        """In page-locked memory, from which copies to the device need no wait."""
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
 
     def to(self, device: torch.device) -> "LocalBatch":
         documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
@@ -83,16 +89,20 @@ class Compute:
         positions: Tensor,
         pipeline: Pipeline | None,
         loss: ModelLoss,
+        accumulation: Accumulation,
         *,
         document_end: int | None,
+        pin: bool = False,
     ):
         """
         Args:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
             document_end: the token that ends a document, if attention stays within documents.
+            pin: put batches into page-locked memory.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
-        self.loss, self.document_end = loss, document_end
+        self.loss, self.accumulation = loss, accumulation
+        self.document_end, self.pin = document_end, pin
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
@@ -101,7 +111,8 @@ class Compute:
         if self.document_end is not None:
             ends = (tokens == self.document_end).long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
-        return LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        return rows.pinned() if self.pin else rows
 
     def own_part(self, rows: Tensor) -> Tensor:
         """The columns of whole rows that this rank holds."""
@@ -112,7 +123,7 @@ class Compute:
 
         Args:
             total: divides the loss: the predicted tokens of the whole step over all ranks.
-            last: no further batch of this step follows, so reduce the gradients over ranks now.
+            last: no further batch of this step follows, so the gradients are those of all ranks when this returns.
 
         Returns:
             This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is elsewhere.
@@ -125,8 +136,7 @@ class Compute:
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share)
             (model,) = self.models
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
+            self.accumulation.expect(model, last=last)
             value = share(self._run(model, rows), rows.labels)
             value.backward()
             return value.detach()
