@@ -291,7 +291,7 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
             for module in ("optim.optimizer", "utils._foreach_utils"):
                 name = f"torch.{module}._get_{kind}_kernels_supported_devices"
                 stack.enter_context(patch(name, lambda: [DEVICE]))
-        mesh = build_mesh(config.parallelism, device.type)
+        mesh = build_mesh(config, device.type)
 
         def fill(model: Any, *_: Any) -> None:
             take_fake_memory(mode, model, device)

@@ -1,5 +1,6 @@
 """Small training runs for tests: a tiny Llama on text made here, started through the real trainer."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import resolve
 from torchtitan.lab.compare import write_corpus
 
-__all__ = ["arguments", "full", "losses", "read_metrics", "train", "weights", "write_corpus"]
+__all__ = ["arguments", "full", "losses", "read_metrics", "storages", "train", "weights", "write_corpus"]
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=3"]
 SCHEDULE = "--lr_scheduler.total_steps=8"
@@ -47,6 +48,14 @@ def arguments(folder: Path, *extra: str, steps: int = 4, global_batch: int = 8, 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def storages() -> dict[int, int]:
+    """Address and bytes of every tensor that Python knows of."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    plain = [tensor.to_local() if type(tensor) is DTensor else tensor for tensor in tensors]
+    real = [tensor.untyped_storage() for tensor in plain if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+    return {storage.data_ptr(): storage.nbytes() for storage in real if storage.device.type == "cpu"}
 
 
 def weights(models) -> dict[str, torch.Tensor]:

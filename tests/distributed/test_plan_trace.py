@@ -7,9 +7,8 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from tests.runs import arguments, train
+from tests.runs import arguments, storages, train
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
@@ -64,14 +63,6 @@ def command(folder, world, extra=()):
 def traced(folder, world, *extra, pp_ranks=(0,), device_type="cuda"):
     config = resolve(command(folder, world, extra), world).config
     return trace_ranks(config, world, pp_ranks, device_type=device_type)
-
-
-def storages():
-    """Address and bytes of every tensor that Python knows of."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    plain = [tensor.to_local() if type(tensor) is DTensor else tensor for tensor in tensors]
-    real = [tensor.untyped_storage() for tensor in plain if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
-    return {storage.data_ptr(): storage.nbytes() for storage in real if storage.device.type == "cpu"}
 
 
 def measured_peak(argv):
@@ -143,6 +134,16 @@ def test_flops_are_the_formulas(tmp_path):
     assert full.flops["attention", "float32"] == 5 * attention * 9 / 7
 
 
+def test_what_reducing_once_costs(tmp_path):
+    """At the peak: the whole gradients in fp32 of all that the last backward has not reached."""
+    many = ["--training.global_batch_size=40", "--training.local_batch_size=1", "--training.loss_chunks=8"]
+    once, each = (traced(tmp_path, 2, *many, *more)[0] for more in ([f"{P}fsdp_reduce_once_per_step"], []))
+    layers, matrices, norms, ends = parameters()
+    whole = 4 * (layers * (matrices + norms) + 2 * ends + SIZES["dim"])
+    assert once.peak_active - each.peak_active == pytest.approx(whole / 2, rel=0.1)  # in place of the shards
+    assert (once.collectives["fsdp"]["reduce_scatter"][0], each.collectives["fsdp"]["reduce_scatter"][0]) == (5, 100)
+
+
 def test_context_parallelism_shares_the_attention(tmp_path):
     (whole,) = traced(tmp_path, 1)
     (part,) = traced(tmp_path, 4, f"{P}context_parallel_degree=4")
@@ -163,8 +164,11 @@ def test_collectives_of_fsdp(tmp_path):
     # In bf16: every block before its forward and again before its backward, but for the last; the root once.
     assert found["all_gather"] == (2 * layers - 1 + 1, 2 * ((2 * layers - 1) * block + root))
     assert found["reduce_scatter"] == (layers + 1, 4 * (layers * block + root))
-    (hybrid,) = traced(tmp_path, 4, f"{P}data_parallel_replicate_degree=2")
-    assert hybrid.collectives["dp_replicate"]["all_reduce"][1] >= 4 * (layers * block + root) // 2
+    # Two batches reduce-scatter twice; replicas add up their shards, and are all-reduced once.
+    hsdp = [f"{P}data_parallel_replicate_degree=2", "--training.global_batch_size=32"]
+    (hybrid,) = traced(tmp_path, 4, *hsdp)
+    assert hybrid.collectives["fsdp"]["reduce_scatter"] == (2 * (layers + 1), 2 * 4 * (layers * block + root))
+    assert hybrid.collectives["dp_replicate"]["all_reduce"] == (layers + 1, 4 * (layers * block + root) // 2)
 
 
 def test_collectives_of_tensor_parallelism(tmp_path):
@@ -243,6 +247,17 @@ def test_a_large_cluster(tmp_path):
     ("argv", "world"),
     [
         (["--training.local_batch_size=1", "--training.loss_chunks=8", "--training.global_batch_size=16"], 8),
+        # Meant for 8 ranks, on 3, which 16 rows don't divide: three batches, padded to 18.
+        (
+            [
+                "--training.local_batch_size=2",
+                "--training.global_batch_size=16",
+                f"{P}data_parallel_replicate_degree=2",
+                "--fault_tolerance.elastic",
+                "--checkpoint.enable",
+            ],
+            3,
+        ),
         (["--training.local_batch_size=4", f"{P}tensor_parallel_degree=4"], 8),
         (["--training.local_batch_size=4", f"{P}pipeline_parallel_degree=2"], 4),
     ],

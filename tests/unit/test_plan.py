@@ -15,6 +15,7 @@ from torchtitan.plan.collectives import collectives
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.memory import memory_of, predict_memory
 from torchtitan.plan.workload import Stage, hardware_flops
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 # ---- sizes, FLOPs and activations, against the real model
 
@@ -159,13 +160,34 @@ def test_state_is_sharded_and_optimizers_differ():
     assert state("--training.enable_cpu_offload") == 0
 
 
-def test_accumulation_keeps_whole_gradients():
-    """In fp32, until they are reduced after the last batch."""
-    once, twice = (
-        memory_of(workload("--model.flavor=8B", *ONE_ROW, f"--training.global_batch_size={n}", world=8), 0).parts
-        for n in (8, 16)
+ONCE = "--parallelism.fsdp_reduce_once_per_step"
+HSDP = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"]
+DDP = ["--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree=1"]
+OFFLOAD = "--training.enable_cpu_offload"
+
+
+@pytest.mark.parametrize(
+    ("argv", "more", "scatters", "reduces"),
+    [
+        ([], 0, 4, 0),
+        ([ONCE], 4, 1, 0),
+        (HSDP, 0, 4, 1),
+        ([*HSDP, OFFLOAD], 0, 4, 4),
+        ([*HSDP, ONCE], 4, 1, 1),
+        (DDP, 0, 0, 1),  # a rank's gradients are whole
+        ([*DDP, OFFLOAD], 0, 0, 4),
+    ],
+)
+def test_accumulation(argv, more, scatters, reduces):
+    """Bytes per parameter beyond those of one batch, and reductions of each group of parameters, for four batches."""
+    one, four = (
+        workload("--model.flavor=8B", *ONE_ROW, f"--training.global_batch_size={n}", *argv, world=8) for n in (8, 32)
     )
-    assert twice["unsharded"] - once["unsharded"] == 4 * 8_030_261_248
+    assert memory_of(four, 0).reserved - memory_of(one, 0).reserved == more * 8_030_261_248
+    calls = collectives(four).calls
+    assert (calls["fsdp", "reduce_scatter"], calls["dp_replicate", "all_reduce"]) == (33 * scatters, 33 * reduces)
+    once = workload("--model.flavor=8B", *ONE_ROW, "--training.global_batch_size=32", *argv, ONCE, world=8)
+    assert step_time(once, H100).seconds <= step_time(four, H100).seconds
 
 
 @pytest.mark.parametrize(
@@ -197,6 +219,7 @@ def test_earlier_pipeline_ranks_keep_more():
     assert w.stages[0] == Stage(0, w.stages[0].layers, True, False)
 
 
+@pytest.mark.skipif(torch_is_before_2_13(), reason="refused with torch before 2.13")
 def test_compiled_blocks_run_a_split_backward_twice():
     """Autograd sees a compiled block as one operation: both parts of its backward are all of it."""
     argv = ["--model.flavor=8B", NONE, "--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=16",

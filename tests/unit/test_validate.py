@@ -92,6 +92,8 @@ CASES = {
          "before it can be detected", ["--guard.policy=warn"]),
         (2, ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.pipeline_parallel_degree=2"],
          'set "default"', ["--parallelism.fsdp_reshard_after_forward=default"]),
+        (2, ["--parallelism.fsdp_reduce_once_per_step", "--parallelism.pipeline_parallel_degree=2"],
+         "reduces gradients after each batch", ["--parallelism.fsdp_reduce_once_per_step=false"]),
         (2, [*OP, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
          "runs a block's backward in two parts", ["--activation_checkpoint.mode=full"]),
         (1, ["--activation_checkpoint.mode=memory_budget"], "implemented by the compiler", ["--compile.enable"]),

@@ -123,6 +123,34 @@ def data_parallel_degree(config: Config) -> int:
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
 
 
+def sums_whole_gradients(config: Config) -> bool:
+    """Whether the batches of a step add up in whole gradients, reduced after the last one, rather than in shards.
+
+    Whole gradients cost nothing where a shard is all of them, on the device.
+    """
+    p = config.parallelism
+    shards = p.data_parallel_shard_degree * p.context_parallel_degree
+    return p.fsdp_reduce_once_per_step or (shards == 1 and not config.training.enable_cpu_offload)
+
+
+def sums_on_replicas(config: Config) -> bool:
+    """Whether replicas add up the shards of a step's batches apart, and are all-reduced after the last batch.
+
+    That happens on the device. So shards that can add up in host memory, in fp32, are all-reduced for each batch.
+    """
+    return not config.training.enable_cpu_offload or config.training.dtype == "bfloat16"
+
+
+def needs_replica_axis(config: Config) -> bool:
+    """Whether FSDP needs an axis of replicas even for a single one.
+
+    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds up its own before.
+    So where parameters are stored in bf16 and gradients accumulate in shards, a single replica is an axis too.
+    """
+    in_shards = gradient_accumulation_steps(config) > 1 and not sums_whole_gradients(config)
+    return config.training.dtype == "bfloat16" and in_shards
+
+
 def gradient_accumulation_steps(config: Config) -> int:
     """Forward and backward passes per optimizer step on each rank."""
     return -(-config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config)))

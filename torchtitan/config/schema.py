@@ -291,6 +291,10 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free each block's gathered parameters after its forward. `default`: yes, except under pipeline parallelism, whose
     schedule keeps them for all microbatches of a stage."""
+    fsdp_reduce_once_per_step: bool = False
+    """Under gradient accumulation, sum whole gradients and reduce them over ranks after the last batch, instead of
+    after each. Saves communication, and costs 4 bytes per parameter (of the rank's part under tensor parallelism) on
+    every rank. Pipelines always reduce after each batch."""
     tensor_parallel_degree: Degree = 1
     """Split each matrix over this many ranks, and the sequence between matrices (sequence parallelism)."""
     disable_loss_parallel: bool = False

@@ -146,6 +146,11 @@ CONFLICTS = (
         'parallelism.fsdp_reshard_after_forward: "always" would free weights that a pipeline schedule keeps gathered '
         'for all microbatches of a stage; set "default" or "never"',
     ),
+    Conflict(
+        lambda c: c.parallelism.fsdp_reduce_once_per_step and c.parallelism.pipeline_parallel_degree > 1,
+        "parallelism.fsdp_reduce_once_per_step: a pipeline's schedule reduces gradients after each batch; set it to "
+        "false, and raise training.local_batch_size for fewer batches",
+    ),
 )
 
 

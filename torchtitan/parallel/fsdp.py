@@ -4,12 +4,15 @@
 everywhere.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtitan.config.schema import Training
+from torchtitan.config.derive import sums_on_replicas, sums_whole_gradients
+from torchtitan.config.schema import Config, Training
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: str, *, pipelined: bool) -> None:
@@ -45,3 +48,27 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
                 module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a divide factor otherwise needs.
             module.set_force_sum_reduction_for_comms(True)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of a step's batches add up."""
+
+    whole: bool
+    """As whole gradients, reduced after the last batch. Otherwise each batch's are reduced, and the shards add up."""
+    replicas_apart: bool
+    """Each replica adds up its own shards; they are all-reduced after the last batch."""
+
+    def expect(self, model: FSDPModule, *, last: bool) -> None:
+        """Prepare `model` for a backward, which may be the last of its step."""
+        if self.whole:
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+        else:
+            # Every backward ends as if it were the last: the buffers of its reductions are freed at its end.
+            model.set_requires_all_reduce(last or not self.replicas_apart)
+
+
+def accumulation(config: Config) -> Accumulation:
+    """The way that takes least memory on the device, and of those the one that communicates least."""
+    return Accumulation(sums_whole_gradients(config), sums_on_replicas(config))

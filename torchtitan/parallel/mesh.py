@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.config.derive import axis_degrees
-from torchtitan.config.schema import Parallelism
+from torchtitan.config.derive import axis_degrees, needs_replica_axis
+from torchtitan.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Mesh:
     degrees: dict[str, int]
     """Ranks along each axis."""
     world: DeviceMesh
-    """The axes of more than one rank, and one that FSDP shards over in any case."""
+    """The axes of more than one rank, and those that FSDP needs in any case."""
     fsdp: DeviceMesh
     """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks too."""
     batch_group: dist.ProcessGroup
@@ -53,25 +53,30 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
-_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], Mesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...], bool], Mesh] = {}
 
 
-def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
-    """Arrange all ranks of the default process group by the (derived, validated) degrees.
+def build_mesh(config: Config, device_type: str) -> Mesh:
+    """Arrange all ranks of the default process group by the degrees of a derived and validated configuration.
 
     The same degrees get the same mesh: process groups are expensive, and DTensor caches the first mesh it sees.
     """
-    degrees = axis_degrees(parallelism)
-    key = dist.group.WORLD, device_type, tuple(degrees.values())
+    degrees = axis_degrees(config.parallelism)
+    replicas = degrees["dp_replicate"] > 1 or needs_replica_axis(config)
+    key = dist.group.WORLD, device_type, tuple(degrees.values()), replicas
     if key not in _meshes:
-        _meshes[key] = _build(degrees, device_type)
+        _meshes[key] = _build(degrees, device_type, replicas)
     return _meshes[key]
 
 
-def _build(degrees: dict[str, int], device_type: str) -> Mesh:
-    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL its buffers."""
-    sharded_by_one = degrees["dp_shard"] == degrees["cp"] == 1
-    axes = {axis: n for axis, n in degrees.items() if n > 1 or (axis == "dp_shard" and sharded_by_one)}
+def _build(degrees: dict[str, int], device_type: str, replicas: bool) -> Mesh:
+    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL its buffers.
+
+    Args:
+        replicas: FSDP has an axis of replicas. Without need it doesn't, because it all-reduces even in a group of one.
+    """
+    needed = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
+    axes = {axis: n for axis, n in degrees.items() if n > 1 or needed.get(axis)}
     world = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def across(*names: str) -> DeviceMesh:
@@ -79,7 +84,7 @@ def _build(degrees: dict[str, int], device_type: str) -> Mesh:
         return world[kept[0]] if len(kept) == 1 else world[tuple(kept)]._flatten("_".join(kept))
 
     fsdp = across("dp_shard", "cp")
-    if degrees["dp_replicate"] > 1:  # FSDP2 would all-reduce even in a group of one
+    if replicas:
         fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
     batch = across("dp_replicate", "dp_shard", "cp")
     loss = across("pp", "dp_replicate", "dp_shard", "cp")

@@ -66,7 +66,8 @@ def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int)
     """FSDP's and HSDP's collectives: one group of parameters per block, and one for embedding, norm and output."""
     ends = weights - layers * w.block_params
     groups = layers + (ends > 0)
-    reductions = w.accumulation if w.pipeline else 1  # a pipeline reduces after each batch
+    scatters = 1 if w.sums_whole_gradients else w.accumulation
+    reduces = 1 if w.replicas_apart else scatters
     if w.fsdp > 1:
         reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
         # Blocks that were resharded are gathered again for the backward; by default the last one stays gathered.
@@ -75,6 +76,6 @@ def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int)
         out.add(
             "fsdp", "all_gather", w.accumulation * (groups - layers) * (1 + (reshard == "always")), ends * w.element
         )
-        out.add("fsdp", "reduce_scatter", groups * reductions, weights / groups * FP32)
+        out.add("fsdp", "reduce_scatter", groups * scatters, weights / groups * FP32)
     if w.dp_replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups * reductions, weights / groups / w.fsdp * FP32)
+        out.add("dp_replicate", "all_reduce", groups * reduces, weights / groups / w.fsdp * FP32)

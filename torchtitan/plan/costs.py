@@ -248,22 +248,22 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
 # ---- data parallelism and the optimizer
 
 
-def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to gather one block's weights, and to reduce its gradients, over the data-parallel ranks.
+def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
+    """Seconds to gather one block's weights, to reduce-scatter its gradients, and to all-reduce them over replicas.
 
     A ring over n ranks moves (n - 1) / n of the data; an all-reduce does it twice (Patarasuk and Yuan,
     doi:10.1016/j.jpdc.2008.09.002).
     """
-    gather = reduce = 0.0
+    gather = scatter = reduce = 0.0
     if w.fsdp > 1:
         bandwidth, share = hw.bandwidth(w.fsdp, w.tp), (w.fsdp - 1) / w.fsdp
         latency = hw.latency * (w.fsdp - 1) if w.fsdp * w.tp > hw.gpus_per_node else hw.launch
         gather = w.block_params * w.gathered * share / bandwidth + latency
-        reduce = w.block_params * FP32 * share / bandwidth + latency
+        scatter = w.block_params * FP32 * share / bandwidth + latency
     if w.dp_replicate > 1:
         bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
-        reduce += 2 * FP32 * w.block_params / w.fsdp * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
-    return gather, reduce
+        reduce = 2 * FP32 * w.block_params / w.fsdp * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
+    return gather, scatter, reduce
 
 
 def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Seconds:
@@ -272,18 +272,21 @@ def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Sec
     Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block exposes what its
     neighbour's compute is too short for. The ends count as `ends` blocks.
     """
-    gather, reduce = _gather_and_reduce(w, hw)
+    gather, scatter, all_reduce = _gather_and_reduce(w, hw)
+    reduce = scatter + all_reduce
     forward, backward = sum(block.forward.values()), sum(block.backward.values())
     layers, batches = stage.layers, w.accumulation
     ends = w.vocab_params / w.block_params * (stage.has_embedding + stage.has_output)
     in_forward = layers * max(0.0, gather - forward)
     if w.pipeline is None:
         regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
-        in_backward = layers * max(0.0, regather - backward)
-        # Only the last batch reduces; the last block's gradients and half of the ends' have no compute left to hide in.
-        in_last = layers * max(0.0, regather + reduce - backward) + reduce * (1 + ends / 2)
-        exposed = (gather * (1 + ends) + in_forward) * batches + in_backward * (batches - 1) + in_last
-        hidden = layers * (batches * (min(gather, forward) + min(regather, backward)) + min(reduce, backward))
+        early = 0.0 if w.sums_whole_gradients else scatter if w.replicas_apart else reduce
+        exposed = (gather * (1 + ends) + in_forward) * batches
+        hidden = layers * batches * (min(gather, forward) + min(regather, backward))
+        for count, reduced in (batches - 1, early), (1, reduce):
+            # The last block's gradients and half of the ends' have no compute left to hide in.
+            exposed += count * (layers * max(0.0, regather + reduced - backward) + reduced * (1 + ends / 2))
+            hidden += count * layers * min(reduced, backward)
     else:
         # Gathered once per batch, beside its first microbatch; reduced beside its last.
         exposed = gather * (1 + ends) + in_forward + reduce + layers * max(0.0, reduce - backward)
@@ -291,9 +294,10 @@ def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Sec
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
-    if w.config.training.enable_cpu_offload:  # two gathers per batch read from the host; the gradient is written to it
+    if w.config.training.enable_cpu_offload:  # per batch two gathers read from the host; gradients are written to it
         shard = sum(map(w.params, w.stages_of(stage.rank))) / w.fsdp
-        out["host memory"] = shard * (w.stored * 2 * batches + FP32) / hw.host_link
+        written = 1 if w.sums_whole_gradients else batches
+        out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
     return out
 
 
@@ -305,7 +309,7 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":
-        layers = sum(stage.layers for stage in w.stages_of(0))
+        layers = max(sum(stage.layers for stage in w.stages_of(rank)) for rank in range(w.pp))
         flops = sum(_newton_schulz_flops(x.inputs, x.outputs) for x in w.linears) * optimizer.muon_ns_steps * layers
         seconds += flops / w.fsdp / (hw.bf16 * hw.gemm_bf16)
     return seconds

@@ -36,7 +36,7 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
         # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate)))
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13: ranks exchange shapes first
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:

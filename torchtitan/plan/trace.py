@@ -27,6 +27,7 @@ from torchtitan.config.schema import Config
 from torchtitan.config.support import MX, compiles_blocks, uses
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
@@ -151,7 +152,7 @@ def _record(
     optimizer state."""
     eager = _eager(config, cuda)
     device = torch.device("cpu")
-    mesh = build_mesh(config.parallelism, device.type)
+    mesh = build_mesh(config, device.type)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def fill(model: nn.Module, *_: Any) -> None:
@@ -173,6 +174,7 @@ def _record(
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
         compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
+        compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer)
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
@@ -214,9 +216,7 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
         marks.append(tracer.counts.copy())
-        loss = run(*args, **kwargs)
-        tracer.sent.clear()
-        return loss
+        return run(*args, **kwargs)
 
     with patch.object(compute, "forward_backward", marked):
         yield traced

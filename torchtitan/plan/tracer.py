@@ -89,8 +89,6 @@ class Tracer(TorchDispatchMode):
         """(number of the block, whether it is allocated rather than freed), in order."""
         self.counts = Counts()
         self.phase = "model"
-        self.sent: list[Tensor] = []
-        """Tensors that gloo holds until a pipeline has waited for its sends."""
         self.stream = MAIN
         self._product: int | None = None
         """Block of the last matrix product in the forward."""
@@ -230,8 +228,6 @@ class Tracer(TorchDispatchMode):
             size = max(map(_nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else _nbytes(inputs[0])
         else:
             size = max(sum(map(_nbytes, inputs)), sum(map(_nbytes, outputs)))
-        if kind == "send" and not self.cuda:
-            self.sent += inputs
         self.counts.calls[axis, kind] += 1
         self.counts.bytes[axis, kind] += size
         if namespace == "c10d" and axis in ("fsdp", "dp_replicate"):

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import AXES, axis_degrees, gradient_accumulation_steps
+from torchtitan.config.derive import (
+    AXES,
+    axis_degrees,
+    gradient_accumulation_steps,
+    sums_on_replicas,
+    sums_whole_gradients,
+)
 from torchtitan.config.schema import Config
 from torchtitan.config.stages import PipelineStages
 from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, compiles_blocks, gains_by_float8, uses
@@ -102,6 +108,10 @@ class Workload:
         rows = stages.microbatch_size if stages else t.local_batch_size
         self.microbatches = t.local_batch_size // rows
         self.accumulation = gradient_accumulation_steps(config)
+        self.sums_whole_gradients = sums_whole_gradients(config) and self.accumulation > 1 and stages is None
+        """The batches of a step add up in whole gradients, which are reduced after the last one."""
+        self.replicas_apart = stages is None and sums_on_replicas(config)
+        """The batches of a step add up on each replica, and are all-reduced after the last one."""
         self.tokens = rows * t.seq_len // self.cp
         self.compiled = compiles_blocks(config)
         self.loss_compiled = config.compile.enable and "loss" in config.compile.components

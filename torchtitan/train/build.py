@@ -18,6 +18,7 @@ from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import local_positions
+from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
@@ -40,7 +41,7 @@ def set_determinism(debug: Debug) -> None:
 
 def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     """Everything the trainer works with. The default process group must exist."""
-    mesh = build_mesh(config.parallelism, device.type)
+    mesh = build_mesh(config, device.type)
     share = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
     loader = build_data(config, "training", setup.tokenizer, **share)
     held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
@@ -105,7 +106,7 @@ def build_compute(
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
     )
-    pipeline, pp_group = None, mesh.group("pp")
+    pipeline, pp_group, dtype = None, mesh.group("pp"), getattr(torch, training.mixed_precision_param)
     if setup.stages is not None:
         assert pp_group is not None
         shapes = StageShapes(
@@ -114,10 +115,11 @@ def build_compute(
             dim=setup.args.dim,
             vocab_size=setup.args.vocab_size,
             tp_degree=mesh.size("tp"),
-            dtype=getattr(torch, training.mixed_precision_param),
+            dtype=dtype,
             project=model_loss.project,
         )
         pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
-    return Compute(models, positions, pipeline, model_loss, document_end=document_end, pin=pin)
+    options = {"document_end": document_end, "dtype": dtype, "pin": pin}
+    return Compute(models, positions, pipeline, model_loss, accumulation(config), **options)

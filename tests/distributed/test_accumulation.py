@@ -1,0 +1,78 @@
+"""Gradient accumulation: what a rank keeps from one batch to the next, and that the sum is the gradient of all."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import arguments, full, storages
+from torchtitan.config import resolve
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import forward_backward
+
+P = "--parallelism."
+ONCE = f"{P}fsdp_reduce_once_per_step"
+OFFLOAD = "--training.enable_cpu_offload"
+DDP = f"{P}data_parallel_replicate_degree=2"
+WAYS = {
+    # ranks, settings, and the part of the gradients that a rank keeps between two batches
+    "one rank": (1, [], 1),
+    "fsdp": (2, [], 1 / 2),
+    "fsdp, reduced once": (2, [ONCE], 1),
+    "fsdp, offloaded": (2, [OFFLOAD], 1 / 2),
+    "ddp": (2, [DDP], 1),
+    "context": (2, [f"{P}context_parallel_degree=2"], 1 / 2),
+    "hsdp": (4, [DDP], 1 / 2),
+    "hsdp, offloaded": (4, [DDP, OFFLOAD], 1 / 2),
+}
+SLOW = ("context", "hsdp, offloaded")
+
+
+def accumulate(argv):
+    """Bytes that this rank holds after each batch more than before the step, and the whole gradients at the end."""
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    batch, run, held = next(iter(parts.loader)), parts.compute.forward_backward, []
+    gc.collect()
+    before = sum(storages().values())
+
+    def watched(*args, **kwargs):
+        loss = run(*args, **kwargs)
+        gc.collect()
+        held.append(sum(storages().values()) - before)
+        return loss
+
+    parts.compute.forward_backward = watched
+    forward_backward(parts, batch, config.training.local_batch_size, max_norm=0.0)
+    parts.loader.close()
+    return held, {name: full(p.grad).float() for m in parts.models for name, p in m.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """Gradients of one batch on one rank."""
+    return ranks(1, accumulate, arguments(tmp_path_factory.mktemp("whole"), local_batch=8))[0][1]
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
+def test_what_is_kept_between_batches(ranks, whole, tmp_path, way):
+    world, extra, share = WAYS[way]
+    size = 4 * share * sum(gradient.numel() for gradient in whole.values())
+    for held, gradients in ranks(world, accumulate, arguments(tmp_path, *extra, local_batch=1)):
+        assert len(held) == 8 // (world // (2 if way == "context" else 1))
+        assert held[:-1] == pytest.approx([size] * (len(held) - 1), rel=0.05)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("offload", [[], pytest.param([OFFLOAD], marks=pytest.mark.slow)])
+def test_bf16_parameters_have_sums_in_fp32(ranks, tmp_path, offload):
+    """A sum that is rounded once is that of whole gradients, but for the order of its terms."""
+    bf16 = ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16", *offload]
+    shards, once = (
+        ranks(2, accumulate, arguments(tmp_path, *bf16, *extra, local_batch=1))[0][1] for extra in ([], [ONCE])
+    )
+    same = sum(int((shards[name] == once[name]).sum()) for name in once)
+    assert same > 0.99 * sum(gradient.numel() for gradient in once.values())
