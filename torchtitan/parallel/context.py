@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention import SDPBackend
 
@@ -30,6 +30,9 @@ from torchtitan.parallel.mesh import Mesh
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+_all_gather = getattr(  # its name until torch 2.12 is deprecated
+    _functional_collectives, "all_gather_single_autograd", _functional_collectives.all_gather_tensor_autograd
+)
 
 
 def local_positions(seq_len: int, degree: int, rank: int, balanced: bool, device: torch.device | None = None) -> Tensor:
@@ -80,7 +83,7 @@ def _whole_sequence(x: Tensor, group_name: str, n: int, balanced: bool) -> Tenso
 
     By the group's name, because a compiled block can't look up the group.
     """
-    gathered = all_gather_tensor_autograd(x, 3, group_name)
+    gathered = _all_gather(x, 3, group_name)
     if not balanced:
         return gathered
     # Rank r has chunks r and 2n-1-r. Not by index, whose backward adds up by `index_put`.
