@@ -83,12 +83,11 @@ def _whole_sequence(x: Tensor, group_name: str, n: int, balanced: bool) -> Tenso
 
     By the group's name, because a compiled block can't look up the group.
     """
-    gathered = _all_gather(x, 3, group_name)
-    if not balanced:
-        return gathered
-    # Rank r has chunks r and 2n-1-r. Not by index, whose backward adds up by `index_put`.
-    chunks = gathered.chunk(2 * n, dim=3)
-    return torch.cat([*chunks[0::2], *chunks[:0:-2]], dim=3)
+    parts = _all_gather(x, 0, group_name).chunk(n)
+    if balanced:  # rank r has chunks r and 2n-1-r; not by index, whose backward adds up by `index_put`
+        chunks = [part.chunk(2, dim=3) for part in parts]
+        parts = (*(first for first, _ in chunks), *(second for _, second in reversed(chunks)))
+    return torch.cat(parts, dim=3)
 
 
 # ---- the local kernel: output and log-sum-exp of one block, and its backward
@@ -124,7 +123,7 @@ def _block_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     kernel, lengths = _kernel(q, k, v, causal, scale), (None, None, q.shape[2], k.shape[2])
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused: there is no dropout
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # unused: there is no dropout
     if kernel == SDPBackend.CUDNN_ATTENTION.value:
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, causal, scale=scale
