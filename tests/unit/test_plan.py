@@ -225,8 +225,7 @@ def test_a_breadth_first_schedule_keeps_every_loss(extra, size):
     """Of the eager loss the log-softmax in fp32, of the compiled one logits in bf16, as traced."""
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4", *extra]
     breadth, depth = (
-        workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2)
-        for name in ("GPipe", "1F1B")
+        workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2) for name in ("GPipe", "1F1B")
     )
     more = memory_of(breadth, 1).parts["logits"] - memory_of(depth, 1).parts["logits"]
     assert more == 3 * size * breadth.tokens * breadth.vocab
