@@ -80,9 +80,12 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Tensor) -> tup
     from torch.nn.attention import varlen  # imports dynamo: two seconds
 
     count, longest = sizes.tolist()
-    bounds = starts[: count + 1]
-    select = getattr(varlen, "_select_backend", None)
-    return bounds, longest, {"backend": select(q, k, v, bounds, bounds, longest, _CAUSAL)} if select else {}
+    bounds, select = starts[: count + 1], getattr(varlen, "_select_backend", None)
+    if select is None:
+        return bounds, longest, {}
+    with torch.enable_grad():
+        probe = q.detach().requires_grad_()  # an operator's inputs need none, and some kernels have no backward
+        return bounds, longest, {"backend": select(probe, k, v, bounds, bounds, longest, _CAUSAL)}
 
 
 @document_attention.register_fake
