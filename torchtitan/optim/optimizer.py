@@ -97,8 +97,15 @@ class ShardedAdam(torch.optim.Adam):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
+            shards = [[local(tensor) for tensor in tensors] for tensors in lists]
+            params, gradients, means, squares, largest, steps = shards
             adam(
-                *([local(tensor) for tensor in tensors] for tensors in lists),
+                params,
+                gradients,
+                means,
+                squares,
+                largest,
+                steps,
                 foreach=group["foreach"],
                 fused=group["fused"],
                 grad_scale=divisor,

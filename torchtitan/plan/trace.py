@@ -249,9 +249,10 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Mesh axis by the name of its process group. FSDP's is dp_shard x cp; of groups that coincide, the last wins."""
     groups = {"loss": mesh.loss_group, "batch": mesh.batch_group}
-    groups |= {axis: group for axis in ("pp", "dp_replicate", "cp", "tp") if (group := mesh.group(axis))}
+    groups |= {axis: g for axis in ("pp", "dp_replicate", "cp", "tp") if (g := mesh.group(axis)) is not None}
     fsdp = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-    groups["cp, fsdp" if fsdp is mesh.group("cp") else "fsdp"] = fsdp
+    shared = "cp" in groups and fsdp.group_name == groups["cp"].group_name
+    groups["cp, fsdp" if shared else "fsdp"] = fsdp
     return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
 
 

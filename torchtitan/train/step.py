@@ -70,7 +70,7 @@ def train_step(
         divisor = 1 / _clip_factor(norm, training.max_norm) if training.max_norm > 0 else None
         optimizer.step(divisor=divisor, skip=~torch.isfinite(loss + norm))
 
-    # Where all ranks must agree, a policy judges the numbers before the weights change.
+    # Where a policy judges the numbers first, the host must know them before the weights change.
     ahead = isinstance(optimizer, ShardedAdam) and optimizer.clips and not agree and not training.enable_cpu_offload
     if isinstance(optimizer, OptimizerInBackward):
         before_update()
@@ -118,7 +118,7 @@ def forward_backward(
 
     Args:
         stop: this rank was asked to stop. All ranks learn about it here, and so act after the same step.
-        agree: make loss and gradient norm bit-identical on all ranks.
+        agree: make loss and gradient norm bit-identical on all ranks, because a policy judges them.
         update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
