@@ -65,6 +65,12 @@ pip_install() { # interpreter, arguments
     "$python" -m pip install -qq --disable-pip-version-check "$@" >&2
 }
 
+# Installs with uv, if the environment has it: several GB take it seconds of CPU time, and pip minutes. It doesn't know
+# pip's settings, such as a private index, so pip is tried next.
+uv_install() { # interpreter, arguments
+    "$1" -m uv pip install --quiet --python "$@" 2>/dev/null || pip_install "$@"
+}
+
 # Installs what is missing; a constraint keeps the installed torch.
 complete() { # interpreter with torch, interpreter to install with
     local lacking version
@@ -103,13 +109,11 @@ install_torch() { # interpreter
         pip_install "$1" "$pin+cpu" 2>/dev/null && return
         pip_install "$1" "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
     fi
-    # Several GB: uv, if it is among the requirements, takes seconds of CPU time for them, and pip minutes.
-    "$1" -m uv pip install --quiet --python "$1" "$pin" 2>/dev/null && return
-    pip_install "$1" "$pin"
+    uv_install "$1" "$pin"
 }
 
 make_venv() {
-    local python stamp=$venv/.ready-${extra[*]:-run} wanted
+    local python stamp=$venv/.ready-${extra[*]:-run} wanted locked
     wanted=$(cat "$root/pyproject.toml" "$root/constraints.txt" "$root/requirements/${extra:-run}.txt" | cksum)
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
     if [[ ! -x $venv/bin/python ]]; then
@@ -121,7 +125,11 @@ make_venv() {
         say "creating $venv (once; takes a few minutes)"
         "$python" -m venv "$venv"
     fi
-    pip_install "$venv/bin/python" --require-hashes --no-deps --requirement "$root/requirements/${extra:-run}.txt"
+    locked=(--require-hashes --no-deps --requirement)
+    if [[ -n $release ]]; then
+        pip_install "$venv/bin/python" "${locked[@]}" <(awk '/^[^ ]/ {uv = /^uv==/} uv' "$root/requirements/dev.txt")
+    fi
+    uv_install "$venv/bin/python" "${locked[@]}" "$root/requirements/${extra:-run}.txt"
     has_torch "$venv/bin/python" || install_torch "$venv/bin/python"
     pip_install "$venv/bin/python" --no-deps --no-build-isolation --editable "$root"
     echo "$wanted" >"$stamp"

@@ -1,11 +1,14 @@
 """Sums and decisions over ranks, and the global gradient norm."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 
 def all_reduce(
@@ -48,8 +51,8 @@ def unsharded(value: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor itself. Call it without gradients."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's shard of a DTensor, outside of autograd; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class SquaredNorm:
@@ -64,11 +67,13 @@ class SquaredNorm:
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Take in the norms of gradients, which may then change."""
-        shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        shards: dict[Any, list[Tensor]] = {}
         for gradient in gradients:
-            shards.setdefault(_sharded_over(gradient), []).append(local(gradient))
-        for groups, tensors in shards.items():
-            self._norms.setdefault(groups, []).extend(torch._foreach_norm(tensors, 2.0, dtype=torch.float64))
+            layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+            shards.setdefault(layout, []).append(local(gradient))
+        for layout, tensors in shards.items():
+            norms = self._norms.setdefault(_sharded_over(*layout), [])
+            norms.extend(torch._foreach_norm(tensors, 2.0, dtype=torch.float64))
 
     def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
         """The norm over all ranks, pipeline stages included, a plain scalar on `device`; starts again from zero.
@@ -85,13 +90,13 @@ class SquaredNorm:
         return all_reduce(total, pp_group).sqrt()
 
 
-def _sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups, from outer to inner, whose ranks hold different parts of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    assert not any(placement.is_partial() for placement in tensor.placements), "a gradient isn't reduced yet"
-    mesh = tensor.device_mesh
-    return tuple(mesh.get_group(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
+def _sharded_over(
+    mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()
+) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups, from outer to inner, whose ranks hold different parts of a tensor of this layout."""
+    assert not any(placement.is_partial() for placement in placements), "a gradient isn't reduced yet"
+    split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(i) for i in split) if mesh is not None else ()
 
 
 @torch.no_grad()

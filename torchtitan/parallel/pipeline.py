@@ -23,7 +23,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.stages import PipelineStages
-from torchtitan.parallel.stage import Sends, Stage, send_through
+from torchtitan.models.layers import Mask, document_mask
+from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From a microbatch's output of the last stage and its labels `[microbatch, seq]` to its share of the batch's loss."""
@@ -119,7 +120,7 @@ class Pipeline:
         Args:
             tokens: `[batch, seq]`.
             labels: `[batch, seq]`.
-            documents: `[batch, whole row]`, the document of each token; None: attention sees whole rows.
+            documents: `[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows.
 
         Returns:
             The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.
@@ -145,9 +146,10 @@ class Pipeline:
         than a tensor: the loss function and the labels.
         """
         size = self.stages.microbatch_size
+        masks = None if documents is None else self._masks(documents.split(size))
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
-            stage.documents = None if documents is None else documents.split(size)
+            stage.masks = masks
         inputs = targets = None
         losses: list[Tensor] | None = None
         if 0 in self.own_stages:
@@ -161,6 +163,12 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.positions.device)
         return torch.stack([x.detach() for x in losses]).sum()
+
+    def _masks(self, documents: Sequence[Tensor]) -> Masks:
+        def make(microbatch: int) -> Mask:
+            return document_mask(documents[microbatch], self.positions, self.shapes.dtype)
+
+        return Masks(make, len(self.own_stages))
 
     def _own(self) -> list[Stage]:
         """Stages for a schedule. Each schedule has its own, which are prepared with or without a backward."""

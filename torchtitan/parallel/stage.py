@@ -1,7 +1,7 @@
 """One stage of a pipeline, which holds what it receives, computes and sends only as long as something needs it."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _PipelineScheduleRuntime
 
+from torchtitan.models.layers import Mask
 from torchtitan.utils.phase import note
 from torchtitan.utils.torch_faults import (
     allocate_receive_buffers,
@@ -63,6 +64,21 @@ class Sends:
             sends.popleft()
 
 
+class Masks:
+    """The mask of each microbatch, shared by this rank's stages: made for the first that runs, kept until the last."""
+
+    def __init__(self, make: Callable[[int], Mask], users: int):
+        self._make, self._users = make, users
+        self._made: dict[int, tuple[Mask, int]] = {}
+
+    def of(self, microbatch: int) -> Mask:
+        """For the next forward of `microbatch`."""
+        mask, users = self._made.pop(microbatch, None) or (self._make(microbatch), self._users)
+        if users > 1:
+            self._made[microbatch] = mask, users - 1
+        return mask
+
+
 class Stage(PipelineStage):
     """Passes its module what every stage needs besides hidden states.
 
@@ -71,8 +87,8 @@ class Stage(PipelineStage):
 
     positions: Tensor
     project: bool
-    documents: Sequence[Tensor] | None
-    """By microbatch, `[microbatch, whole row]`."""
+    masks: Masks | None
+    """Shared like `sends`. None: attention sees whole rows."""
     sends: Sends
     """Shared by the stages that a schedule runs on this rank."""
     microbatch: int
@@ -91,8 +107,8 @@ class Stage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        documents = None if self.documents is None else self.documents[self.microbatch]
-        own = {"positions": self.positions, "documents": documents, "project": self.project}
+        mask = None if self.masks is None else self.masks.of(self.microbatch)
+        own = {"positions": self.positions, "mask": mask, "project": self.project}
         return super().forward_maybe_with_nosync(*args, **own, **kwargs)
 
     def backward_one_chunk(

@@ -4,7 +4,8 @@ The orders of computations are those that the trainer runs: this project's 1F1B,
 of a CSV file.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import SimpleNamespace
@@ -42,8 +43,12 @@ class Program:
 
     @cached_property
     def held(self) -> tuple[tuple[Held, ...], ...]:
-        """For each rank, what it holds at each moment that no other one exceeds in every number."""
-        return tuple(_most_held(order, self._ranks) for order in self._orders)
+        """For each rank, what it holds at those computations that can need the most memory."""
+        return tuple(_most(self.holds(rank)) for rank in range(len(self.orders)))
+
+    def holds(self, rank: int) -> Iterator[Held]:
+        """What a rank holds at each of its computations, in order."""
+        return _holds(self._orders[rank], self._ranks)
 
 
 @dataclass(frozen=True)
@@ -120,31 +125,41 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
     return Timeline(tuple(events), tuple(busy), max(clock))
 
 
-def _most_held(order: Sequence[Action], ranks: Sequence[int]) -> tuple[Held, ...]:
+def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     kept = dict.fromkeys(sorted({action.stage for action in order}), 0)
     arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
     """By direction, stage and microbatch of a posted receive: its rank and time."""
-    sent: list[tuple[int, int]] = []
-    """Rank and time of the gradients under way (see `torchtitan.parallel.stage.Sends`). Hidden states that are sent
-    wait for their backward as well, so they are counted there."""
-    seen = set()
+    sent: defaultdict[int, deque[int]] = defaultdict(deque)
+    """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`). Hidden states that
+    are sent wait for their backward as well, so they are counted there."""
     for time, action in enumerate(order):
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind in ("RECV_F", "RECV_B"):
             arriving[kind, stage, microbatch] = ranks[stage - 1 if kind == "RECV_F" else stage + 1], time
         elif kind == "SEND_B":
-            sent.append((ranks[stage - 1], time))
+            sent[ranks[stage - 1]].append(time)
         elif kind in ("F", "B", "I", "W"):
             what = "RECV_F" if kind == "F" else "RECV_B", stage, microbatch
             sender, posted = arriving.get(what, (-1, -1))
-            sent = [(rank, since) for rank, since in sent if rank != sender or since > posted]
+            while sent[sender] and sent[sender][0] < posted:
+                sent[sender].popleft()
             if kind == "F":
                 kept[stage] += 1
                 arriving.pop(what, None)
-            seen.add((*kept.values(), len(arriving) + len(sent)))
-            if kind in ("B", "W"):
+            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())))
+            if kind in ("B", "W"):  # a residual stream hands its gradient to its last product: weights need it too
                 kept[stage] -= 1
-            if kind == "B" or kind == ("I" if stage else "W"):  # the first stage has no inputs that need a gradient
                 arriving.pop(what, None)
-    most = [a for a in seen if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in seen)]
-    return tuple(Held(dict(zip(kept, counts, strict=True)), transfers) for *counts, transfers in most)
+
+
+def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
+    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
+    front: dict[tuple[int, ...], Held] = {}
+    for held in moments:
+        counts = (*held.microbatches.values(), held.transfers + sum(held.microbatches.values()))
+        if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
+            front = {
+                other: value for other, value in front.items() if any(x > y for x, y in zip(other, counts, strict=True))
+            }
+            front[counts] = held
+    return tuple(front.values())

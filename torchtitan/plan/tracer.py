@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from torchtitan.parallel.collectives import local
 from torchtitan.parallel.context import ring_attention, ring_attention_backward
 
 MAIN = "main"
@@ -242,11 +243,6 @@ _INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_b
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The rank's local part of a DTensor; other tensors as they are."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _nbytes(tensor: Tensor) -> int:

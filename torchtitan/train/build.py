@@ -106,7 +106,7 @@ def build_compute(
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
     )
-    pipeline, pp_group = None, mesh.group("pp")
+    pipeline, pp_group, dtype = None, mesh.group("pp"), getattr(torch, training.mixed_precision_param)
     if setup.stages is not None:
         assert pp_group is not None
         shapes = StageShapes(
@@ -115,10 +115,11 @@ def build_compute(
             dim=setup.args.dim,
             vocab_size=setup.args.vocab_size,
             tp_degree=mesh.size("tp"),
-            dtype=getattr(torch, training.mixed_precision_param),
+            dtype=dtype,
             project=model_loss.project,
         )
         pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
-    return Compute(models, positions, pipeline, model_loss, accumulation(config), document_end=document_end, pin=pin)
+    options = {"document_end": document_end, "dtype": dtype, "pin": pin}
+    return Compute(models, positions, pipeline, model_loss, accumulation(config), **options)

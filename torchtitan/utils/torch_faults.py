@@ -310,10 +310,10 @@ def forget_output(last: "PipelineStage", microbatch: int) -> None:
 
 
 def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> None:
-    """Between the backward for inputs and the one for weights, a stage keeps its output and three tensors of its size.
+    """Between its backward for inputs and that for weights, a stage keeps its output and the gradient of its input.
 
-    They are its input, and the gradients of the two. Of stages after the first, the second backward needs none of them:
-    it starts from gradients inside the stage.
+    The second backward needs neither, except on the first stage, whose only backward it is: it starts from gradients
+    inside the stage, which `param_groups` holds.
 
     torch 2.11 to 2.15. Delete once `backward_one_chunk` of such a stage keeps `param_groups` only.
     """
