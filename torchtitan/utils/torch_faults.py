@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Placement
 
@@ -323,6 +325,18 @@ def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> 
     for each in inputs:
         each.grad = None
     stage.backward_state[microbatch] = (), groups, (), None
+
+
+# ---- checkpoints
+
+
+def record_places(metadata: "Metadata", results: "Sequence[Sequence[WriteResult]]") -> None:
+    """Enter into `metadata` where each tensor was written, after `FileSystemWriter.finish`.
+
+    torch 2.11 does that in a copy, which it saves; later releases do it in `metadata`. Delete once 2.12 is the oldest
+    supported.
+    """
+    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
 
 
 # ---- low precision
