@@ -66,12 +66,12 @@ def groups(bench: Bench) -> Figures:
         figures["groups"] = len(dist.distributed_c10d._world.pg_map)
         x = torch.ones(4, device=bench.device)
         dist.all_reduce(x)
-        dist.all_gather_into_tensor(torch.empty_like(x), x)
+        dist.barrier()
         try:
             group = dist.split_group(split_ranks=[[0]])
             dist.all_reduce(x, group=group)
             figures["split"] = "works"
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # an assertion of torch's, in some releases
             figures["split"] = str(error).strip().splitlines()[0][:200]
 
         def fail(_: Any) -> None:

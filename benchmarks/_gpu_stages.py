@@ -54,8 +54,8 @@ _TABLE = [
     Stage("saves_pinned", 90, partial(faults.saves, mode="async_with_pinned_mem")),
     Stage("out_of_memory", 90, faults.out_of_memory),
     Stage("stopped", 90, faults.stopped),
-    *(Stage(f"ranks_{axis}", 90, partial(faults.layout, axis=axis)) for axis in faults.LAYOUTS),
-    Stage("ranks_watch", 60, faults.watch),
+    *(Stage(f"ranks_{axis}", 120, partial(faults.layout, axis=axis)) for axis in faults.LAYOUTS),
+    Stage("ranks_watch", 90, faults.watch),
     Stage("calibration", 60, numerics.calibration),
 ]
 STAGES = {stage.name: stage for stage in _TABLE}

@@ -19,7 +19,7 @@ bench, speeds, stages, tables, gpu, gpu_wheels = (
     for name in ("_gpu_bench", "_gpu_speed", "_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels")
 )
 
-SOME = "first_run,groups,ring,attention,norm,8b_layers_float8_rowwise,70b_of_64,saves_pinned,stopped,ranks_cp"
+SOME = "groups,ring,attention,norm,8b_layers_float8_rowwise,70b_of_64,saves_pinned,stopped,ranks_cp"
 """One of each kind."""
 
 
@@ -77,8 +77,9 @@ def test_a_stage_ends_in_one_line(tmp_path, monkeypatch, run, line):
     stage = stages.Stage("made", 60, run)
     monkeypatch.setitem(stages.STAGES, "made", stage)
     where = bench.Bench(True, tmp_path / "work", tmp_path / "kept", tmp_path)
-    found = gpu.run_stage(stage, where, 1.0, tmp_path)
-    assert line.items() <= found.items()
+    monkeypatch.setattr(gpu, "machine", dict)  # would import torch
+    found = gpu.run_stage(stage, where, 1.0 if run is _hang else 60.0, tmp_path)
+    assert found | line == found
     if run is _hang:
         assert found["tail"][0] == "before the end"
         started = Path("/proc", found["tail"][1].split()[1], "stat")

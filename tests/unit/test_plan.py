@@ -220,6 +220,17 @@ def test_earlier_pipeline_ranks_keep_more():
 
 
 @pytest.mark.skipif(torch_is_before_2_13(), reason="refused with torch before 2.13")
+@pytest.mark.parametrize(("extra", "size"), [([], 4), (["--compile.enable"], 2)])
+def test_a_breadth_first_schedule_keeps_every_loss(extra, size):
+    """Of the eager loss the log-softmax in fp32, of the compiled one logits in bf16, as traced."""
+    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4", *extra]
+    breadth, depth = (
+        workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2) for name in ("GPipe", "1F1B")
+    )
+    more = memory_of(breadth, 1).parts["logits"] - memory_of(depth, 1).parts["logits"]
+    assert more == 3 * size * breadth.tokens * breadth.vocab
+
+
 def test_compiled_blocks_run_a_split_backward_twice():
     """Autograd sees a compiled block as one operation: both parts of its backward are all of it."""
     argv = ["--model.flavor=8B", NONE, "--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=16",

@@ -93,12 +93,12 @@ def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
         return seen
     step = optimizer.step
 
-    def keep_and_step() -> Any:
+    def step_and_keep(**settings: Any) -> None:
+        step(**settings)  # may clip the gradients first
         if not seen:
             seen.update({name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named})
-        return step()
 
-    optimizer.step = keep_and_step  # type: ignore[method-assign]
+    optimizer.step = step_and_keep  # type: ignore[method-assign]
     return seen
 
 

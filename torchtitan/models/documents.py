@@ -49,11 +49,12 @@ def _power_of_two(count: int) -> int:
 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
     """Causal attention within documents: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`."""
-    size = q.shape[-1]
-    # The kernels need head sizes that are multiples of 8; zeros change no product.
-    flat = (F.pad(x.transpose(1, 2).flatten(0, 1), (0, -size % 8)) for x in (q, k, v))
-    out, _ = document_attention(*flat, documents.starts, documents.sizes, size**-0.5)
-    return out[..., :size].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    rows, size = q.shape[0], q.shape[-1]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    if size % 8:  # the kernels' head sizes are multiples of 8; zeros change no product
+        q, k, v = (F.pad(x, (0, -size % 8)) for x in (q, k, v))
+    out, _ = document_attention(q, k, v, documents.starts, documents.sizes, size**-0.5)
+    return out[..., :size].unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 @torch.library.custom_op("torchtitan::document_attention", mutates_args=())
@@ -80,9 +81,12 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Tensor) -> tup
     from torch.nn.attention import varlen  # imports dynamo: two seconds
 
     count, longest = sizes.tolist()
-    bounds = starts[: count + 1]
-    select = getattr(varlen, "_select_backend", None)
-    return bounds, longest, {"backend": select(q, k, v, bounds, bounds, longest, _CAUSAL)} if select else {}
+    bounds, select = starts[: count + 1], getattr(varlen, "_select_backend", None)
+    if select is None:
+        return bounds, longest, {}
+    with torch.enable_grad():
+        probe = q.detach().requires_grad_()  # an operator's inputs need none, and some kernels have no backward
+        return bounds, longest, {"backend": select(probe, k, v, bounds, bounds, longest, _CAUSAL)}
 
 
 @document_attention.register_fake

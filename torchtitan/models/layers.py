@@ -6,6 +6,7 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 import functools
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.documents import PackedDocuments, attend_documents, pack_documents
+from torchtitan.utils.logging import logger
 
 Mask = Any
 """Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""
@@ -46,7 +48,20 @@ def _compiled_flex_attention() -> Any:
 
 def attention_backend(device_type: str) -> Attend:
     """Attention for a device: SDPA, with the kernel that torch chooses. Selected once, at build."""
-    return _attend_cuda if device_type == "cuda" else _attend_dense
+    if device_type != "cuda":
+        return _attend_dense
+    _activate_flash_attention_3()
+    return _attend_cuda
+
+
+@functools.cache
+def _activate_flash_attention_3() -> None:
+    """Let torch replace its FlashAttention 2 by version 3 on Hopper, if that is installed."""
+    if find_spec("flash_attn_interface") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+        logger.info("Attention: torch's flash kernels are FlashAttention 3")
 
 
 @functools.cache

@@ -149,7 +149,7 @@ class Pipeline:
         masks = None if documents is None else self._masks(documents.split(size))
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
-            stage.masks = masks
+            stage.masks = masks if len(stage.submod.layers) else None
         inputs = targets = None
         losses: list[Tensor] | None = None
         if 0 in self.own_stages:
@@ -168,7 +168,7 @@ class Pipeline:
         def make(microbatch: int) -> Mask:
             return document_mask(documents[microbatch], self.positions, self.shapes.dtype)
 
-        return Masks(make, len(self.own_stages))
+        return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 
     def _own(self) -> list[Stage]:
         """Stages for a schedule. Each schedule has its own, which are prepared with or without a backward."""

@@ -65,7 +65,8 @@ class Sends:
 
 
 class Masks:
-    """The mask of each microbatch, shared by this rank's stages: made for the first that runs, kept until the last."""
+    """The mask of each microbatch, shared by those stages of a rank that have layers: made for the first of them that
+    runs, kept until the last."""
 
     def __init__(self, make: Callable[[int], Mask], users: int):
         self._make, self._users = make, users

@@ -85,6 +85,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         return Memory(parts)
     kept, transfers = in_flight(w, pp_rank)
     parts["activations"] = kept + max(0.0, working - logits)
+    if has_output:
+        parts["logits"] += _waiting_losses(w, pp_rank)
     # Gradients are summed over the microbatches before they are reduced.
     parts["unsharded"] = w.gathered * layers * w.block_params + ends + FP32 * total
     parts["communication"] = transfers + FP32 * w.block_params * (w.fsdp > 1 and layers > 0)
@@ -128,6 +130,20 @@ def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
         for held in program(w.pipeline, w.microbatches).held[pp_rank]
     ]
     return max(moments, key=sum)
+
+
+def _waiting_losses(w: Workload, pp_rank: int) -> float:
+    """What the losses of all microbatches but one keep for their backward. Only breadth-first schedules make any wait.
+
+    A chunked loss keeps gradients of hidden states and output weight, a compiled one logits, an eager one log-softmax.
+    """
+    assert w.pipeline is not None
+    last = len(w.stages) - 1
+    waiting = max(held.microbatches[last] for held in program(w.pipeline, w.microbatches).held[pp_rank]) - 1
+    if w.config.training.loss_chunks > 1:
+        return waiting * (hidden_bytes(w) + w.element * w.vocab_params)
+    logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
+    return waiting * logits * (w.element if w.loss_compiled else FP32)
 
 
 def _log_sum_exp_bytes(w: Workload) -> float:

@@ -202,7 +202,7 @@ def _eager(config: Config, cuda: bool) -> Config:
     """The part of `config` that a trace can run. The rest is accounted for separately (`docs/plan-memory.md`)."""
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
-    # On CUDA a mask within documents is a few kilobytes of block numbers, and its kernel takes no more memory.
+    # On CUDA a mask within documents is a few bytes per token, and its kernel takes no more memory.
     mask = config.training.document_mask and not cuda
     training = config.training.model_copy(update={"document_mask": mask, "enable_cpu_offload": False})
     return config.model_copy(update={"model": model, "compile": compile_, "training": training})

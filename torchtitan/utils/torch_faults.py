@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Placement
 
@@ -104,7 +106,7 @@ def silence_false_alarms() -> None:
 def keep_buffers_of_backward() -> AbstractContextManager[None]:
     """A compiled backward frees saved tensors after its first run, but a pipeline schedule may run it in two parts.
 
-    torch 2.11 to 2.13. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs again.
+    torch 2.11 to 2.15. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs again.
     """
     from torch._functorch import config
 
@@ -166,7 +168,7 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
 
     Within, torch claims to have NCCL for the duration of each run of that pass, and at no other time.
 
-    torch 2.11 to 2.13. Delete once the pass asks only whether symmetric memory is enabled for the group.
+    torch 2.11 to 2.15. Delete once the pass asks only whether symmetric memory is enabled for the group.
     """
     import torch.distributed as dist
     from torch._inductor.fx_passes import post_grad
@@ -188,7 +190,7 @@ def keep_muon_updates_sharded() -> None:
 
     Changes torch's function for good.
 
-    torch 2.11 to 2.13. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded over two ranks.
+    torch 2.12 to 2.15. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded over two ranks.
     """
     from torch.distributed.tensor import DTensor
     from torch.optim import _muon
@@ -325,6 +327,18 @@ def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> 
     stage.backward_state[microbatch] = (), groups, (), None
 
 
+# ---- checkpoints
+
+
+def record_places(metadata: "Metadata", results: "Sequence[Sequence[WriteResult]]") -> None:
+    """Enter into `metadata` where each tensor was written, after `FileSystemWriter.finish`.
+
+    torch 2.11 does that in a copy, which it saves; later releases do it in `metadata`. Delete once 2.12 is the oldest
+    supported.
+    """
+    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+
+
 # ---- low precision
 
 
@@ -333,7 +347,7 @@ def gather_float8_as_bytes() -> None:
 
     Changes torchao's table of operations for good, but only for tensors on the CPU, for which the original fails.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once gloo gathers `float8_e4m3fn`.
+    torch 2.11 to 2.15, torchao 0.18. Delete once gloo gathers `float8_e4m3fn`.
     """
     import torch
     from torchao.float8 import float8_ops
@@ -370,7 +384,7 @@ def send_padded_float8_shards() -> None:
 
     Changes torchao's class for good.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size, and
+    torch 2.11 to 2.15, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size, and
     gloo gathers `float8_e4m3fn`.
     """
     import torch
@@ -403,7 +417,7 @@ def rows_for_empty_float8_shards(models: "Iterable[nn.Module]") -> Iterator[None
 
     Within, those shards hold a row of zeros.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts empty shards.
+    torch 2.11 to 2.15, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts empty shards.
     """
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
