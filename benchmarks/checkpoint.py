@@ -10,26 +10,36 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-STEPS_BETWEEN = 6
+STRETCH = 6
+"""Steps that are timed together: two stretches from save to save, one while it is written, one undisturbed."""
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
-def measure(mode: str, folder: Path, saves: int) -> dict[str, float]:
-    """Seconds lost per save: the caller's wait, and everything the saves added to the run."""
+def measure(
+    mode: str, folder: Path, saves: int, *, stretch: int = STRETCH, extra: Sequence[str] = ()
+) -> dict[str, float]:
+    """Seconds lost per save: the caller's wait, and everything the saves added to the run.
+
+    Args:
+        stretch: steps that are timed together.
+        extra: flags that change the model.
+    """
     from torchtitan.config import resolve
     from torchtitan.train.preflight import preflight
     from torchtitan.train.trainer import Trainer
 
     argv = [
         f"--job.dump_folder={folder / mode}",
-        f"--training.steps={(saves + 1) * STEPS_BETWEEN * 2}",
+        f"--training.steps={(saves + 1) * 2 * stretch + stretch + 1}",
         "--training.seq_len=128",
         "--training.local_batch_size=4",
         "--training.mixed_precision_param=float32",
         "--checkpoint.enable",
-        "--checkpoint.interval=1000000",
+        f"--checkpoint.interval={2 * stretch}",
         "--checkpoint.keep_latest_k=2",
         f"--checkpoint.async_mode={mode}",
         "--model.overrides.dim=768",
@@ -37,41 +47,55 @@ def measure(mode: str, folder: Path, saves: int) -> dict[str, float]:
         "--model.overrides.n_kv_heads=12",
         "--model.overrides.ffn_dim=2048",
         "--metrics.log_freq=1000000",
+        *extra,
     ]
     config = resolve(argv, 1).config
     trainer = Trainer(config, preflight(config))
-    batches = iter(trainer.parts.loader)
     count = sum(p.numel() for p in trainer.parts.models[0].parameters())
-
-    def steps() -> float:
-        """Seconds for a stretch of steps, including any wait for a copy being made."""
-        start = time.perf_counter()
-        for _ in range(STEPS_BETWEEN):
-            trainer._train_one(batches)
-        return time.perf_counter() - start
-
-    steps()
-    plain, blocked, stretch = [], [], []
-    for _ in range(saves + 1):
-        trainer.checkpointer.wait()
-        plain.append(steps())
-        start = time.perf_counter()
-        trainer._save()
-        blocked.append(time.perf_counter() - start)
-        waiting = time.perf_counter()
-        trainer.checkpointer.wait_staged()
-        blocked[-1] += time.perf_counter() - waiting if mode == "async" else 0.0
-        stretch.append(steps())
-    trainer.checkpointer.close()
+    times = _Times(trainer, stretch)
+    trainer.after_step = (times.before_save, *trainer.after_step, times.after_save)
+    trainer.train()
     trainer.close()
-    base = statistics.median(plain)
+    base = statistics.median(times.plain)
     return {
         "state_mb": 3 * 4 * count / 1e6,
-        "first_blocked_s": blocked[0],
-        "blocked_s": statistics.median(blocked[1:]),
-        "slowdown_s": statistics.median(s - base for s in stretch[1:]),
-        "step_s": base / STEPS_BETWEEN,
+        "first_blocked_s": times.blocked[0],
+        "blocked_s": statistics.median(times.blocked[1:]),
+        "slowdown_s": statistics.median(s - base for s in times.writing[1:]),
+        "step_s": base / stretch,
     }
+
+
+class _Times:
+    """Seconds of each save, and of the stretches of steps before it and while it is being written."""
+
+    def __init__(self, trainer: Any, stretch: int):
+        self.trainer, self.stretch = trainer, stretch
+        self.plain: list[float] = []
+        self.blocked: list[float] = []
+        self.writing: list[float] = []
+        self._mark = 0.0
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        return seconds
+
+    def before_save(self, _: Any) -> None:
+        if self.trainer.progress.step % (2 * self.stretch) == 0:
+            self.plain.append(self._lap())
+
+    def after_save(self, _: Any) -> None:
+        step, checkpointer = self.trainer.progress.step, self.trainer.checkpointer
+        if step % (2 * self.stretch) == 0:
+            if self.trainer.config.checkpoint.async_mode == "async":
+                checkpointer.wait_staged()  # as the next update does; a copy to pinned memory is over by then
+            self.blocked.append(self._lap())
+        elif step % self.stretch == 0:
+            if step > self.stretch:
+                self.writing.append(self._lap())
+            checkpointer.wait()
+            self._lap()
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from torchtitan.config import resolve
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import Hardware, find_hardware
-from torchtitan.plan.memory import memory_of, predict_memory
+from torchtitan.plan.memory import hidden_bytes, in_flight, memory_of
 from torchtitan.plan.trace import trace_ranks
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import preflight
@@ -135,6 +135,23 @@ def load(file: Path = FILE) -> list[Row]:
     return out
 
 
+def held_then(w: Workload, pp_rank: int) -> float:
+    """Bytes that a pipeline of the published runs held and this project's doesn't.
+
+    Before 2.15, PyTorch's stages have a receive buffer for every microbatch, one for hidden states and one for their
+    gradients.
+    """
+    if w.pipeline is None:
+        return 0.0
+    every = 2 * w.microbatches * hidden_bytes(w) * len(w.stages_of(pp_rank))
+    return every - in_flight(w, pp_rank)[1]
+
+
+def memory_then(w: Workload) -> list[float]:
+    """Computed memory of each pipeline rank of a published run, in bytes."""
+    return [memory_of(w, rank).reserved + held_then(w, rank) for rank in range(w.pp)]
+
+
 def fit(rows: list[Row], hw: Hardware) -> dict[str, float]:
     """Constants that best predict the throughput of `rows`: least squares on logarithms, by Levenberg-Marquardt."""
     names = list(FITTED)
@@ -175,7 +192,7 @@ def errors(rows: list[Row], changed: Mapping[str, float] | None = None) -> tuple
             hw = hw.model_copy(update=dict(changed or {})) if row.hardware == FITTED_ON else hw
             speed.append((row, step_time(row.workload, hw).tokens_per_second / row.tokens_per_second - 1))
         if row.memory_gib:
-            space.append((row, predict_memory(row.workload).reserved / 2**30 / row.memory_gib - 1))
+            space.append((row, max(memory_then(row.workload)) / 2**30 / row.memory_gib - 1))
     return speed, space
 
 
@@ -233,10 +250,10 @@ def traces(rows: list[Row]) -> Iterator[str]:
     yield "| row | GiB | pp rank | closed form | error | traced | error |\n|---|---|---|---|---|---|---|"
     for row in rows:
         w = row.workload
-        forms = [memory_of(w, rank).reserved / 2**30 for rank in range(w.pp)]
+        forms = [size / 2**30 for size in memory_then(w)]
         for made in trace_ranks(w.config, w.world, sorted({0, forms.index(max(forms)), w.pp - 1})):
             cells = [row.id, f"{row.memory_gib:g}", str(made.pp_rank)]
-            for gib in (forms[made.pp_rank], made.peak_reserved / 2**30):
+            for gib in (forms[made.pp_rank], (made.peak_reserved + held_then(w, made.pp_rank)) / 2**30):
                 cells += [f"{gib:.1f}", f"{gib / row.memory_gib - 1:+.1%}"]
             yield f"| {' | '.join(cells)} |"
 

@@ -4,20 +4,29 @@
 #   scripts/test.sh --fast    tests that start no processes: a minute
 #   scripts/test.sh           the suite
 #   scripts/test.sh --all     and the long tests: the whole support matrix, the long soak
+#   scripts/test.sh --corner  the fast tier, and one cell of the support matrix per feature: what a release of torch breaks
 #
+# `--torch 2.15.0` before any of these tests on that release, in an environment of its own (.venv-torch-2.15.0), and
+# leaves out style and types.
 # Other arguments go to pytest: scripts/test.sh tests/unit -k config -n 0 (-n 0: in one process, for a debugger)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+release=()
+[[ ${1:-} == --torch ]] && release=(--torch "${2:-}") && shift 2
+fast=(tests/unit -m "not slow and not e2e")
 case ${1:-} in
-    --fast) shift; tier=(tests/unit -m "not slow and not e2e") ;;
+    --fast) shift; tier=("${fast[@]}") ;;
+    --corner) shift; tier=("${fast[@]}" tests/distributed/test_matrix.py::test_corner) ;;
     --all) shift; tier=() ;;
     *) tier=(-m "not slow") ;;
 esac
-python=$("$root/scripts/setup.sh" --dev)
+python=$("$root/scripts/setup.sh" --dev "${release[@]}")
 cd "$root"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-"$python" -m ruff check .
-"$python" -m ruff format --check .
-"$python" -m mypy
+if ((${#release[@]} == 0)); then
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+    "$python" -m mypy
+fi
 # Two workers: many tests wait for processes, and most others use one core.
 exec "$python" -m pytest -n 2 --dist worksteal "${tier[@]}" "$@"

@@ -256,53 +256,60 @@ def measure(name, action, *args):
     assert not action(*args)
     peaks[name] = status("VmHWM") - before
 
-source, new, back = sys.argv[1:]
-peaks = {}
-for argv in (
-    ["from-hf", source, new],
-    ["verify", new],
-    ["diff", new, new],
-    ["to-hf", new, back, "--no-check", "--max-file-gb", "0.1"],
-):
-    measure(argv[0], ckpt.main, argv)
-spec = get_spec("llama3")
-model = spec.build(spec.hf.args(json.loads(Path(source, "config.json").read_text())), None)
-measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
-measure("resume", read_tensors, {"model": model_state([model])}, Path(new, "step-0"))
+for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all the modules
+    source, new, back = (str(folder / name) for name in ("hf", "new", "back"))
+    peaks = {}
+    for argv in (
+        ["from-hf", source, new],
+        ["verify", new],
+        ["diff", new, new],
+        ["to-hf", new, back, "--no-check", "--max-file-gb", "0.1"],
+    ):
+        measure(argv[0], ckpt.main, argv)
+    spec = get_spec("llama3")
+    model = spec.build(spec.hf.args(json.loads(Path(source, "config.json").read_text())), None)
+    measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
+    measure("resume", read_tensors, {"model": model_state([model])}, Path(new, "step-0"))
 print(json.dumps(peaks))
 """
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Each command, and each way of loading, needs memory for a few tensors; the model has hundreds."""
+def write_hf(folder, layers):
+    """Write a Llama of `layers` in Hugging Face's format; its weights."""
     config = {
         "model_type": "llama",
         "vocab_size": 256,
         "hidden_size": 512,
         "intermediate_size": 1024,
-        "num_hidden_layers": 25,
+        "num_hidden_layers": layers,
         "num_attention_heads": 8,
     }
     spec = get_spec("llama3")
     args = spec.hf.args(config)
     with torch.device("meta"):
         shapes = {name: weight.shape for name, weight in spec.build(args, None).named_parameters()}
-    source, back = tmp_path / "hf", tmp_path / "back"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
     names = spec.hf.names(args).items()
     weights = {theirs: torch.full(shapes[ours], i / 1e3) for i, (ours, theirs) in enumerate(names)}
-    save_file(weights, source / "model.safetensors")
-    size = (source / "model.safetensors").stat().st_size
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Each command, and each way of loading, needs memory for a few tensors; the model has hundreds."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    write_hf(small / "hf", layers=1)
+    weights = write_hf(large / "hf", layers=25)
+    size = (large / "hf/model.safetensors").stat().st_size
     assert size > 250e6
-    argv = [sys.executable, "-c", MEASURE, source, tmp_path / "new", back]
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     assert len(peaks) == 6
     for name, peak in peaks.items():
         assert peak < 100e6, f"{name} took {peak / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB"
-    for file in back.glob("*.safetensors"):
+    for file in (large / "back").glob("*.safetensors"):
         for name, weight in load_file(file).items():
             assert torch.equal(weight, weights.pop(name)), name
     assert not weights

@@ -1,13 +1,27 @@
 """Ring attention against attention on one process, and against torch's own context parallelism."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.parallel.context import local_positions, ring_attention, ring_attention_backend
+from torchtitan.models.layers import document_mask
+from torchtitan.parallel import context
+from torchtitan.parallel.context import (
+    _block_backward,
+    _block_forward,
+    local_positions,
+    merge_blocks,
+    ring_attention,
+    ring_attention_backend,
+)
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seq": 32, "size": 8}
 
@@ -65,6 +79,115 @@ def test_ring_attention_is_attention(ranks, world, rotate, balanced, dtype, kv_h
 def test_ring_attention_compiles_in_one_graph(ranks):
     for differences in ranks(2, ring, "alltoall", True, torch.float32, 2, True):
         assert max(differences) < 3e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_merged_blocks_are_attention_to_all_keys(compiled):
+    q, k, v, _ = inputs(torch.float64, SHAPE["heads"])
+    merge = torch.compile(merge_blocks, backend="aot_eager", fullgraph=True) if compiled else merge_blocks
+
+    def attention(first, last):
+        scores = q @ k[:, :, first:last].mT
+        return scores.softmax(-1) @ v[:, :, first:last], scores.logsumexp(-1)
+
+    out, lse = attention(0, 5)
+    for first, last in ((5, 6), (6, 32)):
+        merge(out, lse, *attention(first, last))
+    for ours, whole in zip((out, lse), attention(0, 32), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
+    part, sums = attention(0, 32)
+    merge(half := out[:, :, 16:], lse[:, :, 16:], part[:, :, 16:].bfloat16(), (sums - 1e3)[:, :, 16:].float())
+    torch.testing.assert_close(half, part[:, :, 16:], rtol=1e-12, atol=1e-12)  # of no weight
+
+
+def masked(balanced, trace):
+    """Differences to masked attention over whole rows, and the operators of the backward."""
+    tensors, world = inputs(torch.float64), dist.get_world_size()
+    documents = (torch.arange(SHAPE["seq"]) // 7).expand(SHAPE["batch"], -1)
+    whole = document_mask(documents, torch.arange(SHAPE["seq"]), torch.float64)
+    expected = attended(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, whole, enable_gqa=True), *tensors)
+    mine = local_positions(SHAPE["seq"], world, dist.get_rank(), balanced)
+    attend = ring_attention_backend(dist.group.WORLD, "allgather", balanced)
+    mask = document_mask(documents, mine, torch.float64)
+    parts = [x[:, :, mine] for x in tensors]
+    with trace() as operators:
+        actual = attended(lambda q, k, v: attend(q, k, v, mask), *parts)
+    difference = max((a - e[:, :, mine]).abs().max().item() for a, e in zip(actual, expected, strict=True))
+    return difference, operators.names
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_document_mask_sees_whole_rows_without_indexing(ranks, balanced):
+    for difference, operators in ranks(2, masked, balanced, Operators):
+        assert difference < 1e-14
+        assert "all_gather_into_tensor" in operators
+        assert not operators & {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def order(rotate):
+    """What ring attention's forward does, in order."""
+    events = []
+
+    def noting(name, function):
+        def call(*args):
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    c10d = SimpleNamespace(
+        all_gather_into_tensor=noting("send", context.c10d.all_gather_into_tensor),
+        all_to_all_single=noting("send", context.c10d.all_to_all_single),
+        wait_tensor=noting("wait", context.c10d.wait_tensor),
+    )
+    q, k, v, _ = inputs(torch.float32)
+    with patch.object(context, "c10d", c10d), patch.object(context, "_block_forward", noting("block", _block_forward)):
+        ring_attention(q, k, v, 1.0, dist.group.WORLD.group_name, rotate, True)
+    return events
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_a_rank_computes_its_own_block_while_it_sends(ranks, rotate):
+    assert ranks(2, order, rotate) == [["send", "block", "wait", "block"]] * 2
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_cuda_kernels_of_a_block_get_what_their_signatures_ask(kernel):
+    """On tensors without memory: no CUDA kernel can run here, but their shape functions do."""
+    q, k, v = (torch.empty(2, heads, length, 64, dtype=torch.bfloat16, device="meta") for heads, length in SIZES)
+    choice = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}[kernel]
+    with patch.object(context, "_kernel", return_value=getattr(SDPBackend, choice).value):
+        out, lse = _block_forward(q, k, v, False, 0.125)
+        grads = _block_backward(out, q, k, v, out, lse, False, 0.125)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+SIZES = [(8, 32), (2, 64), (2, 64)]
+"""Heads and length of queries, keys and values."""
+
+
+def test_the_kernel_of_a_block_is_torchs_choice_with_gradients():
+    q, k, v, _ = inputs(torch.float32)
+
+    def chosen(q, k, v, *_, enable_gqa, **__):
+        assert q.requires_grad
+        assert torch.is_grad_enabled()
+        assert enable_gqa
+        return 7
+
+    with patch("torch._fused_sdp_choice", chosen), torch.no_grad():
+        assert context._kernel(q, k, v, True, 1.0) == 7
 
 
 def against_torch(rotate):

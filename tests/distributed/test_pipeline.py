@@ -1,5 +1,10 @@
 """Pipelines through the real trainer: what each rank holds, custom cuts and schedules, what rank 0 reports."""
 
+import gc
+import weakref
+from contextlib import contextmanager
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,14 +15,18 @@ from torchtitan.config import resolve
 from torchtitan.config.stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.init import materialize
+from torchtitan.parallel.stage import Stage
+from torchtitan.plan.schedule import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.torch_faults import replaced
 
 CPU = torch.device("cpu")
 
+P = "--parallelism.pipeline_parallel_"
 PP = ["--parallelism.pipeline_parallel_degree=2", "--model.overrides.n_layers=4"]
 
 
@@ -47,7 +56,10 @@ CUTS = {
                             "--parallelism.pipeline_parallel_last_stage_less_layers=0"],
     "three microbatches on two ranks": ["--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B",
                                         "--training.local_batch_size=3", "--training.global_batch_size=6"],
-    "output alone on the last stage": ["--parallelism.module_fqns_per_model_part=norm"],
+    "embedding alone on the first stage": ["--parallelism.module_fqns_per_model_part=layers.0"],
+    "both ends alone": ["--parallelism.pipeline_parallel_layers_per_stage=1",
+                        "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+                        "--activation_checkpoint.mode=full", "--checkpoint.enable"],
 }  # fmt: skip
 
 
@@ -159,3 +171,87 @@ def test_every_count_of_microbatches_that_is_accepted_is_right(ranks, tmp_path, 
         assert len(results) >= 4
         for n, (measured, expected) in results.items():
             assert measured == pytest.approx(expected, rel=1e-5), n
+
+
+@contextmanager
+def watched():
+    """The most that is alive, whenever a stage computes, of what it has received and of the gradients it has sent.
+
+    And of the last stage's outputs, whenever their backward or the next forward begins.
+    """
+    alive = {"transfers": [], "outputs": []}
+    most = dict.fromkeys(alive, 0)
+
+    def see(kind, tensors):
+        alive[kind] += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+    def measure(kind):
+        most[kind] = max(most[kind], sum(reference() is not None for reference in alive[kind]))
+
+    def spied(method, before=lambda stage: None, after=lambda stage, out: None):
+        original = getattr(Stage, method)
+
+        def spy(stage, *args, **kwargs):
+            before(stage)
+            out = original(stage, *args, **kwargs)
+            after(stage, out)
+            return out
+
+        return {method: spy}
+
+    def operations(_, out):
+        see("transfers", [operation.tensor for operation in out])
+
+    def computes(stage):
+        measure("transfers")
+        if stage.is_last:
+            measure("outputs")
+
+    spies = {
+        **spied("get_fwd_recv_ops", after=operations),
+        **spied("get_bwd_recv_ops", after=operations),
+        **spied("get_bwd_send_ops", after=operations),
+        **spied("forward_maybe_with_nosync", computes, lambda stage, out: stage.is_last and see("outputs", [out])),
+        **spied("backward_maybe_with_nosync", computes),
+    }
+    gc.disable()  # as in training
+    with replaced(Stage, **spies):
+        yield most
+    gc.enable()
+    for kind in alive:
+        assert not any(reference() is not None for reference in alive[kind]), f"{kind} outlive the batch"
+
+
+def held_by_every_schedule(argv, orders, rows):
+    out = {}
+    for name, extra in orders.items():
+        sizes = [f"--training.local_batch_size={rows}", f"--training.global_batch_size={rows}"]
+        config = resolve([*argv, *sizes, *extra], 2).config
+        setup = preflight(config)
+        parts = build(config, setup, CPU)
+        batch = next(iter(parts.loader))
+        parts.loader.close()
+        with watched() as trained:
+            forward_backward(parts, batch, rows, 0.0)
+        with watched() as evaluated:
+            parts.compute.forward(parts.compute.own_rows(batch.tokens, batch.labels))
+        remote = [s for s, (a, b) in enumerate(pairwise(setup.stages.ranks), 1) if a != b]
+        expected = max(
+            sum(count for stage, count in held.microbatches.items() if stage in remote) + held.transfers
+            for held in program(setup.stages, rows).holds(dist.get_rank())
+        )
+        out[name] = trained, evaluated, expected
+    return out
+
+
+def test_a_stage_holds_what_its_schedule_keeps_in_flight(ranks, tmp_path):
+    """As many tensors as the planner counts, not one per microbatch and direction; and no logits beyond their loss."""
+    orders = {name: [f"{P}schedule={name}"] for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")}
+    file = tmp_path / "mine.csv"
+    file.write_text("\n".join(",".join(f"{stage}F{m},{stage}B{m}" for m in range(6)) for stage in range(2)))
+    orders["file"] = [f"{P}schedule_csv={file}"]
+    for results in ranks(2, held_by_every_schedule, arguments(tmp_path, *PP), orders, 6):
+        measured = {name: trained["transfers"] for name, (trained, _, _) in results.items()}
+        assert measured == {name: expected for name, (_, _, expected) in results.items()}
+        for trained, evaluated, _ in results.values():
+            assert trained["outputs"] == evaluated["outputs"] == 0

@@ -102,7 +102,7 @@ def incomplete_plan():
         model = spec.build(args, attention_backend("cpu"))
     config = resolve(TP, 2).config
     plan = {pattern: style for pattern, style in spec.tensor_parallel_styles.items() if "w2" not in pattern}
-    apply_tensor_parallel(model, build_mesh(config.parallelism, "cpu").tp, plan, sharded_loss=True, float8=False)
+    apply_tensor_parallel(model, build_mesh(config, "cpu").tp, plan, sharded_loss=True, float8=False)
 
 
 def test_a_plan_that_forgets_a_weight_is_an_error(ranks):

@@ -138,7 +138,7 @@ def test_effective_config_reproduces_the_run(ranks, tmp_path):
 
 def limits_of_groups():
     """Of every process group of this rank, before and after, in seconds."""
-    build_mesh(resolve(["--parallelism.tensor_parallel_degree=2"], 2).config.parallelism, "cpu")
+    build_mesh(resolve(["--parallelism.tensor_parallel_degree=2"], 2).config, "cpu")
     found = []
     for seconds in (77, 300):
         limit_groups(seconds)

@@ -87,6 +87,7 @@ def test_what_is_kept_by_name_exists_under_that_name():
     """A misspelt operation would be recomputed without a word, and most of these never run on the CPU."""
     import torch.distributed._functional_collectives
     import torch.nn.attention.flex_attention
+    import torch.nn.attention.varlen
 
     import torchtitan.parallel.context  # noqa: F401
 

@@ -288,6 +288,24 @@ def test_a_count_of_microbatches_becomes_their_size(toml):
     assert "remove parallelism.pipeline_parallel_microbatches" in problem
 
 
+@pytest.mark.parametrize("flavor", ["8B_flex", "8B_varlen", "8B_flex_attn", "8B_varlen_attn"])
+def test_flavors_that_name_an_attention_kernel_mean_a_document_mask(toml, flavor):
+    file = toml(f'[model]\nflavor = "{flavor}"\n')
+    loaded = load_config(["--config", file])
+    assert loaded.config.model.flavor == "8B"
+    assert loaded.config.training.document_mask
+    assert loaded.sources["training.document_mask"] == f"{file}:2"
+    assert loaded.warnings == [
+        f"{file}:2: model.flavor {flavor!r} is '8B' now, with training.document_mask = true",
+    ]
+
+    off = load_config(["--config", file, "--training.document_mask=false"])
+    assert not off.config.training.document_mask
+    assert off.warnings[0].endswith("because training.document_mask is false (--training.document_mask)")
+    own = load(f"--model.flavor={flavor}", "--model.name=mine")  # another family's flavors have names of their own
+    assert (own.model.flavor, own.training.document_mask) == (flavor, False)
+
+
 def test_stages_can_be_listed_on_the_command_line():
     key = "module_fqns_per_model_part"
     assert load(f'--parallelism.{key}=[["a", "b"], ["c"]]').parallelism.module_fqns_per_model_part == [

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.models import get_spec
+from torchtitan.models import get_spec, layers
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
 from torchtitan.models.llama3.args import RopeScaling
 from torchtitan.optim.loss import cross_entropy_sum
@@ -147,18 +147,32 @@ def test_under_a_document_mask_each_document_is_alone():
     """RoPE is relative, so a document gives the same logits wherever in the row it begins."""
     model = build()
     tokens, documents = packed()
-    whole = model(tokens, None, documents).split(DOCUMENTS, dim=1)
+    mask = document_mask(documents, torch.arange(tokens.shape[1]), torch.float32)
+    whole = model(tokens, None, mask).split(DOCUMENTS, dim=1)
     for part, logits in zip(tokens.split(DOCUMENTS, dim=1), whole, strict=True):
         torch.testing.assert_close(model(part), logits, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(tokens)[:, -1], whole[-1][:, -1]), "without the mask they see each other"
 
 
 def test_flex_attentions_mask_is_the_dense_one():
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     tokens, documents = packed()
     positions = torch.tensor([3, 2, 30, 8])
     q, k, v = torch.randn(2, 4, 4, 16), torch.randn(2, 2, tokens.shape[1], 16), torch.randn(2, 2, tokens.shape[1], 16)
-    dense = attention_backend("cpu")(q, k, v, document_mask(documents, positions))
-    flex = flex_attention(q, k, v, block_mask=block_mask(documents, positions), enable_gqa=True)
+    dense = attention_backend("cpu")(q, k, v, document_mask(documents, positions, torch.float32))
+    flex = flex_attention(q, k, v, block_mask=block_mask(documents, positions, create_block_mask), enable_gqa=True)
     torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("installed", "capability", "expected"), [(True, 9, ["FA3"]), (True, 8, []), (False, 9, [])])
+def test_flash_attention_3_replaces_2_on_hopper_if_installed(monkeypatch, installed, capability, expected):
+    activated = []
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(layers, "find_spec", lambda name: installed and name == "flash_attn_interface")
+    layers._activate_flash_attention_3.cache_clear()
+    attention_backend("cuda")
+    layers._activate_flash_attention_3.cache_clear()
+    assert activated == expected

@@ -15,6 +15,7 @@ from torchtitan.plan.collectives import collectives
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.memory import memory_of, predict_memory
 from torchtitan.plan.workload import Stage, hardware_flops
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 # ---- sizes, FLOPs and activations, against the real model
 
@@ -216,6 +217,18 @@ def test_earlier_pipeline_ranks_keep_more():
     assert sizes[0] > sizes[1] > sizes[2]
     assert [stage.has_output for stage in w.stages] == [False, False, False, True]
     assert w.stages[0] == Stage(0, w.stages[0].layers, True, False)
+
+
+@pytest.mark.skipif(torch_is_before_2_13(), reason="refused with torch before 2.13")
+@pytest.mark.parametrize(("extra", "size"), [([], 4), (["--compile.enable"], 2)])
+def test_a_breadth_first_schedule_keeps_every_loss(extra, size):
+    """Of the eager loss the log-softmax in fp32, of the compiled one logits in bf16, as traced."""
+    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4", *extra]
+    breadth, depth = (
+        workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2) for name in ("GPipe", "1F1B")
+    )
+    more = memory_of(breadth, 1).parts["logits"] - memory_of(depth, 1).parts["logits"]
+    assert more == 3 * size * breadth.tokens * breadth.vocab
 
 
 def test_compiled_blocks_run_a_split_backward_twice():

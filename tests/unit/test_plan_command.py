@@ -236,7 +236,7 @@ def test_comparison(tmp_path, capsys):
     other.write_text(f'extends = "{LLAMA_8B}"\n[activation_checkpoint]\nmode = "full"\n')
     assert main(["--compare", LLAMA_8B, str(other), "--world=8", "--fast"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"checkpointing +selective op +full", out)
+    assert re.search(r"checkpointing +none +full", out)
     assert main([f"--config={LLAMA_8B}", f"--compare={other}", "--world=8", "--fast"]) == 0
     assert capsys.readouterr().out == out
     with pytest.raises(SystemExit):

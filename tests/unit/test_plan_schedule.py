@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan.config.schedule_file import Action
 from torchtitan.config.stages import PipelineStages
-from torchtitan.plan.schedule import program, simulate
+from torchtitan.plan.schedule import Held, program, simulate
 
 
 def stages(name, degree, per_rank=1, csv_file=None):
@@ -66,6 +66,9 @@ def test_every_named_schedule_computes_everything_once(name):
 
 
 def test_microbatches_in_flight():
-    assert [kept[0][rank] for rank, kept in enumerate(program(stages("1F1B", 4), 8).kept)] == [4, 3, 2, 1]
-    assert program(stages("GPipe", 4), 8).kept[0] == ({0: 8},)
+    most = [
+        max(held, key=lambda h: h.microbatches[rank]) for rank, held in enumerate(program(stages("1F1B", 4), 8).held)
+    ]
+    assert [held.microbatches for held in most] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
+    assert program(stages("GPipe", 4), 8).held[0] == (Held({0: 8}, 1),)  # and the gradient of the first to come back
     assert Action(0, "F", 0) in program(stages("GPipe", 2), 1).orders[0]

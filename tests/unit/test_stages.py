@@ -91,6 +91,23 @@ def test_other_ways_to_cut(extra, expected):
     assert [name for stage in stages for name in stage] == ALL
 
 
+@pytest.mark.parametrize(
+    ("degree", "extra", "expected"),
+    [
+        (2, ["--parallelism.pipeline_parallel_last_stage_less_layers=7"], [[0, 1, 2, 3, 4, 5], []]),
+        (2, ["--parallelism.pipeline_parallel_first_stage_less_layers=6",
+             "--parallelism.pipeline_parallel_last_stage_less_layers=0"], [[], [0, 1, 2, 3, 4, 5]]),
+        (4, ["--parallelism.pipeline_parallel_layers_per_stage=1",
+             "--parallelism.pipeline_parallel_schedule=LoopedBFS"], [[], [0], [1], [2], [3], [4], [5], []]),
+        (3, ["--parallelism.module_fqns_per_model_part=layers.0,norm"], [[], [0, 1, 2, 3, 4, 5], []]),
+    ],
+)  # fmt: skip
+def test_the_ends_alone_on_their_stages(degree, extra, expected):
+    stages = plan(*extra, degree=degree).modules
+    assert layers(stages) == expected
+    assert [name for stage in stages for name in stage] == ALL
+
+
 # ---- refusals: (arguments, options, text of the one problem, arguments that fix it)
 
 REFUSED = [
@@ -120,9 +137,13 @@ REFUSED = [
      ["--parallelism.pipeline_parallel_layers_per_stage=2"]),
     (["--parallelism.pipeline_parallel_layers_per_stage=3"], {"degree": 2}, "gives 3 stages on 2 ranks",
      ["--parallelism.pipeline_parallel_layers_per_stage=4"]),
-    (["--parallelism.pipeline_parallel_last_stage_less_layers=7"], {}, "leave a stage empty (6, 0)", None),
-    (["--parallelism.pipeline_parallel_last_stage_less_layers=9"], {}, "leave a stage empty (7, -1)",
+    (["--parallelism.pipeline_parallel_last_stage_less_layers=9"], {}, "leave a stage empty (7, -1); lower them",
      ["--parallelism.pipeline_parallel_last_stage_less_layers=2"]),
+    (["--parallelism.pipeline_parallel_schedule=LoopedBFS", "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+      "--parallelism.pipeline_parallel_last_stage_less_layers=0"], {"degree": 4},
+     "leave a stage empty (1, 1, 1, 1, 1, 1, 0, 0); raise them, or use fewer stages",
+     ["--parallelism.pipeline_parallel_first_stage_less_layers=1",
+      "--parallelism.pipeline_parallel_last_stage_less_layers=1"]),
     (["--parallelism.module_fqns_per_model_part=layers.9"], {}, "no module 'layers.9'; the model has tok_embeddings",
      ["--parallelism.module_fqns_per_model_part=layers.3"]),
     (["--parallelism.module_fqns_per_model_part=layers.1,layers.2"], {}, "gives 3 stages on 2 ranks",
@@ -140,9 +161,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("extra", "options", "text", "fix"), REFUSED)
 def test_refusals(extra, options, text, fix):
-    if fix is None:  # the one stage without layers that is allowed: the output projection alone
-        assert layers(plan(*extra, **options).modules) == [[0, 1, 2, 3, 4, 5], []]
-        return
     found = problems(*extra, **options)
     assert len(found) == 1, found
     assert text in found[0]

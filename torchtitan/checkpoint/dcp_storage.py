@@ -34,6 +34,7 @@ from torchtitan.checkpoint.manifest import MANIFEST, render
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
+from torchtitan.utils.torch_faults import record_places
 
 
 class _SummedStream:
@@ -140,6 +141,7 @@ class CommittingWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
+        record_places(metadata, results)
         files = {r.storage_data.relative_path: r.file for rank in results for r in rank if isinstance(r, _Written)}
         files[".metadata"] = self.fs.sums[".metadata"]
         index = render_index(metadata)

@@ -23,7 +23,7 @@ def build_stager(async_mode: str) -> "Stager | None":
 
 
 class Stager(DefaultStager):
-    """DCP's stager, with workarounds for three faults of torch 2.11 to 2.13. Ends with `release`, not `close`.
+    """DCP's stager, with workarounds for three faults of torch 2.11 to 2.15. Ends with `release`, not `close`.
 
     1. Before 2.13, DCP's `close` after each save drops the buffers, so every save allocates them again. Remove `close`,
        `release` and `_drop_buffers` with support for 2.12.

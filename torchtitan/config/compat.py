@@ -4,6 +4,7 @@ No key is ignored: it is renamed with a warning, accepted where its value means 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -131,6 +132,22 @@ def convert_microbatch_count(given: dict[str, Setting], problems: list[str], war
     else:
         warnings.append(f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}")
         given[key] = Setting(rows // count.value, count.where)
+
+
+def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> None:
+    """Replace 0.2's flavors that name an attention kernel in `given`: they are Llama 3 with a document mask."""
+    flavor, name = given.get("model.flavor"), given.get("model.name")
+    if flavor is None or not isinstance(flavor.value, str) or (name and name.value != FIELDS["model.name"].default):
+        return
+    if match := re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value):
+        given["model.flavor"] = Setting(match[1], flavor.where)
+        mask = given.setdefault("training.document_mask", Setting(True, flavor.where))
+        text = f"{flavor.where}: model.flavor {brief(flavor.value)} is {brief(match[1])} now, "
+        if mask.value is False:
+            text += f"without the mask it stands for, because training.document_mask is false ({mask.where})"
+        else:
+            text += "with training.document_mask = true"
+        warnings.append(text)
 
 
 def drop_unsupported(given: dict[str, Setting], suggested: list[str], problems: list[str]) -> dict[str, Setting]:

@@ -141,6 +141,16 @@ def sums_on_replicas(config: Config) -> bool:
     return not config.training.enable_cpu_offload or config.training.dtype == "bfloat16"
 
 
+def needs_replica_axis(config: Config) -> bool:
+    """Whether FSDP needs an axis of replicas even for a single one.
+
+    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds up its own before.
+    So where parameters are stored in bf16 and gradients accumulate in shards, a single replica is an axis too.
+    """
+    in_shards = gradient_accumulation_steps(config) > 1 and not sums_whole_gradients(config)
+    return config.training.dtype == "bfloat16" and in_shards
+
+
 def gradient_accumulation_steps(config: Config) -> int:
     """Forward and backward passes per optimizer step on each rank."""
     return -(-config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config)))

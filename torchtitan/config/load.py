@@ -15,6 +15,7 @@ from torchtitan.config.compat import (
     MICROBATCHES,
     RENAMED,
     UNSUPPORTED,
+    convert_attention_flavor,
     convert_microbatch_count,
     drop_unsupported,
     rename_old_keys,
@@ -51,6 +52,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
         given |= read_toml(find_config(str(file.value)), "--job.config_file", problems, warnings)
     given |= flags
     convert_microbatch_count(given, problems, warnings)
+    convert_attention_flavor(given, warnings)
     known = drop_unsupported(given, _SUGGESTED, problems)
     config = _validate(known, problems)
     if problems or config is None:

@@ -137,7 +137,10 @@ def _split(
     if by_layers:
         return _by_layer_count(names, layers, count, *_less(config))
     if count > len(layers) + 1:
-        return (), [f"{key}: {count} stages for {len(layers)} layers; at most {len(layers) + 1} are possible"]
+        return (), [
+            f"{key}: {count} stages for {len(layers)} layers; at most {len(layers) + 1} are possible, or one more, "
+            f"with the embedding alone on the first, by {_P}_layers_per_stage or parallelism.module_fqns_per_model_part"
+        ]
     return balanced(flops, count), []
 
 
@@ -215,15 +218,19 @@ def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[st
 def _by_layer_count(
     names: list[str], layers: list[str], count: int, first_less: int, last_less: int
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """Equal numbers of layers, with this many fewer on the first and the last stage."""
+    """Equal numbers of layers, with this many fewer on the first and the last stage.
+
+    Either may have none: the first then holds the embedding alone, the last norm and output.
+    """
     base, extra = divmod(len(layers) + first_less + last_less, count)
     sizes = [base + (i < extra) for i in range(count)]
     sizes[0] -= first_less
     sizes[-1] -= last_less
-    if min(sizes) < 0 or sum(size > 0 for size in sizes) < count - 1:
+    if min(sizes) < 0 or 0 in sizes[1:-1]:
+        advice = "lower them" if min(sizes) < 0 else "raise them, or use fewer stages"
         return (), [
             f"{_P}_first/last_stage_less_layers: {len(layers)} layers on {count} stages with {first_less} and "
-            f"{last_less} fewer at the ends leave a stage empty ({listed(sizes)}); lower them"
+            f"{last_less} fewer at the ends leave a stage empty ({listed(sizes)}); {advice}"
         ]
     cuts = list(itertools.accumulate(sizes))
     start, stop = names.index(layers[0]), names.index(layers[-1]) + 1

@@ -92,7 +92,6 @@ class StepLoader:
         if self.source.lanes:
             self.fingerprint |= {"rows_per_step": spec.rows_per_step, "lanes": self.source.lanes}
         self.start: dict[str, Any] | None = None
-        self.pin = spec.options.pin_memory and torch.cuda.is_available()
         self._ahead: ReadAhead[StepBatch] | None = None
         self._workers: Workers | None = None
 
@@ -160,8 +159,6 @@ class StepLoader:
         ids = torch.from_numpy(np.stack(rows + blanks))
         # A missing input may be any id: its label is ignored too.
         tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
-        if self.pin:
-            tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return StepBatch(tokens, labels, state | {"fingerprint": self.fingerprint})
 
     def _stalled(self) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchtitan.config import resolve
 from torchtitan.config.schema import Config, Optimizer
 from torchtitan.data.rows import IGNORE_INDEX
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.optimizer import OptimizerInBackward
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.parallel.collectives import unsharded
@@ -93,12 +93,12 @@ def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
         return seen
     step = optimizer.step
 
-    def keep_and_step() -> Any:
+    def step_and_keep(**settings: Any) -> None:
+        step(**settings)  # may clip the gradients first
         if not seen:
             seen.update({name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named})
-        return step()
 
-    optimizer.step = keep_and_step  # type: ignore[method-assign]
+    optimizer.step = step_and_keep  # type: ignore[method-assign]
     return seen
 
 
@@ -178,11 +178,11 @@ def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optim
 
 
 def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None) -> Tensor:
-    documents = None
+    mask = None
     if end is not None:
         before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document starts after an end-of-text token
-        documents = (before == end).cumsum(1)
-    logits = model(tokens, None, documents)
+        mask = document_mask((before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32)
+    logits = model(tokens, None, mask)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 

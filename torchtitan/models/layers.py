@@ -5,15 +5,19 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 
 import functools
 import math
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchtitan.models.documents import PackedDocuments, attend_documents, pack_documents
+from torchtitan.utils.logging import logger
 
 Mask = Any
-"""Result of `document_mask`: a tensor, or FlexAttention's `BlockMask`."""
+"""Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""
 
 
 class Attend(Protocol):
@@ -22,24 +26,17 @@ class Attend(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor: ...
 
 
-_CUDA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-    if mask is not None:
-        return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
-        return _attend_cpu(q, k, v)
+    if mask is None:
+        return _attend_dense(q, k, v)
+    if isinstance(mask, PackedDocuments):
+        return attend_documents(q, k, v, mask)
+    return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @functools.cache
@@ -50,36 +47,62 @@ def _compiled_flex_attention() -> Any:
 
 
 def attention_backend(device_type: str) -> Attend:
-    """Attention for a device: SDPA, preferring cuDNN's and flash kernels on CUDA. Chosen once, at build."""
-    return _attend_cuda if device_type == "cuda" else _attend_cpu
+    """Attention for a device: SDPA, with the kernel that torch chooses. Selected once, at build."""
+    if device_type != "cuda":
+        return _attend_dense
+    _activate_flash_attention_3()
+    return _attend_cuda
 
 
-def document_mask(documents: Tensor, positions: Tensor) -> Mask:
+@functools.cache
+def _activate_flash_attention_3() -> None:
+    """Let torch replace its FlashAttention 2 by version 3 on Hopper, if that is installed."""
+    if find_spec("flash_attn_interface") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+        logger.info("Attention: torch's flash kernels are FlashAttention 3")
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Any:
+    """`create_block_mask`, without the `[s, S]` tensor of every query and key that it makes if it isn't compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
+
+
+def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
     """A causal mask within documents: a token attends to itself and to earlier tokens of its document.
 
     Args:
-        documents: `[b, S]`, the document that each token of a whole row belongs to.
-        positions: `[s]`, positions of the queries in the row.
+        documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
+        positions: `[s]` on the compute device, positions of the queries in the row.
+        dtype: of queries, keys and values.
 
     Returns:
-        A `BlockMask` on CUDA; elsewhere a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
+        On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere a boolean tensor
+        `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
-    if documents.is_cuda:
-        return block_mask(documents, positions)
-    places = torch.arange(documents.shape[1], device=documents.device)
-    same = documents[:, positions, None] == documents[:, None, :]
-    return (same & (positions[:, None] >= places))[:, None]
+    device = positions.device
+    if device.type != "cuda":
+        documents, places = documents.to(device), torch.arange(documents.shape[1], device=device)
+        same = documents[:, positions, None] == documents[:, None, :]
+        return (same & (positions[:, None] >= places))[:, None]
+    if len(positions) == documents.shape[1] and dtype in (torch.float16, torch.bfloat16):
+        return pack_documents(documents, device)
+    documents = documents.pin_memory().to(device, non_blocking=True)
+    return block_mask(documents, positions, _compiled_create_block_mask())
 
 
-def block_mask(documents: Tensor, positions: Tensor) -> Mask:
-    """`document_mask` for FlexAttention, on any device."""
-    from torch.nn.attention.flex_attention import create_block_mask
+def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Any]) -> Mask:
+    """`document_mask` for FlexAttention, on any device, by its `create_block_mask`."""
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (positions[q] >= k) & (documents[b, positions[q]] == documents[b, k])
 
     rows, seq_len = documents.shape
-    return create_block_mask(visible, rows, None, len(positions), seq_len, device=documents.device.type)
+    return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:

@@ -20,7 +20,7 @@ DUMPED = 2000
 
 
 def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
-    """Set the Flight Recorder's environment, as torch 2.11 and 2.13 spell it. Call before any group exists."""
+    """Set the Flight Recorder's environment, as torch before 2.13 and since spell it. Call before any group exists."""
     folder = Path(dump_folder, comm.save_traces_folder)
     size = str(comm.trace_buf_size)
     settings = {"TORCH_FR_BUFFER_SIZE": size}

@@ -97,7 +97,7 @@ def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.Pro
         axes = [(n, own.get_group(n)) for n, p in zip(names, value.placements, strict=True) if p.is_replicate()]
     else:
         axes = [(axis, mesh.group(axis)) for axis in AXES if axis != "pp"]
-    return ((axis, group) for axis, group in axes if group.size() > 1)
+    return ((axis, group) for axis, group in axes if group is not None and group.size() > 1)
 
 
 def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:

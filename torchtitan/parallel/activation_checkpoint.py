@@ -25,7 +25,10 @@ _ATTENTION = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
     "flex_attention",
+    "torch_attn::_varlen_attn",
+    "torchtitan::document_attention",
     "torchtitan::ring_attention",
 )
 _COMMUNICATION = (

@@ -1,16 +1,21 @@
 """Sums and decisions over ranks, and the global gradient norm."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 
-def all_reduce(value: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `value` over the group in place and return it. Free in a group of one."""
-    if group.size() > 1:
+def all_reduce(
+    value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduce `value` over the group in place and return it. Free in a group of one, which may also be None."""
+    if group is not None and group.size() > 1:
         dist.all_reduce(value, op=op, group=group)
     return value
 
@@ -45,28 +50,58 @@ def unsharded(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@torch.no_grad()
-def clip_grad_norm(
-    parameters: Sequence[nn.Parameter], max_norm: float, pp_group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
-    """Scale all gradients in place to a global 2-norm of at most `max_norm`. 0 only measures the norm.
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, outside of autograd; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
-    All parameters must be on one mesh, which FSDP on every module ensures.
 
-    Returns:
-        The norm before scaling, over all pipeline stages: a plain fp64 scalar on `device`.
+class SquaredNorm:
+    """The 2-norm of all gradients of the model, from this rank's shards: no operation runs on a DTensor.
+
+    In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each sharding.
     """
-    params = [p for p in parameters if p.grad is not None]
-    # In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each sharding.
-    norms = torch._foreach_norm([p.grad for p in params], 2.0, dtype=torch.float64)
-    norm = combined_norm(norms, pp_group, device)
-    if max_norm > 0:
-        # CUDA's multi-tensor kernel requires the gradients' type.
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm.to(params[0].grad.dtype), foreach=True)
-    return norm
+
+    def __init__(self) -> None:
+        self._norms: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Take in the norms of gradients, which may then change."""
+        shards: dict[Any, list[Tensor]] = {}
+        for gradient in gradients:
+            layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+            shards.setdefault(layout, []).append(local(gradient))
+        for layout, tensors in shards.items():
+            norms = self._norms.setdefault(_sharded_over(*layout), [])
+            norms.extend(torch._foreach_norm(tensors, 2.0, dtype=torch.float64))
+
+    def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+        """The norm over all ranks, pipeline stages included, a plain scalar on `device`; starts again from zero.
+
+        Replicated gradients count once. One reduction for each mesh axis over which some are sharded.
+        """
+        norms, self._norms = self._norms, {}
+        squares = {groups: torch.linalg.vector_norm(torch.stack(parts)) ** 2 for groups, parts in norms.items()}
+        squares = {groups: square.to(device) for groups, square in squares.items()}
+        while over := max(squares, key=len, default=()):  # the innermost axis first
+            square = all_reduce(squares.pop(over), over[-1])
+            squares[over[:-1]] = squares[over[:-1]] + square if over[:-1] in squares else square
+        total = squares[()] if squares else torch.zeros((), dtype=torch.float64, device=device)
+        return all_reduce(total, pp_group).sqrt()
 
 
-def combined_norm(norms: Sequence[Tensor], pp_group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The 2-norm of all gradients, given the 2-norms of this rank's parts; reduced over pipeline stages."""
-    norm = unsharded(torch.linalg.vector_norm(torch.stack(list(norms)))).to(device)
-    return all_reduce(norm**2, pp_group).sqrt()
+def _sharded_over(
+    mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()
+) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups, from outer to inner, whose ranks hold different parts of a tensor of this layout."""
+    assert not any(placement.is_partial() for placement in placements), "a gradient isn't reduced yet"
+    split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(i) for i in split) if mesh is not None else ()
+
+
+@torch.no_grad()
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients of one type and device in place by a scalar."""
+    if gradients:  # a pipeline stage may have none
+        shards = [local(gradient) for gradient in gradients]
+        torch._foreach_mul_(shards, factor.to(shards[0]))

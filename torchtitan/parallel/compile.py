@@ -31,11 +31,11 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         return
     torch._dynamo.reset()  # graphs of an earlier run would count against dynamo's limit
     _settings.enter_context(keep_buffers_of_backward())
-    if mesh.size("tp") > 1:
+    if mesh.tp is not None:
         _settings.enter_context(no_shared_autograd_cache())
     folder = os.path.join(config.job.dump_folder, "memory_budget")
     _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
-    if config.parallelism.enable_async_tensor_parallel and mesh.size("tp") > 1:
+    if config.parallelism.enable_async_tensor_parallel and mesh.tp is not None:
         from torchtitan.parallel.async_tensor import fused_collectives  # imports inductor: half a second
 
         _settings.enter_context(fused_collectives(mesh.tp))

@@ -5,22 +5,24 @@ the partial results by online softmax (Milakov & Gimelshein, arXiv:1805.02867). 
 do most of the work. Head-tail balancing (Brandon et al., arXiv:2311.09431) therefore cuts a row into 2n chunks and
 gives chunks r and 2n-1-r to rank r, so all blocks of the ring cost the same.
 
-CPU and CUDA share the implementation: two custom operators built from functional collectives and the local flash
-kernel. The compiler sees a single node, which an activation checkpointing policy can name.
+CPU and CUDA share the implementation: two custom operators built from functional collectives and the kernel that torch
+chooses for a block (on CUDA cuDNN's or FlashAttention). The compiler sees a single node, which an activation
+checkpointing policy can name.
 
 Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d head size, n ranks.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.attention import SDPBackend
 
 from torchtitan.config.schema import Parallelism
 from torchtitan.models.layers import Attend, Mask, attention_backend
@@ -28,6 +30,9 @@ from torchtitan.parallel.mesh import Mesh
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+_all_gather = getattr(  # its name until torch 2.12 is deprecated
+    _functional_collectives, "all_gather_single_autograd", _functional_collectives.all_gather_tensor_autograd
+)
 
 
 def local_positions(seq_len: int, degree: int, rank: int, balanced: bool, device: torch.device | None = None) -> Tensor:
@@ -40,10 +45,11 @@ def local_positions(seq_len: int, degree: int, rank: int, balanced: bool, device
 
 def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
     """Attention over the part of a row that each rank of `mesh` holds."""
-    if mesh.size("cp") == 1:
+    group = mesh.group("cp")
+    if group is None:
         return attention_backend(device.type)
     balanced = bool(p.context_parallel_load_balancer)
-    return ring_attention_backend(mesh.group("cp"), p.context_parallel_rotate_method, balanced)
+    return ring_attention_backend(group, p.context_parallel_rotate_method, balanced)
 
 
 def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
@@ -77,19 +83,33 @@ def _whole_sequence(x: Tensor, group_name: str, n: int, balanced: bool) -> Tenso
 
     By the group's name, because a compiled block can't look up the group.
     """
-    order = torch.cat([local_positions(n * x.shape[3], n, rank, balanced, x.device) for rank in range(n)])
-    return all_gather_tensor_autograd(x, 3, group_name)[:, :, :, order.argsort()]
+    parts = _all_gather(x, 0, group_name).chunk(n)
+    if balanced:  # rank r has chunks r and 2n-1-r; not by index, whose backward adds up by `index_put`
+        chunks = [part.chunk(2, dim=3) for part in parts]
+        parts = (*(first for first, _ in chunks), *(second for _, second in reversed(chunks)))
+    return torch.cat(parts, dim=3)
 
 
 # ---- the local kernel: output and log-sum-exp of one block, and its backward
 
 
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> int:
+    """The kernel for attention with gradients that torch's own order and checks choose: a value of `SDPBackend`."""
+    with torch.enable_grad():
+        probe = q.detach().requires_grad_()  # an operator's inputs need none, and some kernels have no backward
+        return torch._fused_sdp_choice(probe, k, v, None, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def _block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    # fp32 on CUDA: the memory-efficient kernel, which doesn't support grouped queries and pads its log-sum-exp.
+    kernel = _kernel(q, k, v, causal, scale)
+    if kernel == SDPBackend.CUDNN_ATTENTION.value:
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        return out, lse.squeeze(-1)
+    if kernel == SDPBackend.FLASH_ATTENTION.value:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    # The memory-efficient kernel, for fp32, doesn't support grouped queries and pads its log-sum-exp.
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse[..., : q.shape[2]]
@@ -102,16 +122,19 @@ def _block_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-    unused_seed = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
-    if q.dtype in (torch.float16, torch.bfloat16):
-        lengths = (None, None, q.shape[2], k.shape[2])
+    kernel, lengths = _kernel(q, k, v, causal, scale), (None, None, q.shape[2], k.shape[2])
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # unused: there is no dropout
+    if kernel == SDPBackend.CUDNN_ATTENTION.value:
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, causal, scale=scale
+        )
+    if kernel == SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused_seed, unused_seed, scale=scale
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
         )
     kv_heads = k.shape[1]
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-    seed = unused_seed.new_zeros(())
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )
@@ -123,6 +146,22 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 # ---- the ring
+
+
+def merge_blocks(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge attention to other keys into `out` `[b, h, s, d]` and `lse` `[b, h, s]` in place.
+
+    `exp(lse)` is the sum that an output was divided by, so the merged output is the mean weighted with it.
+    """
+    part, part_lse = part.to(out.dtype), part_lse.to(lse.dtype)
+    out.lerp_(part, torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    lse -= F.logsigmoid(lse - part_lse)
+
+
+@cache
+def _merging(device_type: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """`merge_blocks`, fused on CUDA."""
+    return torch.compile(merge_blocks, dynamic=False) if device_type == "cuda" else merge_blocks
 
 
 def _block_of(source: int, rank: int, s: int, balanced: bool) -> tuple[slice, slice, bool] | None:
@@ -190,16 +229,13 @@ def ring_attention(
         rows, columns, causal = block
         keys, values = _unpack(buffer, k, v)
         part, part_lse = _block_forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], causal, scale)
-        part, part_lse = part.to(_accumulator(q)), part_lse.to(_accumulator(q)).unsqueeze(-1)
         if out is None or lse is None:
-            out, lse = part.contiguous(), part_lse.contiguous()
-            continue
-        out_rows, lse_rows = out[:, :, rows], lse[:, :, rows]
-        out_rows -= torch.sigmoid(part_lse - lse_rows) * (out_rows - part)
-        lse_rows -= F.logsigmoid(lse_rows - part_lse)
+            out, lse = (x.to(_accumulator(q)).contiguous() for x in (part, part_lse))
+        else:
+            _merging(q.device.type)(out[:, :, rows], lse[:, :, rows], part, part_lse)
     assert out is not None
     assert lse is not None
-    return out.to(q.dtype), lse.squeeze(-1)
+    return out.to(q.dtype), lse
 
 
 @ring_attention.register_fake

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtitan.config.derive import gradient_accumulation_steps, sums_on_replicas, sums_whole_gradients
+from torchtitan.config.derive import sums_on_replicas, sums_whole_gradients
 from torchtitan.config.schema import Config, Training
-from torchtitan.parallel.mesh import Mesh
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: str, *, pipelined: bool) -> None:
@@ -45,21 +44,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, training: Training, reshard: 
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # a single rank would divide by 1, in an extra pass
+                module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a divide factor otherwise needs.
             module.set_force_sum_reduction_for_comms(True)
-
-
-def fsdp_mesh(mesh: Mesh, config: Config) -> DeviceMesh:
-    """The mesh to shard over.
-
-    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds up its own before.
-    So where parameters are stored in bf16 and gradients accumulate, a single replica is an axis too.
-    """
-    in_shards = gradient_accumulation_steps(config) > 1 and not sums_whole_gradients(config)
-    if config.training.dtype == "bfloat16" and in_shards and mesh.fsdp.ndim == 1:
-        return DeviceMesh._concatenate([mesh.world["dp_replicate"], mesh.fsdp])
-    return mesh.fsdp
 
 
 @dataclass(frozen=True)

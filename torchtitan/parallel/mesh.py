@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.config.derive import AXES, axis_degrees
-from torchtitan.config.schema import Parallelism
+from torchtitan.config.derive import axis_degrees, needs_replica_axis
+from torchtitan.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,10 @@ class Mesh:
     Inner axes communicate most, so their ranks are placed closest, within a node if possible.
     """
 
+    degrees: dict[str, int]
+    """Ranks along each axis."""
     world: DeviceMesh
+    """The axes of more than one rank, and those that FSDP needs in any case."""
     fsdp: DeviceMesh
     """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks too."""
     batch_group: dist.ProcessGroup
@@ -25,18 +28,19 @@ class Mesh:
     """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last pipeline stage has one."""
 
     def size(self, axis: str) -> int:
-        return self.world.size(AXES.index(axis))
+        return self.degrees[axis]
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate along an axis."""
-        return self.world.get_local_rank(axis)
+        return self.world.get_local_rank(axis) if self.degrees[axis] > 1 else 0
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        return self.world.get_group(axis)
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks along an axis; None: this rank alone."""
+        return self.world.get_group(axis) if self.degrees[axis] > 1 else None
 
     @property
-    def tp(self) -> DeviceMesh:
-        return self.world["tp"]
+    def tp(self) -> DeviceMesh | None:
+        return self.world["tp"] if self.degrees["tp"] > 1 else None
 
     @property
     def dp_degree(self) -> int:
@@ -49,26 +53,39 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
-_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], Mesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...], bool], Mesh] = {}
 
 
-def build_mesh(parallelism: Parallelism, device_type: str) -> Mesh:
-    """Arrange all ranks of the default process group by the (derived, validated) degrees.
+def build_mesh(config: Config, device_type: str) -> Mesh:
+    """Arrange all ranks of the default process group by the degrees of a derived and validated configuration.
 
     The same degrees get the same mesh: process groups are expensive, and DTensor caches the first mesh it sees.
     """
-    degrees = axis_degrees(parallelism)
-    key = dist.group.WORLD, device_type, tuple(degrees.values())
+    degrees = axis_degrees(config.parallelism)
+    replicas = degrees["dp_replicate"] > 1 or needs_replica_axis(config)
+    key = dist.group.WORLD, device_type, tuple(degrees.values()), replicas
     if key not in _meshes:
-        _meshes[key] = _build(degrees, device_type)
+        _meshes[key] = _build(degrees, device_type, replicas)
     return _meshes[key]
 
 
-def _build(degrees: dict[str, int], device_type: str) -> Mesh:
-    world = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    fsdp = world["dp_shard", "cp"]._flatten("dp_shard_cp")
-    if degrees["dp_replicate"] > 1:  # FSDP2 would all-reduce even in a group of one
+def _build(degrees: dict[str, int], device_type: str, replicas: bool) -> Mesh:
+    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL its buffers.
+
+    Args:
+        replicas: FSDP has an axis of replicas. Without need it doesn't, because it all-reduces even in a group of one.
+    """
+    needed = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
+    axes = {axis: n for axis, n in degrees.items() if n > 1 or needed.get(axis)}
+    world = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def across(*names: str) -> DeviceMesh:
+        kept = [name for name in names if degrees[name] > 1] or ["dp_shard"]
+        return world[kept[0]] if len(kept) == 1 else world[tuple(kept)]._flatten("_".join(kept))
+
+    fsdp = across("dp_shard", "cp")
+    if replicas:
         fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
-    batch = world["dp_replicate", "dp_shard", "cp"]._flatten("batch")
-    loss = world["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    return Mesh(world, fsdp, batch.get_group(), loss.get_group())
+    batch = across("dp_replicate", "dp_shard", "cp")
+    loss = across("pp", "dp_replicate", "dp_shard", "cp")
+    return Mesh(degrees, world, fsdp, batch.get_group(), loss.get_group())

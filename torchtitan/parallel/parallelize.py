@@ -14,7 +14,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
-from torchtitan.parallel.fsdp import apply_fsdp, fsdp_mesh
+from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import keep_modules, stage_modules
@@ -61,7 +61,7 @@ def parallelize(
         apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
         apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=save_attention)
         apply_compile(model, config)
-        apply_fsdp(model, fsdp_mesh(mesh, config), training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
+        apply_fsdp(model, mesh.fsdp, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)
     layout = layout_name(axis_degrees(p))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     _Action,
@@ -24,8 +23,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.stages import PipelineStages
-from torchtitan.utils.phase import note
-from torchtitan.utils.torch_faults import without_self_connections
+from torchtitan.models.layers import Mask, document_mask
+from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From a microbatch's output of the last stage and its labels `[microbatch, seq]` to its share of the batch's loss."""
@@ -113,6 +112,7 @@ class Pipeline:
         self.positions, self.group = positions, group
         self.microbatches = shapes.rows // stages.microbatch_size
         self.own_stages = stages.stages_of(group.rank())
+        self._sends = Sends()
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
         """Add the gradients of one batch to the parameters'.
@@ -120,7 +120,7 @@ class Pipeline:
         Args:
             tokens: `[batch, seq]`.
             labels: `[batch, seq]`.
-            documents: `[batch, whole row]`, the document of each token; None: attention sees whole rows.
+            documents: `[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows.
 
         Returns:
             The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.
@@ -146,10 +146,10 @@ class Pipeline:
         than a tensor: the loss function and the labels.
         """
         size = self.stages.microbatch_size
+        masks = None if documents is None else self._masks(documents.split(size))
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
-            stage.clear_runtime_states()
-            stage.documents = None if documents is None else documents.split(size)
+            stage.masks = masks if len(stage.submod.layers) else None
         inputs = targets = None
         losses: list[Tensor] | None = None
         if 0 in self.own_stages:
@@ -157,41 +157,35 @@ class Pipeline:
         if len(self.stages.modules) - 1 in self.own_stages:
             targets, losses = [(loss, part) for part in labels.split(size)], []
         schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
+        self._sends.end()
+        for stage in schedule._stages:
+            stage.clear_runtime_states()
         if not losses:
             return torch.zeros((), device=self.positions.device)
         return torch.stack([x.detach() for x in losses]).sum()
 
-    def _options(self) -> dict[str, Any]:
-        """Arguments of a schedule. Each has its own stages, because they own receive buffers."""
-        return {
-            "stages": [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)],
-            "n_microbatches": self.microbatches,
-            "loss_fn": _loss_of,
-            "scale_grads": False,
-        }
+    def _masks(self, documents: Sequence[Tensor]) -> Masks:
+        def make(microbatch: int) -> Mask:
+            return document_mask(documents[microbatch], self.positions, self.shapes.dtype)
 
-    def _stage(self, index: int, model: FSDPModule) -> "_Stage":
+        return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
+
+    def _own(self) -> list[Stage]:
+        """Stages for a schedule. Each schedule has its own, which are prepared with or without a backward."""
+        return [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)]
+
+    def _stage(self, index: int, model: FSDPModule) -> Stage:
         count = len(self.stages.modules)
         ends = self.shapes.ends(self.stages.microbatch_size, first=index == 0, last=index == count - 1)
-        stage = _Stage(model, index, count, self.positions.device, **ends, group=self.group)
-        stage.positions, stage.project = self.positions, self.shapes.project
+        stage = Stage(model, index, count, self.positions.device, **ends, group=self.group)
+        stage.positions, stage.project, stage.sends = self.positions, self.shapes.project, self._sends
         return stage
 
     @cached_property
     def _training(self) -> _PipelineScheduleRuntime:
-        name, options = self.stages.schedule, self._options()
-        if self.stages.csv_file:
-            schedule = _PipelineScheduleRuntime(**options)
-            schedule._load_csv(self.stages.csv_file)
-        elif name == "1F1B":
-            schedule = _PipelineScheduleRuntime(**options)
-            ranks = self.group.size()
-            schedule._prepare_schedule_with_comms(
-                {rank: one_forward_one_backward(rank, ranks, self.microbatches) for rank in range(ranks)}
-            )
-        else:
-            kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
-            schedule = kind(**options)
+        name, file = self.stages.schedule, self.stages.csv_file
+        schedule = build_schedule(name, file, self._own(), self.microbatches, loss_fn=_loss_of)
+        send_through(schedule, self._sends)
         return schedule
 
     @cached_property
@@ -200,7 +194,7 @@ class Pipeline:
 
         torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
-        schedule = _PipelineScheduleRuntime(**self._options())
+        schedule = _PipelineScheduleRuntime(self._own(), self.microbatches, loss_fn=_loss_of, scale_grads=False)
         orders = {}
         for rank in range(self.group.size()):
             own, microbatches = self.stages.stages_of(rank), range(self.microbatches)
@@ -214,38 +208,31 @@ class Pipeline:
             for rank, order in schedule.pipeline_order_with_comms.items()
         }
         schedule._has_backward = False
+        send_through(schedule, self._sends)
         return schedule
 
 
-class _Stage(PipelineStage):
-    """Passes its module what every stage needs besides hidden states.
+def build_schedule(
+    name: str | None, csv_file: str | None, own: Sequence[Any], microbatches: int, **options: Any
+) -> _PipelineScheduleRuntime:
+    """The schedule of this name, or of this file, with its communication.
 
-    Not keyword arguments of the schedule: torch 2.11 would compute their gradients.
+    Args:
+        own: this rank's stages, as torch's schedules take them.
+        options: further arguments of torch's schedule.
     """
-
-    positions: Tensor
-    project: bool
-    documents: Sequence[Tensor] | None
-    """By microbatch, `[microbatch, whole row]`."""
-    microbatch: int
-    """The one whose forward runs."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.microbatch = fwd_chunk_id
-        note(f"running stage {self.stage_index}, from the forward of microbatch {fwd_chunk_id}")
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        note(f"running stage {self.stage_index}, from the backward of microbatch {bwd_chunk_id}")
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        documents = None if self.documents is None else self.documents[self.microbatch]
-        own = {"positions": self.positions, "documents": documents, "project": self.project}
-        return super().forward_maybe_with_nosync(*args, **own, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return without_self_connections(super()._get_init_p2p_neighbors_ops(), self.group_rank)
+    if name is not None and name != "1F1B":
+        kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
+        return kind(own, microbatches, scale_grads=False, **options)
+    schedule = _PipelineScheduleRuntime(own, microbatches, scale_grads=False, **options)
+    if name is None:
+        schedule._load_csv(csv_file)
+    else:
+        ranks = own[0].group_size
+        schedule._prepare_schedule_with_comms(
+            {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
+        )
+    return schedule
 
 
 def _loss_of(output: Tensor, target: tuple[Loss, Tensor]) -> Tensor:

@@ -108,9 +108,9 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ShardingStyle], *, sharded_loss: bool, float8: bool
+    model: nn.Module, mesh: DeviceMesh | None, styles: Mapping[str, ShardingStyle], *, sharded_loss: bool, float8: bool
 ) -> None:
-    """Shard `model`, or a pipeline stage of it, over `mesh` in place. Does nothing on a mesh of one rank.
+    """Shard `model`, or a pipeline stage of it, over `mesh` in place. Does nothing without a mesh.
 
     Args:
         styles: `ModelSpec.tensor_parallel_styles`.
@@ -120,7 +120,7 @@ def apply_tensor_parallel(
     Raises:
         AssertionError: a weight has no style.
     """
-    if mesh.size() == 1:
+    if mesh is None:
         return
     applied = {}
     for name, module in model.named_modules():

@@ -309,7 +309,7 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":
-        layers = sum(stage.layers for stage in w.stages_of(0))
+        layers = max(sum(stage.layers for stage in w.stages_of(rank)) for rank in range(w.pp))
         flops = sum(_newton_schulz_flops(x.inputs, x.outputs) for x in w.linears) * optimizer.muon_ns_steps * layers
         seconds += flops / w.fsdp / (hw.bf16 * hw.gemm_bf16)
     return seconds

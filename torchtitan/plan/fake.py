@@ -35,8 +35,8 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
         # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
-        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _aside(propagate)))
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.13: ranks exchange shapes first
+        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate)))
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known))
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
@@ -47,13 +47,15 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
             dist.destroy_process_group()
 
 
-def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
+def aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` outside of fake mode."""
+
     @functools.wraps(function)
-    def aside(*args: Any, **kwargs: Any) -> Any:
+    def outside(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
-    return aside
+    return outside
 
 
 def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
@@ -61,12 +63,12 @@ def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
         each._inference_mode = stage.InferenceMode.STATIC
 
 
-def take_fake_memory(mode: FakeTensorMode, model: nn.Module) -> None:
-    """Move a sharded model from the meta device to fake tensors of `mode`."""
+def take_fake_memory(mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu") -> None:
+    """Move a sharded model from the meta device to fake tensors of `mode`, nominally on `device`."""
     with mode:
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            memory: Tensor = torch.empty_like(param.to_local() if isinstance(param, DTensor) else param, device="cpu")
+            memory: Tensor = torch.empty_like(param.to_local() if isinstance(param, DTensor) else param, device=device)
             if isinstance(param, DTensor):
                 shape, stride = param.shape, param.stride()
                 memory = DTensor.from_local(
@@ -75,7 +77,7 @@ def take_fake_memory(mode: FakeTensorMode, model: nn.Module) -> None:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(memory))
         for name, buffer in list(model.named_buffers()):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
+            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
 
 
 # ---- what differs on CUDA

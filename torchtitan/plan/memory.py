@@ -68,7 +68,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     ends = w.element * (total - layers * w.block_params)  # embedding, last norm, output projection
     has_output = any(stage.has_output for stage in stages)
     logits, hole = _logits(w) if has_output else (0.0, 0.0)
-    working = _working_bytes(w) * w.tokens
+    working = _working_bytes(w) * w.tokens * (layers > 0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
         parts["activations"] = _kept_bytes(w) * w.tokens * layers + max(0.0, working - logits)
@@ -83,13 +83,14 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
             parts["communication"] += FP32 * total / w.fsdp
         return Memory(parts)
-    parts["activations"] = _in_flight(w, pp_rank) + max(0.0, working - logits)
+    kept, transfers = in_flight(w, pp_rank)
+    parts["activations"] = kept + max(0.0, working - logits)
+    if has_output:
+        parts["logits"] += _waiting_losses(w, pp_rank)
     # Gradients are summed over the microbatches before they are reduced.
     parts["unsharded"] = w.gathered * layers * w.block_params + ends + FP32 * total
-    # Hidden states and their gradients have a receive buffer for every microbatch.
-    parts["communication"] = 2 * w.microbatches * _hidden_bytes(w) * len(stages)
-    parts["communication"] += FP32 * w.block_params * (w.fsdp > 1)
-    if w.compiled:
+    parts["communication"] = transfers + FP32 * w.block_params * (w.fsdp > 1 and layers > 0)
+    if w.compiled and layers:
         held = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * w.block_params
         parts["communication"] += held * (w.fsdp > 1)
         parts["other"] += working * COMPILED_PIPELINE_HOLES
@@ -111,18 +112,38 @@ def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
     }
 
 
-def _hidden_bytes(w: Workload) -> float:
+def hidden_bytes(w: Workload) -> float:
     """One microbatch's hidden states between two blocks, split over the sequence by tensor parallelism."""
     return w.element * w.tokens * w.dim / w.tp
 
 
-def _in_flight(w: Workload, pp_rank: int) -> float:
-    """Activations of the microbatches that the schedule keeps at a time; a stage keeps its output too."""
+def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
+    """Activations of the microbatches that the schedule keeps at a time, and what is then received ahead or sent.
+
+    A stage keeps its output too.
+    """
     assert w.pipeline is not None
-    kept, output = _kept_bytes(w) * w.tokens, _hidden_bytes(w)
-    size = {stage: kept * w.stages[stage].layers + output for stage in w.pipeline.stages_of(pp_rank)}
-    combinations = program(w.pipeline, w.microbatches).kept[pp_rank]
-    return max(sum(count * size[stage] for stage, count in counts.items()) for counts in combinations)
+    kept, hidden = _kept_bytes(w) * w.tokens, hidden_bytes(w)
+    size = {stage: kept * w.stages[stage].layers + hidden for stage in w.pipeline.stages_of(pp_rank)}
+    moments = [
+        (sum(count * size[stage] for stage, count in held.microbatches.items()), held.transfers * hidden)
+        for held in program(w.pipeline, w.microbatches).held[pp_rank]
+    ]
+    return max(moments, key=sum)
+
+
+def _waiting_losses(w: Workload, pp_rank: int) -> float:
+    """What the losses of all microbatches but one keep for their backward. Only breadth-first schedules make any wait.
+
+    A chunked loss keeps gradients of hidden states and output weight, a compiled one logits, an eager one log-softmax.
+    """
+    assert w.pipeline is not None
+    last = len(w.stages) - 1
+    waiting = max(held.microbatches[last] for held in program(w.pipeline, w.microbatches).held[pp_rank]) - 1
+    if w.config.training.loss_chunks > 1:
+        return waiting * (hidden_bytes(w) + w.element * w.vocab_params)
+    logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
+    return waiting * logits * (w.element if w.loss_compiled else FP32)
 
 
 def _log_sum_exp_bytes(w: Workload) -> float:

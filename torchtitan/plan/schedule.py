@@ -4,22 +4,37 @@ The orders of computations are those that the trainer runs: this project's 1F1B,
 of a CSV file.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtitan.config.schedule_file import Action, Step, execute, read_orders
+from torchtitan.config.schedule_file import Action, Step, execute
 from torchtitan.config.stages import PipelineStages
+
+
+class Held(NamedTuple):
+    """What a rank holds at a moment."""
+
+    microbatches: dict[int, int]
+    """By stage, how many wait for their backward."""
+    transfers: int
+    """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are being sent."""
 
 
 class Program:
     """The computations of each rank for one batch, in order, and what follows from the order alone."""
 
-    def __init__(self, orders: Sequence[Sequence[Action]]):
-        self.orders = tuple(map(tuple, orders))
+    def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
+        """
+        Args:
+            orders: of each rank, with communication (`RECV_F`, `SEND_B`, ...).
+            ranks: of each stage.
+        """
+        self._orders, self._ranks = orders, ranks
+        self.orders = tuple(tuple(action for action in order if action.kind in "FBIW") for order in orders)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -27,10 +42,13 @@ class Program:
         return execute(self.orders)
 
     @cached_property
-    def kept(self) -> tuple[tuple[dict[int, int], ...], ...]:
-        """For each rank, how many microbatches its stages keep at once (`{stage: number}`), at each moment that no
-        other one exceeds in every stage."""
-        return tuple(_most_kept(order) for order in self.orders)
+    def held(self) -> tuple[tuple[Held, ...], ...]:
+        """For each rank, what it holds at those computations that can need the most memory."""
+        return tuple(_most(self.holds(rank)) for rank in range(len(self.orders)))
+
+    def holds(self, rank: int) -> Iterator[Held]:
+        """What a rank holds at each of its computations, in order."""
+        return _holds(self._orders[rank], self._ranks)
 
 
 @dataclass(frozen=True)
@@ -51,29 +69,17 @@ class Timeline:
 
 def program(stages: PipelineStages, microbatches: int) -> Program:
     """The schedule of `stages` for a batch of `microbatches`."""
-    if stages.csv_file:
-        return Program(read_orders(stages.csv_file, max(stages.ranks) + 1)[0])
-    assert stages.schedule is not None
-    return _named(stages.schedule, stages.ranks, microbatches)
+    return _program(stages.schedule, stages.csv_file, stages.ranks, microbatches)
 
 
 @cache
-def _named(schedule: str, owners: tuple[int, ...], microbatches: int) -> Program:
-    degree, count = max(owners) + 1, range(microbatches)
-    if schedule == "GPipe":
-        return Program([[Action(r, kind, m) for kind in "FB" for m in count] for r in range(degree)])
-    if schedule == "1F1B":
-        from torchtitan.parallel.pipeline import one_forward_one_backward
+def _program(name: str | None, csv_file: str | None, ranks: tuple[int, ...], microbatches: int) -> Program:
+    from torchtitan.parallel.pipeline import build_schedule
 
-        made = [one_forward_one_backward(r, degree, microbatches) for r in range(degree)]
-    else:
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
-        # A schedule only asks its stages for their place in the pipeline.
-        own = [stage for stage, rank in enumerate(owners) if rank == 0]
-        places = [_place(stage, owners) for stage in own]
-        made = list(get_schedule_class(schedule)(places, microbatches, scale_grads=False).pipeline_order.values())
-    return Program([list(itertools.chain.from_iterable(map(_actions, order))) for order in made])
+    # A schedule only asks its stages for their place in the pipeline.
+    own = [_place(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]
+    orders = build_schedule(name, csv_file, own, microbatches).pipeline_order_with_comms
+    return Program([[action for entry in orders[rank] for action in _actions(entry)] for rank in sorted(orders)], ranks)
 
 
 def _place(stage: int, owners: tuple[int, ...]) -> Any:
@@ -85,14 +91,17 @@ def _place(stage: int, owners: tuple[int, ...]) -> Any:
     return SimpleNamespace(stage_index=stage, num_stages=len(owners), **ends, **group, **module)
 
 
+_KINDS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "FORWARD": "F"}
+
+
 def _actions(entry: Any) -> list[Action]:
-    """One of torch's actions as ours: none, one, or the two that it overlaps."""
-    if entry is None:
-        return []
+    """One of torch's actions as ours: one, or the two that it overlaps; none for FSDP's."""
     if entry.sub_actions:
         return [action for part in entry.sub_actions for action in _actions(part)]
-    kind = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "FORWARD": "F"}
-    return [Action(entry.stage_index, kind[entry.computation_type.name], entry.microbatch_index)]
+    if entry.microbatch_index is None:
+        return []
+    kind = entry.computation_type.name
+    return [Action(entry.stage_index, _KINDS.get(kind, kind), entry.microbatch_index)]
 
 
 def simulate(program: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
@@ -116,14 +125,41 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
     return Timeline(tuple(events), tuple(busy), max(clock))
 
 
-def _most_kept(order: tuple[Action, ...]) -> tuple[dict[int, int], ...]:
-    now = dict.fromkeys(sorted({action.stage for action in order}), 0)
-    seen = set()
-    for action in order:
-        if action.kind == "F":
-            now[action.stage] += 1
-            seen.add(tuple(now.values()))
-        elif action.kind in "BW":
-            now[action.stage] -= 1
-    most = [a for a in seen if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in seen)]
-    return tuple(dict(zip(now, counts, strict=True)) for counts in most)
+def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
+    kept = dict.fromkeys(sorted({action.stage for action in order}), 0)
+    arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
+    """By direction, stage and microbatch of a posted receive: its rank and time."""
+    sent: defaultdict[int, deque[int]] = defaultdict(deque)
+    """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`). Hidden states that
+    are sent wait for their backward as well, so they are counted there."""
+    for time, action in enumerate(order):
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind in ("RECV_F", "RECV_B"):
+            arriving[kind, stage, microbatch] = ranks[stage - 1 if kind == "RECV_F" else stage + 1], time
+        elif kind == "SEND_B":
+            sent[ranks[stage - 1]].append(time)
+        elif kind in ("F", "B", "I", "W"):
+            what = "RECV_F" if kind == "F" else "RECV_B", stage, microbatch
+            sender, posted = arriving.get(what, (-1, -1))
+            while sent[sender] and sent[sender][0] < posted:
+                sent[sender].popleft()
+            if kind == "F":
+                kept[stage] += 1
+                arriving.pop(what, None)
+            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())))
+            if kind in ("B", "W"):  # a residual stream hands its gradient to its last product: weights need it too
+                kept[stage] -= 1
+                arriving.pop(what, None)
+
+
+def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
+    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
+    front: dict[tuple[int, ...], Held] = {}
+    for held in moments:
+        counts = (*held.microbatches.values(), held.transfers + sum(held.microbatches.values()))
+        if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
+            front = {
+                other: value for other, value in front.items() if any(x > y for x, y in zip(other, counts, strict=True))
+            }
+            front[counts] = held
+    return tuple(front.values())

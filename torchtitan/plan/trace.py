@@ -152,7 +152,7 @@ def _record(
     optimizer state."""
     eager = _eager(config, cuda)
     device = torch.device("cpu")
-    mesh = build_mesh(config.parallelism, device.type)
+    mesh = build_mesh(config, device.type)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def fill(model: nn.Module, *_: Any) -> None:
@@ -186,8 +186,7 @@ def _record(
         with recording(tracer, cuda=cuda), _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches:
             tokens = torch.empty(batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64)
             rows = compute.own_rows(tokens, tokens.clone())
-            total = torch.empty((), dtype=torch.int64)
-            gradients(parts, rows, total, eager.training.local_batch_size, eager.training.max_norm)
+            gradients(parts, rows, 1, eager.training.local_batch_size, eager.training.max_norm)
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()
@@ -203,7 +202,7 @@ def _eager(config: Config, cuda: bool) -> Config:
     """The part of `config` that a trace can run. The rest is accounted for separately (`docs/plan-memory.md`)."""
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
-    # On CUDA a mask within documents is a few kilobytes of block numbers, and its kernel takes no more memory.
+    # On CUDA a mask within documents is a few bytes per token, and its kernel takes no more memory.
     mask = config.training.document_mask and not cuda
     training = config.training.model_copy(update={"document_mask": mask, "enable_cpu_offload": False})
     return config.model_copy(update={"model": model, "compile": compile_, "training": training})
@@ -217,9 +216,7 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
         marks.append(tracer.counts.copy())
-        loss = run(*args, **kwargs)
-        tracer.sent.clear()
-        return loss
+        return run(*args, **kwargs)
 
     with patch.object(compute, "forward_backward", marked):
         yield traced
@@ -252,9 +249,10 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Mesh axis by the name of its process group. FSDP's is dp_shard x cp; of groups that coincide, the last wins."""
     groups = {"loss": mesh.loss_group, "batch": mesh.batch_group}
-    groups |= {axis: mesh.group(axis) for axis in ("pp", "dp_replicate", "cp", "tp")}
+    groups |= {axis: g for axis in ("pp", "dp_replicate", "cp", "tp") if (g := mesh.group(axis)) is not None}
     fsdp = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-    groups["cp, fsdp" if fsdp.group_name == groups["cp"].group_name else "fsdp"] = fsdp
+    shared = "cp" in groups and fsdp.group_name == groups["cp"].group_name
+    groups["cp, fsdp" if shared else "fsdp"] = fsdp
     return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from torchtitan.parallel.collectives import local
 from torchtitan.parallel.context import ring_attention, ring_attention_backward
 
 MAIN = "main"
@@ -88,8 +89,6 @@ class Tracer(TorchDispatchMode):
         """(number of the block, whether it is allocated rather than freed), in order."""
         self.counts = Counts()
         self.phase = "model"
-        self.sent: list[Tensor] = []
-        """Tensors that gloo holds until a pipeline has waited for its sends."""
         self.stream = MAIN
         self._product: int | None = None
         """Block of the last matrix product in the forward."""
@@ -229,8 +228,6 @@ class Tracer(TorchDispatchMode):
             size = max(map(_nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else _nbytes(inputs[0])
         else:
             size = max(sum(map(_nbytes, inputs)), sum(map(_nbytes, outputs)))
-        if kind == "send" and not self.cuda:
-            self.sent += inputs
         self.counts.calls[axis, kind] += 1
         self.counts.bytes[axis, kind] += size
         if namespace == "c10d" and axis in ("fsdp", "dp_replicate"):
@@ -246,11 +243,6 @@ _INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_b
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The rank's local part of a DTensor; other tensors as they are."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -41,7 +41,7 @@ def set_determinism(debug: Debug) -> None:
 
 def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     """Everything the trainer works with. The default process group must exist."""
-    mesh = build_mesh(config.parallelism, device.type)
+    mesh = build_mesh(config, device.type)
     share = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
     loader = build_data(config, "training", setup.tokenizer, **share)
     held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
@@ -106,17 +106,20 @@ def build_compute(
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
     )
-    pipeline = None
+    pipeline, pp_group, dtype = None, mesh.group("pp"), getattr(torch, training.mixed_precision_param)
     if setup.stages is not None:
+        assert pp_group is not None
         shapes = StageShapes(
             rows=section.local_batch_size,
             seq_len=len(positions),
             dim=setup.args.dim,
             vocab_size=setup.args.vocab_size,
             tp_degree=mesh.size("tp"),
-            dtype=getattr(torch, training.mixed_precision_param),
+            dtype=dtype,
             project=model_loss.project,
         )
-        pipeline = Pipeline(models, setup.stages, shapes, positions, mesh.group("pp"))
+        pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
-    return Compute(models, positions, pipeline, model_loss, accumulation(config), document_end=document_end)
+    pin = section.dataloader.pin_memory and device.type != "cpu"
+    options = {"document_end": document_end, "dtype": dtype, "pin": pin}
+    return Compute(models, positions, pipeline, model_loss, accumulation(config), **options)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.models.layers import document_mask
 from torchtitan.optim.loss import LossSum, chunked_loss_sum
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
@@ -24,7 +25,7 @@ class LocalBatch:
     labels: Tensor
     """`[batch, seq]`."""
     documents: Tensor | None
-    """`[batch, whole row]`, the document of each token; None: attention sees whole rows."""
+    """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows."""
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
@@ -32,11 +33,13 @@ class LocalBatch:
         documents = [None] * len(tokens) if self.documents is None else self.documents.split(size)
         return [LocalBatch(*part) for part in zip(tokens, labels, documents, strict=True)]
 
+    def pinned(self) -> "LocalBatch":
+        """In page-locked memory, from which copies to the device need no wait."""
+        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), self.documents)
+
     def to(self, device: torch.device) -> "LocalBatch":
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return LocalBatch(
-            self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), documents
-        )
+        tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+        return LocalBatch(tokens, labels, self.documents)
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,19 @@ class Compute:
         accumulation: Accumulation,
         *,
         document_end: int | None,
+        dtype: torch.dtype,
+        pin: bool = False,
     ):
         """
         Args:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
             document_end: the token that ends a document, if attention stays within documents.
+            dtype: of the activations.
+            pin: put batches into page-locked memory.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
-        self.loss, self.accumulation, self.document_end = loss, accumulation, document_end
+        self.loss, self.accumulation = loss, accumulation
+        self.document_end, self.dtype, self.pin = document_end, dtype, pin
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
@@ -103,7 +111,8 @@ class Compute:
         if self.document_end is not None:
             ends = (tokens == self.document_end).long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
-        return LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        return rows.pinned() if self.pin else rows
 
     def own_part(self, rows: Tensor) -> Tensor:
         """The columns of whole rows that this rank holds."""
@@ -142,7 +151,8 @@ class Compute:
             return self._summed(self._run(model, rows), rows.labels)
 
     def _run(self, model: FSDPModule, rows: LocalBatch) -> Tensor:
-        return model(rows.tokens, self.positions, rows.documents, project=self.loss.project)
+        mask = None if rows.documents is None else document_mask(rows.documents, self.positions, self.dtype)
+        return model(rows.tokens, self.positions, mask, project=self.loss.project)
 
     def _summed(self, output: Tensor, labels: Tensor) -> Tensor:
         return self.loss(self.models[-1], output, labels)

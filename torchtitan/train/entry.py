@@ -14,6 +14,7 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.releases import installed_torch, too_new
 from torchtitan.utils.signals import StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.text import plural
@@ -35,6 +36,8 @@ def main(argv: list[str]) -> int:
     init_logging(rank)
     resolved = resolve(argv, world)
     for warning in resolved.warnings:
+        logger.warning(warning)
+    if warning := too_new(installed_torch()):
         logger.warning(warning)
     setup = preflight(resolved.config)
     job = resolved.config.job

@@ -29,7 +29,7 @@ def evaluate(
         note(f"{DATA} from {loader.name} for validation")
         batch = next(batches, None)
         note("validating")
-        left = all_reduce(torch.tensor(float(batch is not None), device=device), mesh.batch_group)
+        left = all_reduce(torch.full((), float(batch is not None), device=device), mesh.batch_group)
         if left.item() == 0:
             break
         if batch is not None:

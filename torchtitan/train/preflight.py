@@ -18,6 +18,7 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec, import_custom
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
+from torchtitan.utils.releases import installed_torch, too_old
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
 from torchtitan.utils.text import brief, listed
 
@@ -133,6 +134,8 @@ def _check_paths(config: Config) -> Iterator[str]:
 
 
 def _check_packages(config: Config) -> Iterator[str]:
+    if problem := too_old(installed_torch()):
+        yield problem
     ac = config.activation_checkpoint
     draws = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
     if draws and importlib.util.find_spec("matplotlib") is None:

@@ -11,8 +11,8 @@ from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, uses
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.rows import IGNORE_INDEX
-from torchtitan.optim.optimizer import OptimizerInBackward
-from torchtitan.parallel.collectives import AnyRank, all_reduce, clip_grad_norm, combined_norm
+from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
+from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.quantize import refresh_scales
 from torchtitan.train.compute import LocalBatch
@@ -60,18 +60,38 @@ def train_step(
         approve: whether to update the weights, given the loss and the gradient norm.
         before_update: called before any weight changes.
     """
-    learning_rate = parts.schedule.apply()
-    if isinstance(parts.optimizer, OptimizerInBackward):
+    learning_rate, training, optimizer = parts.schedule.apply(), config.training, parts.optimizer
+
+    def update(loss: Tensor, norm: Tensor) -> None:
+        """Clip and update on the device, unless loss or norm isn't finite, before the host knows either."""
         before_update()
-    training = config.training
-    result = forward_backward(parts, batch, training.local_batch_size, training.max_norm, stop, agree=agree)
-    before_update()
-    note("updating the weights")
+        note("updating the weights")
+        assert isinstance(optimizer, ShardedAdam)
+        divisor = 1 / _clip_factor(norm, training.max_norm) if training.max_norm > 0 else None
+        optimizer.step(divisor=divisor, skip=~torch.isfinite(loss + norm))
+
+    # Where a policy judges the numbers first, the host must know them before the weights change.
+    ahead = isinstance(optimizer, ShardedAdam) and optimizer.clips and not agree and not training.enable_cpu_offload
+    if isinstance(optimizer, OptimizerInBackward):
+        before_update()
+    result = forward_backward(
+        parts,
+        batch,
+        training.local_batch_size,
+        training.max_norm,
+        stop,
+        agree=agree,
+        update=update if ahead else None,
+    )
+    if not ahead:
+        before_update()
+        note("updating the weights")
     updated = approve(result.loss, result.grad_norm)
+    if updated and not ahead:
+        optimizer.step()
     if updated:
-        parts.optimizer.step()
         prepare_weights(parts, config)
-    parts.optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     return StepResult(**vars(result), learning_rate=learning_rate, updated=updated)
 
 
@@ -82,7 +102,14 @@ def prepare_weights(parts: Parts, config: Config) -> None:
 
 
 def forward_backward(
-    parts: Parts, batch: StepBatch, local_batch_size: int, max_norm: float, stop: bool = False, *, agree: bool = False
+    parts: Parts,
+    batch: StepBatch,
+    local_batch_size: int,
+    max_norm: float,
+    stop: bool = False,
+    *,
+    agree: bool = False,
+    update: Callable[[Tensor, Tensor], None] | None = None,
 ) -> BackwardResult:
     """Compute the gradients of one global batch and clip them.
 
@@ -91,12 +118,15 @@ def forward_backward(
 
     Args:
         stop: this rank was asked to stop. All ranks learn about it here, and so act after the same step.
-        agree: make loss and gradient norm bit-identical on all ranks.
+        agree: make loss and gradient norm bit-identical on all ranks, because a policy judges them.
+        update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels)
-    local_tokens = (rows.labels != IGNORE_INDEX).sum()
-    loss, norm, total, own = gradients(parts, rows, local_tokens, local_batch_size, max_norm)
+    local_tokens = int((rows.labels != IGNORE_INDEX).sum())
+    loss, norm, total, own = gradients(parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm)
+    if update is not None:
+        update(loss, norm)
     # One read-back for all: on CUDA this is the step's only wait for the device.
     with device_syncs(report=False):
         outcome = torch.stack([x.double() for x in (loss, norm)])
@@ -104,12 +134,12 @@ def forward_backward(
             outcome = all_reduce(outcome, dist.group.WORLD) / dist.get_world_size()
         rest = torch.stack([x.double() for x in (total, own, asked.answer())])
         values = torch.cat([outcome, rest]).tolist()
-    local_loss = values[3] * values[2] / max(int(local_tokens), 1)
+    local_loss = values[3] * values[2] / max(local_tokens, 1)
     return BackwardResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
 
 
 def gradients(
-    parts: Parts, rows: LocalBatch, local_tokens: Tensor, local_batch_size: int, max_norm: float
+    parts: Parts, rows: LocalBatch, local_tokens: int, local_batch_size: int, max_norm: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The device's part of a step, during which the host never waits for it. The planner traces this function.
 
@@ -121,7 +151,8 @@ def gradients(
         Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss; scalars.
     """
     mesh, device, compute = parts.mesh, parts.device, parts.compute
-    total = all_reduce(local_tokens.to(device, copy=True), mesh.batch_group).clamp(min=1)
+    # Not copied from the host, which would wait for the device.
+    total = all_reduce(torch.full((), local_tokens, device=device), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
     batches = rows.to(device).split(local_batch_size)  # all at once: each copy from pageable memory may wait
     for i, part in enumerate(batches, 1):
@@ -134,13 +165,24 @@ def gradients(
 
 
 def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
+    """The norm of all gradients before they are clipped to at most `max_norm`; 0 only measures it."""
     pp_group = parts.mesh.group("pp")
     if isinstance(parts.optimizer, OptimizerInBackward):
-        return combined_norm(parts.optimizer.take_norms(), pp_group, parts.device)
-    params = [p for model in parts.models for p in model.parameters()]
-    return clip_grad_norm(params, max_norm, pp_group, parts.device)
+        return parts.optimizer.norm.take(pp_group, parts.device)
+    found = [p.grad for model in parts.models for p in model.parameters() if p.grad is not None]
+    norms = SquaredNorm()
+    norms.add(found)
+    norm = norms.take(pp_group, parts.device)
+    if max_norm > 0:
+        scale(found, _clip_factor(norm, max_norm))
+    return norm
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """By what to multiply gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
     """The largest of all ranks' values."""
-    return all_reduce(torch.tensor(value, device=device), mesh.loss_group, dist.ReduceOp.MAX).item()
+    return all_reduce(torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX).item()

@@ -14,12 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.utils.releases import feature_release, installed_torch
+
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -29,11 +34,8 @@ def torch_is_before_2_13() -> bool:
 
     torch before 2.13. Delete it with its last caller, once pyproject.toml requires 2.13.
     """
-    try:
-        release = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in release.split(".")[:2]) < (2, 13)
+    release = installed_torch()
+    return release is not None and feature_release(release) < (2, 13)
 
 
 @contextmanager
@@ -52,31 +54,38 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 # ---- false alarms
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # FSDP2 calls collectives by names that torch 2.13 deprecates, and 2.11 knows no others.
-    # torch 2.13. Delete once FSDP2 and torchtitan.parallel.context call the new names.
+    # FSDP2 of torch 2.13 and torchtitan.parallel.context call collectives by names that are deprecated since, and of
+    # which 2.11 knows no others.
+    # torch 2.13 to 2.15. Delete once pyproject.toml requires 2.14 and torchtitan.parallel.context calls the new names.
     (".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*", FutureWarning),
     # FSDP2 warns about modules that return views, but only in-place operations on a view are a problem. Hidden states
     # between stages and gathered logits are views, and nothing modifies them in place.
-    # torch 2.11 to 2.13. Delete once FSDP2 warns of in-place operations only.
+    # torch 2.13 to 2.15. Delete once FSDP2 warns of in-place operations only.
     (".*FSDP2-wrapped module .* returned a view tensor.*", UserWarning),
     # `enable_symm_mem_for_group` is deprecated as unnecessary, but the micro-pipeline pass fuses nothing without it.
-    # torch 2.13. Delete once the pass no longer asks `is_symm_mem_enabled_for_group`.
+    # torch 2.11 to 2.15. Delete once the pass no longer asks `is_symm_mem_enabled_for_group`.
     (".*enable_symm_mem_for_group.*", FutureWarning),
+    # `_set_pg_timeout` is called `set_timeout` now, but not yet in 2.13.
+    # torch 2.14 to 2.15. Delete once pyproject.toml requires 2.14, and call the new name.
+    (".*_set_pg_timeout.*", FutureWarning),
 )
 _LOGGERS = (
     # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis, which is logged as
     # slow. It happens only when checkpoints are exported or runs compared.
-    # torch 2.13. Delete once the warning can be switched off for one redistribution.
+    # torch 2.11 to 2.15. Delete once the warning can be switched off for one redistribution.
     "torch.distributed.tensor._redistribute",
     # Every compiled, checkpointed block is reported as possibly containing in-place operations. Ours don't.
-    # torch 2.11 to 2.13. Delete once the warning depends on the block.
+    # torch 2.11 to 2.15. Delete once the warning depends on the block.
     "torch._higher_order_ops.wrap",
     # The micro-pipeline pass warns about every graph without collectives, such as the loss.
-    # torch 2.13. Delete once it is silent about those; `FusionReport` names the collectives that matter.
+    # torch 2.11 to 2.15. Delete once it is silent about those; `FusionReport` names the collectives that matter.
     "torch._inductor.fx_passes.micro_pipeline_tp",
     # torchao warns on import about each GPU kernel it can't load, on machines without a GPU too.
     # torchao 0.18. Delete once importing it on a CPU is silent.
     "torchao",
+    # torchao registers an enumeration as a constant of compiled graphs, which is logged as deprecated.
+    # torch 2.14 to 2.15, torchao 0.18. Delete once importing torchao logs nothing.
+    "torch.utils._pytree",
 )
 
 
@@ -97,7 +106,7 @@ def silence_false_alarms() -> None:
 def keep_buffers_of_backward() -> AbstractContextManager[None]:
     """A compiled backward frees saved tensors after its first run, but a pipeline schedule may run it in two parts.
 
-    torch 2.11 to 2.13. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs again.
+    torch 2.11 to 2.15. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs again.
     """
     from torch._functorch import config
 
@@ -159,7 +168,7 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
 
     Within, torch claims to have NCCL for the duration of each run of that pass, and at no other time.
 
-    torch 2.11 to 2.13. Delete once the pass asks only whether symmetric memory is enabled for the group.
+    torch 2.11 to 2.15. Delete once the pass asks only whether symmetric memory is enabled for the group.
     """
     import torch.distributed as dist
     from torch._inductor.fx_passes import post_grad
@@ -181,7 +190,7 @@ def keep_muon_updates_sharded() -> None:
 
     Changes torch's function for good.
 
-    torch 2.11 to 2.13. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded over two ranks.
+    torch 2.12 to 2.15. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded over two ranks.
     """
     from torch.distributed.tensor import DTensor
     from torch.optim import _muon
@@ -251,6 +260,85 @@ def without_self_connections(operations: "list[dist.P2POp]", own_rank: int) -> "
     return [operation for operation in operations if operation.group_peer != own_rank]
 
 
+def without_receive_buffers() -> AbstractContextManager[None]:
+    """A pipeline stage allocates receive buffers for all microbatches when it is prepared, and never frees them.
+
+    Within, it notes their shapes on the meta device instead. `allocate_receive_buffers` makes those of one microbatch
+    when their receive is posted, and `drop_receive_buffers` leaves them to the computation.
+
+    torch 2.11 to 2.14. Delete the three once pyproject.toml requires 2.15, whose stages do all this.
+    """
+    import torch
+    from torch.distributed.pipelining import stage
+
+    make = stage._make_tensor_from_meta
+    return replaced(stage, _make_tensor_from_meta=lambda example, device: make(example, torch.device("meta")))
+
+
+def allocate_receive_buffers(buffers: "Iterable[Any]", device: "torch.device") -> None:
+    """Before a receive is posted, see `without_receive_buffers`. `buffers` are torch's `_RecvInfo`.
+
+    torch 2.11 to 2.14. Delete with `without_receive_buffers`.
+    """
+    import torch
+
+    for each in buffers:
+        if each.buffer is not None and each.buffer.is_meta:
+            each.buffer = torch.empty_like(each.buffer, device=device).requires_grad_(each.buffer.requires_grad)
+
+
+def drop_receive_buffers(buffers: "Iterable[Any]") -> None:
+    """After a computation has taken what was received, see `without_receive_buffers`.
+
+    torch 2.11 to 2.14. Delete with `without_receive_buffers`.
+    """
+    import torch
+
+    for each in buffers:
+        if each.buffer is not None:
+            each.buffer = torch.empty_like(each.buffer, device="meta").requires_grad_(each.buffer.requires_grad)
+
+
+def forget_output(last: "PipelineStage", microbatch: int) -> None:
+    """A pipeline's last stage keeps its output, the logits, until its backward ends, though only the loss needs them.
+
+    torch 2.11 to 2.15. Delete once `forward_one_chunk` of a last stage keeps its inputs only.
+    """
+    if hasattr(last, "_forward_chunk_states"):  # since 2.15
+        state = last._forward_chunk_states[microbatch]
+        state.live_outputs, state.output_grad_edges = [], ()
+    else:
+        last.fwd_cache[microbatch] = (), last.fwd_cache[microbatch][1]
+
+
+def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> None:
+    """Between its backward for inputs and that for weights, a stage keeps its output and the gradient of its input.
+
+    The second backward needs neither, except on the first stage, whose only backward it is: it starts from gradients
+    inside the stage, which `param_groups` holds.
+
+    torch 2.11 to 2.15. Delete once `backward_one_chunk` of such a stage keeps `param_groups` only.
+    """
+    if stage.is_first:
+        return
+    inputs, groups, *_ = stage.backward_state[microbatch]
+    for each in inputs:
+        each.grad = None
+    stage.backward_state[microbatch] = (), groups, (), None
+
+
+# ---- checkpoints
+
+
+def record_places(metadata: "Metadata", results: "Sequence[Sequence[WriteResult]]") -> None:
+    """Enter into `metadata` where each tensor was written, after `FileSystemWriter.finish`.
+
+    torch 2.11 does that in a copy, which it saves; later releases do it in `metadata`. Delete once 2.12 is the oldest
+    supported.
+    """
+    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+
+
 # ---- low precision
 
 
@@ -259,7 +347,7 @@ def gather_float8_as_bytes() -> None:
 
     Changes torchao's table of operations for good, but only for tensors on the CPU, for which the original fails.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once gloo gathers `float8_e4m3fn`.
+    torch 2.11 to 2.15, torchao 0.18. Delete once gloo gathers `float8_e4m3fn`.
     """
     import torch
     from torchao.float8 import float8_ops
@@ -296,7 +384,7 @@ def send_padded_float8_shards() -> None:
 
     Changes torchao's class for good.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size, and
+    torch 2.11 to 2.15, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size, and
     gloo gathers `float8_e4m3fn`.
     """
     import torch
@@ -329,7 +417,7 @@ def rows_for_empty_float8_shards(models: "Iterable[nn.Module]") -> Iterator[None
 
     Within, those shards hold a row of zeros.
 
-    torch 2.11 to 2.13, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts empty shards.
+    torch 2.11 to 2.15, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts empty shards.
     """
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 

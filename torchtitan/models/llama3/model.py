@@ -13,7 +13,6 @@ from torchtitan.models.layers import (
     FeedForward,
     Mask,
     apply_rope,
-    document_mask,
     rope_cache,
     rope_frequencies,
     scale_frequencies,
@@ -129,20 +128,19 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        mask: Mask | None = None,
         *,
         project: bool = True,
     ) -> Tensor:
         """
         Args:
-            positions: position of each token in its row, `[s]`, or `[b, s]` without `documents`. Default: 0, 1, 2, ...
-            documents: `[b, whole row]`, the document that each token belongs to; attention stays within it.
+            positions: position of each token in its row, `[s]` or `[b, s]`. Default: 0, 1, 2, ...
+            mask: what each token attends to, from `document_mask`. Default: everything before it.
             project: False returns the final hidden states `[b, s, dim]`, to be projected in slices.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = self.cos[positions], self.sin[positions]
-        mask = None if documents is None else document_mask(documents, positions)
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             x = layer(x, cos, sin, mask)

@@ -1,0 +1,61 @@
+"""The stages of `gpu.py`, in order of importance: what a first call can't reach is left for the next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import _gpu_faults as faults
+import _gpu_numerics as numerics
+import _gpu_speed as speeds
+from _gpu_bench import Bench, Figures
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing to find out."""
+
+    name: str
+    seconds: int
+    """Time limit. What a stage takes is known only once it has run."""
+    run: Callable[[Bench], Figures]
+
+
+def _speed(model: str, variant: str = "", *, seconds: int = 150, world: int = 1, gib: float = 0) -> Stage:
+    name = f"{model}_{variant}" if variant else model
+    return Stage(name, seconds, partial(speeds.speed, model=model, variant=variant, world=world, gib=gib))
+
+
+_TABLE = [
+    Stage("first_run", 60, partial(faults.first_run, compiled=False)),
+    Stage("first_run_compiled", 120, partial(faults.first_run, compiled=True)),
+    Stage("groups", 60, faults.groups),
+    Stage("losses", 120, numerics.losses),
+    Stage("ring", 60, numerics.ring),
+    Stage("attention", 90, numerics.attention),
+    Stage("norm", 60, numerics.norm),
+    Stage("deterministic", 90, numerics.deterministic),
+    Stage("float8", 90, numerics.float8),
+    _speed("8b_layers", gib=75),
+    _speed("8b_layers", "float8_tensorwise", gib=75),
+    _speed("8b_layers", "float8_rowwise", gib=75),
+    _speed("8b_layers", "eager", gib=75),
+    _speed("1b", gib=60),
+    _speed("1b", "eager", gib=60),
+    _speed("1b", "loss_chunks_1", gib=75),
+    _speed("3b", gib=135),
+    _speed("3b", "selective_op", gib=100),
+    _speed("3b", "full", gib=75),
+    _speed("3b", "float8_tensorwise", gib=135),
+    _speed("3b", "float8_rowwise", gib=135),
+    _speed("8b_of_8", world=8, gib=75, seconds=180),
+    _speed("70b_of_64", world=64, gib=75, seconds=240),
+    Stage("saves_disabled", 90, partial(faults.saves, mode="disabled")),
+    Stage("saves_async", 90, partial(faults.saves, mode="async")),
+    Stage("saves_pinned", 90, partial(faults.saves, mode="async_with_pinned_mem")),
+    Stage("out_of_memory", 90, faults.out_of_memory),
+    Stage("stopped", 90, faults.stopped),
+    *(Stage(f"ranks_{axis}", 120, partial(faults.layout, axis=axis)) for axis in faults.LAYOUTS),
+    Stage("ranks_watch", 90, faults.watch),
+    Stage("calibration", 60, numerics.calibration),
+]
+STAGES = {stage.name: stage for stage in _TABLE}

@@ -1,0 +1,188 @@
+"""benchmarks/gpu.py: every stage on the CPU, its runner, its tables, and the wheels that it takes along."""
+
+import importlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+bench, speeds, stages, tables, gpu, gpu_wheels = (
+    importlib.import_module(name)
+    for name in ("_gpu_bench", "_gpu_speed", "_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels")
+)
+
+SOME = "groups,ring,attention,norm,8b_layers_float8_rowwise,70b_of_64,saves_pinned,stopped,ranks_cp"
+"""One of each kind."""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("names", [SOME, pytest.param("*", marks=pytest.mark.slow)], ids=["some", "all"])
+def test_dry_run(tmp_path, names):
+    """Every stage has figures, within the limits that a GPU has to keep."""
+    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", f"--out={tmp_path}", f"--stages={names}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in lines] == [stage.name for stage in gpu.chosen(names)]
+    for line in lines:
+        assert line["ok"], line
+        assert line["figures"]
+        assert (line["dry"], line["machine"]["device"]) == (True, "CPU")
+    figures = {line["stage"]: line["figures"] for line in lines}
+    speed = figures["70b_of_64"]
+    assert speed["tokens_per_second"] * speed["step_s"] == pytest.approx(4 * 64 / 8)  # local rows x length / tp
+    assert speed["kernels"]
+    assert figures["groups"]["recorded"] >= 2
+    with zipfile.ZipFile(tmp_path / "details.zip") as archive:
+        assert "70b_of_64/trace.json.gz" in archive.namelist()
+
+
+# ---- the runner
+
+
+def _hang(_):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(100)
+    print("before the end\nstarted", pid, flush=True)
+    time.sleep(100)
+
+
+def _fail(_):
+    raise ValueError("the first line\nthe last line")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("run", "line"),
+    [
+        (lambda _: {"a": 1}, {"ok": True, "figures": {"a": 1}}),
+        (_hang, {"ok": False, "error": "killed after 1 s"}),
+        (_fail, {"ok": False, "error": "the last line"}),
+        (lambda _: os._exit(3), {"ok": False, "error": "ended with exit status 3"}),
+        (lambda _: bench.within({"x": 2.0}, {"x": 1}), {"ok": False, "error": "x is 2, beyond 1"}),
+        (lambda _: bench.within({"x": float("nan")}, {"x": 1}), {"ok": False, "error": "x is nan, beyond 1"}),
+    ],
+    ids=["figures", "hang", "fail", "exit", "beyond", "nan"],
+)
+def test_a_stage_ends_in_one_line(tmp_path, monkeypatch, run, line):
+    stage = stages.Stage("made", 60, run)
+    monkeypatch.setitem(stages.STAGES, "made", stage)
+    where = bench.Bench(True, tmp_path / "work", tmp_path / "kept", tmp_path)
+    monkeypatch.setattr(gpu, "machine", dict)  # would import torch
+    found = gpu.run_stage(stage, where, 1.0 if run is _hang else 60.0, tmp_path)
+    assert found | line == found
+    if run is _hang:
+        assert found["tail"][0] == "before the end"
+        started = Path("/proc", found["tail"][1].split()[1], "stat")
+        deadline = time.monotonic() + 10
+        while started.exists() and started.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not started.exists() or started.read_text().split()[2] == "Z"
+
+
+def test_an_unknown_stage_is_refused():
+    with pytest.raises(SystemExit, match="no stage '9b'"):
+        gpu.chosen("groups,9b")
+
+
+# ---- the tables
+
+
+def result(stage, **more):
+    machine = {"device": "NVIDIA H200", "torch": "2.11.0"}
+    made = {"stage": stage, "ok": True, "dry": False, "seconds": 1.0, "date": "2030-01-02T03:04:05+00:00"}
+    return made | {"command": "python benchmarks/gpu.py --out x", "machine": machine} | more
+
+
+def speed_result(stage, rate):
+    model, _, variant = stage.partition("_float8")
+    flags = [*speeds.MODELS[model], *speeds.VARIANTS[f"float8{variant}" if variant else ""]]
+    figures = {"flags": flags, "world": 1, "tokens_per_second": rate, "mfu": 50.25, "peak_reserved_gib": 60.0}
+    kernel = {"kernel": "gemm", "calls": 3, "ms": 2.0, "pct": 61.0}
+    return result(stage, figures=figures | {"skipped_steps": 0, "kernels": [kernel]})
+
+
+def test_tables(tmp_path):
+    """Measured, planned and wanted stand side by side; nothing is left out, and a dry run never counts."""
+    page, file = tmp_path / "page.md", tmp_path / "results.jsonl"
+    page.write_text(f"before\n{tables.BEGIN}\n{tables.NOTHING}\n{tables.END}\nafter\n")
+    lines = [
+        speed_result("8b_layers_float8_rowwise", 15000.0),
+        speed_result("8b_layers", 10000.0),
+        result("ring", ok=False, error="out is 0.5", figures={"out": 0.5, "limits": {"out": 0.01}}),
+        result("groups", figures={"split": "a | b"}),
+        result("1b", dry=True, figures={"tokens_per_second": 1.0}),
+        result("ranks_tp", ok=False, skipped="NCCL 2.28 refuses"),
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tables.write_tables([file], fast=True, page=page)
+    text = page.read_text()
+    assert text.startswith(
+        f"before\n{tables.BEGIN}\n- 2030-01-02: NVIDIA H200, torch 2.11.0; `python benchmarks/gpu.py"
+    )
+    assert text.endswith(f"{tables.END}\nafter\n")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    rows = {row[0]: row[1:] for row in cells if len(row) == 7}
+    rate, planned, mfu, goal, memory, planned_memory = rows["`8b_layers`"]
+    assert (rate, mfu, goal, memory) == ("10,000", "50.2", "55 %", "60.0")
+    assert 5_000 < float(planned.replace(",", "")) < 50_000
+    assert 45 < float(planned_memory) < 80
+    assert rows["`8b_layers_float8_rowwise`"][3] == "1.50 x bf16, goal 1.35 x"
+    assert "| `ring` | out | 0.5 **beyond** | 0.01 |" in text
+    assert "| `groups` | split a \\| b |" in text
+    assert "| `ranks_tp` | NCCL 2.28 refuses |" in text
+    assert "`1b`" not in text
+    tables.write_tables([], page=page)
+    assert page.read_text() == f"before\n{tables.BEGIN}\n{tables.NOTHING}\n{tables.END}\nafter\n"
+
+
+def test_the_page_lists_every_stage():
+    page = tables.PAGE.read_text()
+    assert tables.BEGIN in page
+    listed = page.partition("In this order:")[2]
+    for name in stages.STAGES:
+        family = next(known for known in ("8b_layers", "1b", "3b", "saves_", "ranks_", name) if name.startswith(known))
+        assert f"`{family}" in listed, name
+
+
+# ---- the wheels
+
+
+def test_missing_and_older_packages_are_unpacked(tmp_path):
+    for name in ("surely_missing-1.0", "numpy-0.1", "psutil-999.0"):
+        with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name.split('-')[0]}/__init__.py", "")
+    target = gpu_wheels.unpack_missing(tmp_path, tmp_path / "made")
+    assert sorted(path.name for path in target.iterdir()) == ["psutil", "surely_missing"]
+    assert gpu_wheels.unpack_missing(tmp_path / "none", tmp_path / "other") is None
+
+
+def test_wheels_are_pinned():
+    pins = (ROOT / "requirements/run.txt").read_text()
+    for name in gpu_wheels.PACKAGES:
+        assert f"\n{name}==" in pins
+
+
+def test_code_for_other_gpus_is_dropped():
+    """Machine code of one architecture stays; other machine code and PTX become zeros of the same size."""
+
+    def entry(kind, architecture, code):
+        header = struct.pack("<HHIQ12xI", kind, 0, 64, len(code), architecture)
+        return header.ljust(64, b"\0") + code
+
+    entries = [entry(2, 80, b"old"), entry(2, 90, b"hopper"), entry(1, 90, b"ptx")]
+    body = b"".join(entries)
+    header = gpu_wheels.FAT_BINARY + struct.pack("<HHQ", 1, 16, len(body))
+    library = bytearray(b"ELF" + gpu_wheels.FAT_BINARY + b"chance" * 4 + header + body + b"rest")
+    before = bytes(library)
+    assert gpu_wheels.keep_one_architecture(library, 90) == (6, 6)
+    assert bytes(library) == before.replace(b"old", b"\0" * 3).replace(b"ptx", b"\0" * 3)

@@ -1,0 +1,40 @@
+"""The releases of torch that this project is tested with. Imports no torch, because scripts ask before there is one."""
+
+from importlib import metadata
+
+TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+"""Oldest first. docs/torch-versions.md says what was run on each."""
+
+
+def installed_torch() -> str | None:
+    """Version of the installed torch; None on a host without one, which only checks configurations."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def feature_release(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cpu", "2.13.0a0+git1234" and "2.13.1"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _short(version: str) -> str:
+    return ".".join(map(str, feature_release(version)))
+
+
+def too_old(version: str | None) -> str | None:
+    """Why this release of torch can't be used; None if it can."""
+    oldest = TESTED_TORCH[0]
+    if version is None or feature_release(version) >= feature_release(oldest):
+        return None
+    return f"torch {version} is too old; upgrade it to {_short(oldest)} or newer"
+
+
+def too_new(version: str | None) -> str | None:
+    """A warning about a release of torch newer than every tested one; None if it isn't."""
+    newest = TESTED_TORCH[-1]
+    if version is None or feature_release(version) <= feature_release(newest):
+        return None
+    return f"torch {version} is newer than the tested releases, {_short(TESTED_TORCH[0])} to {_short(newest)}"
