@@ -1,0 +1,121 @@
+"""What a step asks of the device: host waits, passes over gradients, process groups. Traced on a device without memory.
+
+The numbers of a step are compared to one process elsewhere; here, the update that the host doesn't wait for is compared
+to the one that a policy has to approve.
+"""
+
+import multiprocessing
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import arguments, full, losses, train
+from torchtitan.config import resolve
+from torchtitan.config.derive import DEGREE_KEYS
+from torchtitan.config.schema import Parallelism
+from torchtitan.parallel.mesh import build_mesh
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import forward_backward
+from torchtitan.train.trainer import Trainer
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+P = "--parallelism."
+SMALL = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.dataloader.pin_memory"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """`alone(function, *args)` runs `function` in a process of its own: a fake process group leaves traces."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def traced(world, argv, acts):
+    sys.path.insert(0, BENCHMARKS)
+    from step_trace import trace_step
+
+    warnings.simplefilter("ignore")
+    trace = trace_step([*SMALL, *argv], world, acts=acts)
+    kernels = {name: dict(phase.kernels) for name, phase in trace.phases.items()}
+    return trace.waits, kernels
+
+
+def test_a_step_of_one_rank_and_of_eight(alone):
+    waits, kernels = alone(traced, 1, [], False)
+    assert len(waits) == 1, waits
+    assert "_foreach_mul_" not in kernels["clip"]  # the update divides the gradients itself
+    waits, judged = alone(traced, 8, [], True)
+    assert len(waits) == 1, waits
+    assert judged["clip"]["_foreach_mul_"] == 1  # a policy judges the norm before the update
+    assert kernels["update"]["_fused_adamw_"] == judged["update"]["_fused_adamw_"] == 2  # with and without decay
+    # Where a factor is set, FSDP divides the gradients of a single rank by it in an extra pass per unit, even by 1.
+    assert kernels["backward"]["div"] == judged["backward"]["div"]
+
+
+def test_the_host_waits_once_for_sliced_rows_and_documents(alone):
+    waits, _ = alone(traced, 8, ["--training.document_mask", f"{P}context_parallel_degree=2"], False)
+    assert len(waits) == 1, waits
+    assert waits[0].startswith("train/step.py")
+
+
+def group_counts(layouts):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    counts = []
+    for world, degrees in layouts:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        build_mesh(Parallelism(**{key: degrees.get(axis, 1) for axis, key in DEGREE_KEYS.items()}), "cpu")
+        ranks = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
+        assert len(ranks) == len(set(ranks)), f"{degrees}: two groups of the same ranks"
+        counts.append(len(ranks))
+        dist.destroy_process_group()
+    return counts
+
+
+def test_no_two_process_groups_have_the_same_ranks(alone):
+    """The world's included. Before groups were shared: 5, 7, 9, 6, 9 and 9."""
+    layouts = [
+        (64, {"dp_shard": 64}),
+        (64, {"dp_replicate": 8, "dp_shard": 8}),
+        (512, {"dp_shard": 64, "tp": 8}),
+        (64, {"dp_replicate": 64}),
+        (512, {"pp": 8, "dp_shard": 8, "tp": 8}),
+        (512, {"pp": 2, "dp_replicate": 4, "dp_shard": 16, "cp": 2, "tp": 2}),
+    ]
+    assert alone(group_counts, layouts) == [1, 3, 3, 2, 5, 9]
+
+
+@pytest.mark.parametrize("extra", [[], [f"{P}tensor_parallel_degree=2"]])
+def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
+    """The same as after a policy has judged it, with clipping in every step."""
+    runs = []
+    for policy in ("warn", "skip"):
+        argv = arguments(tmp_path / policy, f"--guard.policy={policy}", "--training.max_norm=0.05", *extra)
+        runs.append(losses(ranks(2, train, argv)[0]))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
+def gradients(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    forward_backward(trainer.parts, next(iter(trainer.parts.loader)), config.training.local_batch_size, 0.0)
+    found = {name: full(param.grad) for name, param in trainer.parts.models[0].named_parameters()}
+    trainer.close()
+    return found
+
+
+def test_reduction_in_bfloat16(ranks, tmp_path):
+    """One batch without accumulation, so what is reduced is what arrives."""
+    argv = arguments(tmp_path, global_batch=4)
+    exact = ranks(2, gradients, argv)[0]
+    rounded = ranks(2, gradients, [*argv, "--training.mixed_precision_reduce=bfloat16"])[0]
+    for name, gradient in rounded.items():
+        assert torch.equal(gradient, gradient.bfloat16().float())
+        assert 0 < (gradient - exact[name]).norm() / exact[name].norm() < 2**-7
