@@ -82,4 +82,5 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden * upstream[0], of_weight * upstream[0], None, None, None
+        # Held by nothing else, so scaled in place.
+        return of_hidden.mul_(upstream[0]), of_weight.mul_(upstream[0]), None, None, None
