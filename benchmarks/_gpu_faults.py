@@ -116,18 +116,19 @@ def saves(bench: Bench, mode: str) -> Figures:
 
     toy = {"stretch": 1, "extra": TOY} if bench.dry else {}
     cost = measure(mode, bench.folder, 1, **toy)
+    half, steps = bench.steps // 2, bench.steps
     every = [
         "--checkpoint.enable=true",
-        "--checkpoint.interval=3",
+        f"--checkpoint.interval={half}",
         f"--checkpoint.async_mode={mode}",
-        "--lr_scheduler.total_steps=6",
+        f"--lr_scheduler.total_steps={steps}",
         "--debug.deterministic=true",
     ]
-    whole = train(bench.flags(*SMALL, *every, "--training.steps=6", name="whole"))
-    train(bench.flags(*SMALL, *every, "--training.steps=3", name="resumed"))
-    resumed = train(bench.flags(*SMALL, *every, "--training.steps=6", name="resumed"))
+    whole = train(bench.flags(*SMALL, *every, f"--training.steps={steps}", name="whole"))
+    train(bench.flags(*SMALL, *every, f"--training.steps={half}", name="resumed"))
+    resumed = train(bench.flags(*SMALL, *every, f"--training.steps={steps}", name="resumed"))
     differ = [a["step"] for a, b in zip(whole, resumed, strict=True) if a["loss"] != b["loss"]]
-    a, b = (str(bench.folder / name / "checkpoint" / "step-6") for name in ("whole", "resumed"))
+    a, b = (str(bench.folder / name / "checkpoint" / f"step-{steps}") for name in ("whole", "resumed"))
     status, text = run_command(bench, ["ckpt", "diff", a, b, "--only", "tensors"])
     figures = {**cost, "steps_that_differ": len(differ), "tensors": text.strip().splitlines()[-1]}
     if differ or status:
@@ -204,7 +205,7 @@ LAYOUTS = {
 
 def layout(bench: Bench, axis: str) -> Figures:
     """Two ranks of one layout: the losses of one rank, in fp32."""
-    flags = [*SMALL, FP32, "--training.steps=4", "--training.global_batch_size=8"]
+    flags = [*SMALL, FP32, f"--training.steps={bench.steps}", "--training.global_batch_size=8"]
     shared = _several_ranks(bench)
     degree = f"--parallelism.{LAYOUTS[axis]}=2"
     found = run_ranks(bench, 2, train, bench.flags(*flags, degree, name="two"), **shared)[0]

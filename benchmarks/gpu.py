@@ -168,9 +168,11 @@ def _be(name: str, bench: Bench, log: Path, result: Path) -> None:
 
 
 def _check_device(bench: Bench) -> None:
+    if bench.dry:
+        return
     import torch
 
-    if not bench.dry and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise Skip("there is no CUDA device; --dry-run uses the CPU")
 
 

@@ -90,9 +90,9 @@ def starved(argv):
 def test_out_of_memory_on_one_rank_says_what_to_lower(ranks, tmp_path):
     with pytest.raises(AssertionError, match=r"rank 1 of 2 failed") as error:
         ranks(2, starved, arguments(tmp_path, *SAVE, steps=6))
-    assert "UserError: step 4: out of memory" in str(error.value)
+    assert "OutOfMemoryError: step 4: out of memory" in str(error.value)
     assert "step-3" in str(error.value)
-    assert "Lower training.local_batch_size" in str(error.value)
+    assert "lower training.local_batch_size" in str(error.value)
 
 
 STOP_AND_GO = """

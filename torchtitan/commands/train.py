@@ -32,7 +32,7 @@ from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.errors import DEBUG_ENV, ConfigError, UserError, did_you_mean
+from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
@@ -265,6 +265,14 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
     return f"rank {first} {killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
 
 
+def _what_lowers_memory(config: Config, world: int) -> str:
+    """The planner's advice for a run that was out of memory; empty if it has none."""
+    from torchtitan.models import get_spec
+    from torchtitan.plan.savings import advice
+
+    return advice(config, get_spec(config.model.name), world)
+
+
 # ---- starting
 
 
@@ -277,7 +285,10 @@ def main(argv: list[str]) -> int:
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
     several = options.nnodes[1] * options.nproc_per_node > 1
     if not several and not options.max_restarts and "RANK" not in os.environ:
-        return train(config_argv)
+        try:
+            return train(config_argv)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error}\n{_what_lowers_memory(config, world=1)}".rstrip()) from error
     _set_environment(options)
     _import_torch()
     return _run_torchrun(options, torchrun_argv, config_argv, config, stop)
@@ -346,6 +357,8 @@ def _run_torchrun(
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
         print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
+        if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
+            print(_what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node), file=sys.stderr)
         return max(failure.exitcode, 1)
     except RendezvousError as error:
         raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error

@@ -83,8 +83,9 @@ def _fits(excluded: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool
 def _report(model: nn.Module, kind: type, what: str) -> None:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     kept = [name for name, module in linear.items() if not isinstance(module, kind)]
-    if not linear or len(kept) == len(linear):
-        logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
+    if len(kept) == len(linear):
+        if set(linear) - {"output"}:  # else it is a pipeline stage without blocks
+            logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
         return
     names = f", all but {', '.join(kept[:6])}{', ...' if len(kept) > 6 else ''}" if kept else ""
     logger.info(f"{what}: converted {len(linear) - len(kept)} of {len(linear)} linear layers{names}")

@@ -74,7 +74,9 @@ class Masks:
 
     def of(self, microbatch: int) -> Mask:
         """For the next forward of `microbatch`."""
-        mask, users = self._made.pop(microbatch, None) or (self._make(microbatch), self._users)
+        if microbatch not in self._made:
+            self._made[microbatch] = self._make(microbatch), self._users
+        mask, users = self._made.pop(microbatch)
         if users > 1:
             self._made[microbatch] = mask, users - 1
         return mask

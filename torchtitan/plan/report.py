@@ -10,6 +10,7 @@ from torchtitan.plan.advice import Change, largest_costs
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import GIB, PARTS
 from torchtitan.plan.predict import MEMORY_BAND, Plan
+from torchtitan.plan.savings import advice
 from torchtitan.plan.search import Found
 from torchtitan.plan.workload import hardware_flops
 from torchtitan.utils.text import aligned, plural
@@ -66,6 +67,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             "Largest costs:",
             *_cost_lines(plan),
+            *([] if plan.fits else advice(plan.config, plan.spec, plan.workload.world).splitlines()),
             *(f"note: {note}" for note in plan.notes),
         ]
     )

@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
     resolved = resolve(argv, world)
     for warning in resolved.warnings:
         logger.warning(warning)
-    if warning := too_new(installed_torch()):
-        logger.warning(warning)
+    if untested := too_new(installed_torch()):
+        logger.warning(untested)
     setup = preflight(resolved.config)
     job = resolved.config.job
     logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")

@@ -33,7 +33,7 @@ from torchtitan.train.restore import restore
 from torchtitan.train.state import Progress, RunState, seed_step
 from torchtitan.train.step import StepResult, max_over_ranks, prepare_weights, train_step
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
-from torchtitan.utils.errors import HangError, UserError
+from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
@@ -147,7 +147,8 @@ class Trainer:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
             CheckpointError: a save failed.
             GuardError: repeated spikes, or replicas of the weights that differ.
-            UserError: out of memory, or the data can't be read.
+            OutOfMemoryError: out of memory.
+            UserError: the data can't be read.
         """
         steps = self.config.training.steps
         try:
@@ -287,11 +288,12 @@ class Trainer:
         with phase("staging", "waiting for a copy of the weights"):
             self.checkpointer.wait_staged()
 
-    def _out_of_memory(self, error: BaseException) -> UserError:
-        return UserError(
+    def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
+        return OutOfMemoryError(
             f"step {self.progress.step + 1}: out of memory; {self.checkpointer.last_good()}.\n"
-            "Lower training.local_batch_size (training.global_batch_size keeps the batch, by accumulation) or "
-            f"training.seq_len, shard over more ranks, or set training.enable_cpu_offload = true.\n{error}"
+            'Set activation_checkpoint.mode = "full" or training.loss_chunks, lower training.local_batch_size '
+            "(training.global_batch_size keeps the batch, by accumulation), shard over more ranks, or set "
+            f"training.enable_cpu_offload = true; `torchtitan plan` says what each takes.\n{error}"
         )
 
     # ---- the end

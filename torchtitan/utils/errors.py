@@ -47,6 +47,12 @@ class GuardError(UserError):
     """The guard gave up: too many spikes, or copies of the weights differ."""
 
 
+class OutOfMemoryError(UserError):
+    """An allocation failed, on the device or on the host."""
+
+    exit_code = 12  # ENOMEM: by it a launcher knows what to advise
+
+
 class HangError(UserError):
     """A collective timed out; the message names the rank that blocks the others."""
 
