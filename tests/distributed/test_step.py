@@ -4,6 +4,7 @@ The numbers of a step are compared to one process elsewhere; here, the update th
 to the one that a policy has to approve.
 """
 
+import math
 import multiprocessing
 import sys
 import warnings
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runs import arguments, full, losses, train
+from tests.runs import arguments, full
 from torchtitan.config import resolve
-from torchtitan.config.derive import DEGREE_KEYS
-from torchtitan.config.schema import Parallelism
+from torchtitan.config.derive import DEGREE_KEYS, derive
+from torchtitan.config.schema import Config, Parallelism
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward
+from torchtitan.train.step import forward_backward, train_step
 from torchtitan.train.trainer import Trainer
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
@@ -71,7 +73,8 @@ def group_counts(layouts):
     counts = []
     for world, degrees in layouts:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-        build_mesh(Parallelism(**{key: degrees.get(axis, 1) for axis, key in DEGREE_KEYS.items()}), "cpu")
+        config = Config(parallelism=Parallelism(**{DEGREE_KEYS[axis]: degree for axis, degree in degrees.items()}))
+        build_mesh(derive(config, world)[0], "cpu")
         ranks = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
         assert len(ranks) == len(set(ranks)), f"{degrees}: two groups of the same ranks"
         counts.append(len(ranks))
@@ -85,21 +88,61 @@ def test_no_two_process_groups_have_the_same_ranks(alone):
         (64, {"dp_shard": 64}),
         (64, {"dp_replicate": 8, "dp_shard": 8}),
         (512, {"dp_shard": 64, "tp": 8}),
-        (64, {"dp_replicate": 64}),
+        (64, {"dp_replicate": 64, "dp_shard": 1}),
         (512, {"pp": 8, "dp_shard": 8, "tp": 8}),
         (512, {"pp": 2, "dp_replicate": 4, "dp_shard": 16, "cp": 2, "tp": 2}),
     ]
     assert alone(group_counts, layouts) == [1, 3, 3, 2, 5, 9]
 
 
-@pytest.mark.parametrize("extra", [[], [f"{P}tensor_parallel_degree=2"]])
+MAX_NORM, NAN_STEP = 0.05, 3
+
+
+def advance(argv, agree):
+    """Loss, norm and whether weights changed, weights, and optimizer state of each step. One is NaN on rank 1."""
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    (model,), batches, seen = parts.models, iter(parts.loader), []
+
+    def poison(_, args):
+        nan = len(seen) + 1 == NAN_STEP and dist.get_rank() == 1
+        return (torch.full_like(args[0], math.nan) if nan else args[0], *args[1:])
+
+    model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
+    while len(seen) < config.training.steps:
+        result = train_step(
+            parts,
+            next(batches),
+            config,
+            stop=False,
+            agree=agree,
+            approve=lambda loss, norm: math.isfinite(loss) and math.isfinite(norm),
+            before_update=lambda: None,
+        )
+        parts.schedule.advance()
+        states = {name: parts.optimizer.state[param] for name, param in model.named_parameters()}
+        tensors = {f"{name}.{slot}": full(value) for name, state in states.items() for slot, value in state.items()}
+        tensors |= {name: full(param) for name, param in model.named_parameters()}
+        seen.append((result.loss, result.grad_norm, result.updated, tensors))
+    parts.loader.close()
+    return seen
+
+
+@pytest.mark.parametrize("extra", [[], [f"{P}tensor_parallel_degree=2"]], ids=["fsdp", "tp"])
 def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
-    """The same as after a policy has judged it, with clipping in every step."""
-    runs = []
-    for policy in ("warn", "skip"):
-        argv = arguments(tmp_path / policy, f"--guard.policy={policy}", "--training.max_norm=0.05", *extra)
-        runs.append(losses(ranks(2, train, argv)[0]))
-    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+    """The same as after a policy has judged it. Every step is clipped; one that isn't finite changes nothing."""
+    argv = arguments(tmp_path, f"--training.max_norm={MAX_NORM}", *extra, steps=6)
+    (ahead, _), (judged, _) = ranks(2, advance, argv, False), ranks(2, advance, argv, True)
+    first = torch.stack([x.norm() for name, x in ahead[0][-1].items() if name.endswith("exp_avg")])
+    assert first.norm().item() == pytest.approx(0.1 * MAX_NORM, rel=1e-4)  # (1 - beta1) times the clipped gradient
+    for step, (mine, theirs) in enumerate(zip(ahead, judged, strict=True), 1):
+        assert mine[:2] == pytest.approx(theirs[:2], rel=1e-6, nan_ok=True)
+        assert mine[2] is theirs[2] is (step != NAN_STEP)
+        assert step == NAN_STEP or mine[1] > 2 * MAX_NORM
+        for name, value in mine[-1].items():
+            other = theirs[-1][name].double()
+            assert (value - other).norm() <= 1e-6 * other.norm(), f"step {step}: {name}"
+            assert step != NAN_STEP or torch.equal(value, ahead[step - 2][-1][name])
 
 
 def gradients(argv):
