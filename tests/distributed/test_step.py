@@ -154,11 +154,20 @@ def gradients(argv):
     return found
 
 
-def test_reduction_in_bfloat16(ranks, tmp_path):
-    """One batch without accumulation, so what is reduced is what arrives."""
-    argv = arguments(tmp_path, global_batch=4)
-    exact = ranks(2, gradients, argv)[0]
-    rounded = ranks(2, gradients, [*argv, "--training.mixed_precision_reduce=bfloat16"])[0]
-    for name, gradient in rounded.items():
-        assert torch.equal(gradient, gradient.bfloat16().float())
-        assert 0 < (gradient - exact[name]).norm() / exact[name].norm() < 2**-7
+@pytest.fixture(scope="module")
+def exact(ranks, tmp_path_factory):
+    """Gradients of one batch on one rank, in fp32."""
+    return ranks(1, gradients, arguments(tmp_path_factory.mktemp("exact"), local_batch=8))[0]
+
+
+@pytest.mark.parametrize("layout", [[], [f"{P}data_parallel_replicate_degree=2"]], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("batches", [1, 4])
+def test_reduction_in_bfloat16(ranks, exact, tmp_path, layout, batches):
+    """One batch is rounded to bf16. Several add up in fp32, so most sums don't fit into bf16."""
+    extra = ["--training.mixed_precision_reduce=bfloat16", *layout]
+    found = ranks(2, gradients, arguments(tmp_path, *extra, local_batch=4 // batches))[0]
+    for name, gradient in found.items():
+        assert 0 < (gradient - exact[name]).norm() / exact[name].norm() < 2**-8
+    blocks = torch.cat([gradient.flatten() for name, gradient in found.items() if name.startswith("layers.")])
+    representable = (blocks == blocks.bfloat16()).float().mean()
+    assert representable == 1 if batches == 1 else representable < 0.5, representable
