@@ -272,7 +272,7 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
     from torchtitan.plan.fake import aside, fake_cluster, take_fake_memory
     from torchtitan.train import build, preflight, state, step
 
-    config = resolve(list(arguments), world).config
+    config = resolve([*arguments, "--compile.enable=false"], world).config
     setup = preflight.preflight(config, output=False)
     device, counter = make_device(), StepCounter()
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runs import SAVE, arguments, full
+from tests.runs import SAVE, arguments
 from torchtitan.config import resolve
+from torchtitan.parallel.collectives import local
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.logging import logger
@@ -21,12 +22,19 @@ PP = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per
 
 
 def poisoned(argv, step_to_poison):
-    """Train with the activations of rank 1 made NaN in one step; tells whether that step changed the weights."""
+    """Train with the activations of rank 1 made NaN in one step; whether weights and optimizer stayed as they were."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     block = list(trainer.parts.models[0].layers.values())[-1]
-    weight = block.attention.wq.weight
-    before = None
+    before, kept = None, []
+
+    def state():
+        params = [p for model in trainer.parts.models for p in model.parameters()]
+        slots = [tensor for p in params for tensor in trainer.parts.optimizer.state[p].values()]
+        return [local(tensor).clone() for tensor in (*params, *slots)]
+
+    def unchanged():
+        return all(map(torch.equal, state(), before))
 
     def poison(module, args):
         if trainer.progress.step + 1 == step_to_poison and dist.get_rank() == 1:
@@ -36,16 +44,16 @@ def poisoned(argv, step_to_poison):
     def watch(_):
         nonlocal before
         if trainer.progress.step + 1 == step_to_poison:
-            before = full(weight)
+            before = state()
         elif trainer.progress.step == step_to_poison:
-            before = torch.equal(full(weight), before)
+            kept.append(unchanged())
 
     trainer.after_step = (*trainer.after_step, watch)
     block.ffn_norm.register_forward_pre_hook(poison)
     try:
-        return "ok", trainer.train().state_dict(), before
+        return "ok", trainer.train().state_dict(), *kept
     except Exception as error:
-        return type(error).__name__, str(error), torch.equal(full(weight), before)
+        return type(error).__name__, str(error), unchanged()
     finally:
         trainer.close()
 

@@ -1,5 +1,6 @@
 """Learning rate against its closed form; weight decay on matrices only."""
 
+import copy
 import math
 
 import pytest
@@ -102,3 +103,26 @@ def test_bf16_state_is_bf16_and_follows_adamw():
     assert pair[1].state[narrow.weight]["exp_avg"].dtype == torch.bfloat16
     assert not torch.equal(narrow.weight, plain.weight)
     torch.testing.assert_close(narrow.weight, plain.weight, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "reference"), [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)])
+def test_update_divides_gradients_and_skips_on_the_device(name, reference):
+    """What `train_step` asks for before the host knows the norm, against torch's optimizer and a plain division."""
+    torch.manual_seed(0)
+    config = Optimizer(name=name, lr=0.1, weight_decay=0.25, implementation="fused")
+    start = nn.Linear(4, 3)
+    models = [copy.deepcopy(start), copy.deepcopy(start)]
+    groups = [{"params": [p], "weight_decay": 0.25 if p.dim() > 1 else 0.0} for p in models[1].parameters()]
+    ours, theirs = build_optimizer(models[:1], config), reference(groups, lr=0.1, betas=(0.9, 0.95))
+    for step in range(4):
+        skipped = step == 2
+        for mine, his in zip(*(model.parameters() for model in models), strict=True):
+            mine.grad = torch.randn_like(mine)
+            his.grad = mine.grad / 3
+            if skipped:
+                mine.grad.fill_(torch.nan)
+        ours.step(divisor=torch.tensor(3.0, dtype=torch.float64), skip=torch.tensor(skipped))
+        if not skipped:
+            theirs.step()
+        for mine, his in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(mine, his)

@@ -105,6 +105,10 @@ def test_bytes_of_fsdp():
     assert made.bytes["fsdp", "all_gather"] == 2 * (params + 31 * w.block_params)
     assert made.bytes["fsdp", "reduce_scatter"] == 4 * params
     assert made.calls["fsdp", "all_gather"] == 33 + 31
+    narrow = ["--training.mixed_precision_reduce=bfloat16", "--parallelism.data_parallel_replicate_degree=2"]
+    halved = collectives(workload("--model.flavor=8B", "--training.seq_len=8192", *narrow, world=16))
+    assert halved.bytes["fsdp", "reduce_scatter"] == 2 * params
+    assert halved.bytes["dp_replicate", "all_reduce"] == 2 * params / 8
 
 
 @pytest.mark.parametrize(("mode", "gathers", "scatters"), [([NONE], 4, 4), (OP, 6, 4), ([FULL], 6, 6)])

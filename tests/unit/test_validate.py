@@ -8,6 +8,7 @@ from torchtitan.utils.errors import ConfigError
 
 TP = ["--parallelism.tensor_parallel_degree=2"]
 OP = ["--activation_checkpoint.selective_ac_option=op"]
+BF16_REDUCE = "--training.mixed_precision_reduce=bfloat16"
 FLOAT8 = ["--model.converters=float8"]
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
@@ -94,6 +95,12 @@ CASES = {
          'set "default"', ["--parallelism.fsdp_reshard_after_forward=default"]),
         (2, ["--parallelism.fsdp_reduce_once_per_step", "--parallelism.pipeline_parallel_degree=2"],
          "reduces gradients after each batch", ["--parallelism.fsdp_reduce_once_per_step=false"]),
+        (2, [BF16_REDUCE, "--parallelism.pipeline_parallel_degree=2"], "before they are reduced",
+         ["--parallelism.pipeline_parallel_degree=1"]),
+        (2, [BF16_REDUCE, "--parallelism.fsdp_reduce_once_per_step"], "before they are reduced",
+         ["--parallelism.fsdp_reduce_once_per_step=false"]),
+        (1, [BF16_REDUCE, "--training.dtype=bfloat16", "--training.global_batch_size=16"], "stored in bf16",
+         ["--training.dtype=float32"]),
         (2, [*OP, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
          "runs a block's backward in two parts", ["--activation_checkpoint.mode=full"]),
         (1, ["--activation_checkpoint.mode=memory_budget"], "implemented by the compiler", ["--compile.enable"]),

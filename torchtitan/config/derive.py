@@ -126,19 +126,23 @@ def data_parallel_degree(config: Config) -> int:
 def sums_whole_gradients(config: Config) -> bool:
     """Whether the batches of a step add up in whole gradients, reduced after the last one, rather than in shards.
 
-    Whole gradients cost nothing where a shard is all of them, on the device.
+    Whole gradients cost nothing where a shard is all of them, on the device. FSDP adds them up in the type that it
+    reduces them in.
     """
-    p = config.parallelism
+    p, t = config.parallelism, config.training
     shards = p.data_parallel_shard_degree * p.context_parallel_degree
-    return p.fsdp_reduce_once_per_step or (shards == 1 and not config.training.enable_cpu_offload)
+    free = shards == 1 and not t.enable_cpu_offload and t.mixed_precision_reduce == "float32"
+    return p.fsdp_reduce_once_per_step or free
 
 
 def sums_on_replicas(config: Config) -> bool:
     """Whether replicas add up the shards of a step's batches apart, and are all-reduced after the last batch.
 
-    That happens on the device. So shards that can add up in host memory, in fp32, are all-reduced for each batch.
+    That happens on the device, in the type of the reduction. So shards that can add up in host memory, or are reduced
+    in bf16, are all-reduced for each batch and add up in fp32.
     """
-    return not config.training.enable_cpu_offload or config.training.dtype == "bfloat16"
+    t = config.training
+    return t.mixed_precision_reduce == "float32" and (not t.enable_cpu_offload or t.dtype == "bfloat16")
 
 
 def needs_replica_axis(config: Config) -> bool:

@@ -268,8 +268,9 @@ class Training(Section):
     """Type in which parameters and optimizer state are stored."""
     mixed_precision_param: Dtype = "bfloat16"
     """Type of parameters and activations in the forward and backward."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Type in which gradients are reduced across ranks."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are reduced across ranks. `bfloat16` halves the bytes sent, but rounds every partial sum
+    to 8 bits, so gradients depend on the number of ranks in the third digit."""
     gc_freq: Steps = 50
     """Steps between runs of Python's garbage collector. It is off in between, so that no single rank stalls."""
     gc_debug: bool = False

@@ -151,6 +151,23 @@ CONFLICTS = (
         "parallelism.fsdp_reduce_once_per_step: a pipeline's schedule reduces gradients after each batch; set it to "
         "false, and raise training.local_batch_size for fewer batches",
     ),
+    Conflict(
+        lambda c: (
+            c.training.mixed_precision_reduce == "bfloat16"
+            and (c.parallelism.pipeline_parallel_degree > 1 or c.parallelism.fsdp_reduce_once_per_step)
+        ),
+        "training.mixed_precision_reduce: the gradients of a pipeline's microbatches, and with "
+        "parallelism.fsdp_reduce_once_per_step those of a step's batches, would add up in bf16 before they are "
+        'reduced; set "float32", or pipeline_parallel_degree = 1 and fsdp_reduce_once_per_step = false',
+    ),
+    Conflict(
+        lambda c: (
+            c.training.mixed_precision_reduce == c.training.dtype == "bfloat16"
+            and (gradient_accumulation_steps(c) > 1 or c.fault_tolerance.elastic)
+        ),
+        "training.mixed_precision_reduce: with parameters stored in bf16, the gradients of a step's batches (of which "
+        'fewer ranks of an elastic run have more) would add up in bf16; set "float32", or training.dtype = "float32"',
+    ),
 )
 
 

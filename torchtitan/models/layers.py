@@ -84,15 +84,17 @@ def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> M
         On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere a boolean tensor
         `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
-    device = positions.device
-    if device.type != "cuda":
-        documents, places = documents.to(device), torch.arange(documents.shape[1], device=device)
-        same = documents[:, positions, None] == documents[:, None, :]
-        return (same & (positions[:, None] >= places))[:, None]
-    if len(positions) == documents.shape[1] and dtype in (torch.float16, torch.bfloat16):
+    device, whole_rows = positions.device, len(positions) == documents.shape[1]
+    if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):
         return pack_documents(documents, device)
-    documents = documents.pin_memory().to(device, non_blocking=True)
-    return block_mask(documents, positions, _compiled_create_block_mask())
+    if device.type != "cpu":  # from pageable memory, the host would wait for the copy
+        documents = documents.pin_memory()
+    documents = documents.to(device, non_blocking=True)
+    if device.type == "cuda":
+        return block_mask(documents, positions, _compiled_create_block_mask())
+    places = torch.arange(documents.shape[1], device=device)
+    same = documents[:, positions, None] == documents[:, None, :]
+    return (same & (positions[:, None] >= places))[:, None]
 
 
 def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Any]) -> Mask:

@@ -82,4 +82,5 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
+        # Not in place: a pipeline schedule that splits the backward runs this twice.
         return of_hidden * upstream[0], of_weight * upstream[0], None, None, None

@@ -76,6 +76,6 @@ def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int)
         out.add(
             "fsdp", "all_gather", w.accumulation * (groups - layers) * (1 + (reshard == "always")), ends * w.element
         )
-        out.add("fsdp", "reduce_scatter", groups * scatters, weights / groups * FP32)
+        out.add("fsdp", "reduce_scatter", groups * scatters, weights / groups * w.reduced)
     if w.dp_replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups * reduces, weights / groups / w.fsdp * FP32)
+        out.add("dp_replicate", "all_reduce", groups * reduces, weights / groups / w.fsdp * w.reduced)

@@ -259,10 +259,10 @@ def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
         bandwidth, share = hw.bandwidth(w.fsdp, w.tp), (w.fsdp - 1) / w.fsdp
         latency = hw.latency * (w.fsdp - 1) if w.fsdp * w.tp > hw.gpus_per_node else hw.launch
         gather = w.block_params * w.gathered * share / bandwidth + latency
-        scatter = w.block_params * FP32 * share / bandwidth + latency
+        scatter = w.block_params * w.reduced * share / bandwidth + latency
     if w.dp_replicate > 1:
         bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
-        reduce = 2 * FP32 * w.block_params / w.fsdp * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
+        reduce = 2 * w.reduced * w.block_params / w.fsdp * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
     return gather, scatter, reduce
 
 

@@ -76,7 +76,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
         parts["unsharded"] = ends + w.gathered * blocks * w.block_params
         if w.fsdp > 1:
-            reduced = FP32 * w.block_params / w.fsdp
+            reduced = w.reduced * w.block_params / w.fsdp
             parts["communication"] = ends + GATHER_COPIES * w.gathered * w.block_params + reduced
         if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
             parts["unsharded"] += FP32 * total

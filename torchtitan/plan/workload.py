@@ -23,7 +23,7 @@ from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
 FP32, FP8 = 4, 1
-"""Bytes of an element. Gradients are reduced in fp32."""
+"""Bytes of an element. Gradients add up in fp32."""
 
 BACKWARD_PRODUCTS = 2
 """Matrix products in the backward per product in the forward: the gradients of its input and of its weight."""
@@ -119,6 +119,8 @@ class Workload:
         """Bytes of a gathered parameter or an activation."""
         self.stored = BYTES[t.dtype]
         """Bytes of a sharded parameter."""
+        self.reduced = BYTES[t.mixed_precision_reduce]
+        """Bytes of a gradient in a reduction."""
         self.float8, self.mx = uses(config, FLOAT8), uses(config, MX)
         recipe = config.quantize.linear.float8.recipe_name or "tensorwise"
         self.tensorwise = self.float8 and recipe == "tensorwise"

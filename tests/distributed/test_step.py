@@ -1,0 +1,173 @@
+"""What a step asks of the device: host waits, passes over gradients, process groups. Traced on a device without memory.
+
+The numbers of a step are compared to one process elsewhere; here, the update that the host doesn't wait for is compared
+to the one that a policy has to approve.
+"""
+
+import math
+import multiprocessing
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import arguments, full
+from torchtitan.config import resolve
+from torchtitan.config.derive import DEGREE_KEYS, derive
+from torchtitan.config.schema import Config, Parallelism
+from torchtitan.parallel.mesh import build_mesh
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import forward_backward, train_step
+from torchtitan.train.trainer import Trainer
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+P = "--parallelism."
+SMALL = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.dataloader.pin_memory"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """`alone(function, *args)` runs `function` in a process of its own: a fake process group leaves traces."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def traced(world, argv, acts):
+    sys.path.insert(0, BENCHMARKS)
+    from step_trace import trace_step
+
+    warnings.simplefilter("ignore")
+    trace = trace_step([*SMALL, *argv], world, acts=acts)
+    kernels = {name: dict(phase.kernels) for name, phase in trace.phases.items()}
+    return trace.waits, kernels
+
+
+def test_a_step_of_one_rank_and_of_eight(alone):
+    waits, kernels = alone(traced, 1, [], False)
+    assert len(waits) == 1, waits
+    assert "_foreach_mul_" not in kernels["clip"]  # the update divides the gradients itself
+    waits, judged = alone(traced, 8, [], True)
+    assert len(waits) == 1, waits
+    assert judged["clip"]["_foreach_mul_"] == 1  # a policy judges the norm before the update
+    assert kernels["update"]["_fused_adamw_"] == judged["update"]["_fused_adamw_"] == 2  # with and without decay
+    # Where a factor is set, FSDP divides the gradients of a single rank by it in an extra pass per unit, even by 1.
+    assert kernels["backward"]["div"] == judged["backward"]["div"]
+
+
+def test_the_host_waits_once_for_sliced_rows_and_documents(alone):
+    waits, _ = alone(traced, 8, ["--training.document_mask", f"{P}context_parallel_degree=2"], False)
+    assert len(waits) == 1, waits
+    assert waits[0].startswith("train/step.py")
+
+
+def group_counts(layouts):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    counts = []
+    for world, degrees in layouts:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        config = Config(parallelism=Parallelism(**{DEGREE_KEYS[axis]: degree for axis, degree in degrees.items()}))
+        build_mesh(derive(config, world)[0], "cpu")
+        ranks = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
+        assert len(ranks) == len(set(ranks)), f"{degrees}: two groups of the same ranks"
+        counts.append(len(ranks))
+        dist.destroy_process_group()
+    return counts
+
+
+def test_no_two_process_groups_have_the_same_ranks(alone):
+    """The world's included. Before groups were shared: 5, 7, 9, 6, 9 and 9."""
+    layouts = [
+        (64, {"dp_shard": 64}),
+        (64, {"dp_replicate": 8, "dp_shard": 8}),
+        (512, {"dp_shard": 64, "tp": 8}),
+        (64, {"dp_replicate": 64, "dp_shard": 1}),
+        (512, {"pp": 8, "dp_shard": 8, "tp": 8}),
+        (512, {"pp": 2, "dp_replicate": 4, "dp_shard": 16, "cp": 2, "tp": 2}),
+    ]
+    assert alone(group_counts, layouts) == [1, 3, 3, 2, 5, 9]
+
+
+MAX_NORM, NAN_STEP = 0.05, 3
+
+
+def advance(argv, agree):
+    """Loss, norm and whether weights changed, weights, and optimizer state of each step. One is NaN on rank 1."""
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    (model,), batches, seen = parts.models, iter(parts.loader), []
+
+    def poison(_, args):
+        nan = len(seen) + 1 == NAN_STEP and dist.get_rank() == 1
+        return (torch.full_like(args[0], math.nan) if nan else args[0], *args[1:])
+
+    model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
+    while len(seen) < config.training.steps:
+        result = train_step(
+            parts,
+            next(batches),
+            config,
+            stop=False,
+            agree=agree,
+            approve=lambda loss, norm: math.isfinite(loss) and math.isfinite(norm),
+            before_update=lambda: None,
+        )
+        parts.schedule.advance()
+        states = {name: parts.optimizer.state[param] for name, param in model.named_parameters()}
+        tensors = {f"{name}.{slot}": full(value) for name, state in states.items() for slot, value in state.items()}
+        tensors |= {name: full(param) for name, param in model.named_parameters()}
+        seen.append((result.loss, result.grad_norm, result.updated, tensors))
+    parts.loader.close()
+    return seen
+
+
+@pytest.mark.parametrize("extra", [[], [f"{P}tensor_parallel_degree=2"]], ids=["fsdp", "tp"])
+def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
+    """The same as after a policy has judged it. Every step is clipped; one that isn't finite changes nothing."""
+    argv = arguments(tmp_path, f"--training.max_norm={MAX_NORM}", *extra, steps=6)
+    (ahead, _), (judged, _) = ranks(2, advance, argv, False), ranks(2, advance, argv, True)
+    first = torch.stack([x.norm() for name, x in ahead[0][-1].items() if name.endswith("exp_avg")])
+    assert first.norm().item() == pytest.approx(0.1 * MAX_NORM, rel=1e-4)  # (1 - beta1) times the clipped gradient
+    for step, (mine, theirs) in enumerate(zip(ahead, judged, strict=True), 1):
+        assert mine[:2] == pytest.approx(theirs[:2], rel=1e-6, nan_ok=True)
+        assert mine[2] is theirs[2] is (step != NAN_STEP)
+        assert step == NAN_STEP or mine[1] > 2 * MAX_NORM
+        for name, value in mine[-1].items():
+            other = theirs[-1][name].double()
+            assert (value - other).norm() <= 1e-6 * other.norm(), f"step {step}: {name}"
+            assert step != NAN_STEP or torch.equal(value, ahead[step - 2][-1][name])
+
+
+def gradients(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    forward_backward(trainer.parts, next(iter(trainer.parts.loader)), config.training.local_batch_size, 0.0)
+    found = {name: full(param.grad) for name, param in trainer.parts.models[0].named_parameters()}
+    trainer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def exact(ranks, tmp_path_factory):
+    """Gradients of one batch on one rank, in fp32."""
+    return ranks(1, gradients, arguments(tmp_path_factory.mktemp("exact"), local_batch=8))[0]
+
+
+@pytest.mark.parametrize("layout", [[], [f"{P}data_parallel_replicate_degree=2"]], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("batches", [1, 4])
+def test_reduction_in_bfloat16(ranks, exact, tmp_path, layout, batches):
+    """One batch is rounded to bf16. Several add up in fp32, so most sums don't fit into bf16."""
+    extra = ["--training.mixed_precision_reduce=bfloat16", *layout]
+    found = ranks(2, gradients, arguments(tmp_path, *extra, local_batch=4 // batches))[0]
+    for name, gradient in found.items():
+        assert 0 < (gradient - exact[name]).norm() / exact[name].norm() < 2**-8
+    blocks = torch.cat([gradient.flatten() for name, gradient in found.items() if name.startswith("layers.")])
+    representable = (blocks == blocks.bfloat16()).float().mean()
+    assert representable == 1 if batches == 1 else representable < 0.5, representable
