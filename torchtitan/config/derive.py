@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.schema import ActivationCheckpoint, Config, Parallelism
 
 Derived = tuple[str, Any, str]
 """(key, value, formula)."""
@@ -121,6 +121,11 @@ def replace(config: Config, key: str, value: Any) -> Config:
 def data_parallel_degree(config: Config) -> int:
     """Number of ranks that read different rows. The shard degree must be derived already."""
     return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+
+
+def offloaded_blocks(ac: ActivationCheckpoint, blocks: int) -> int:
+    """How many of a pipeline stage's blocks keep in host memory what their backward needs: the first ones."""
+    return blocks if ac.offload_blocks < 0 else min(ac.offload_blocks, blocks)
 
 
 def sums_whole_gradients(config: Config) -> bool:

@@ -18,6 +18,7 @@ from torchtitan.config.types import (
     Fraction,
     InDumpFolder,
     Layers,
+    LayersOrAll,
     LayersOrZero,
     LearningRate,
     LocalPath,
@@ -393,6 +394,9 @@ class ActivationCheckpoint(Section):
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Name] = ["moe.router.gate"]
     """With `op`: always recompute matrix products whose weight has the shape of one of these linear layers, given as
     parts of names."""
+    offload_blocks: LayersOrAll = 0
+    """Move what this many blocks keep for the backward to host memory, and back, while other blocks compute. They are
+    the first blocks of each pipeline stage, whose backward comes last. -1: all. 0: none."""
     early_stop: bool = False
     """Stop recomputing a block as soon as its backward has what it needs."""
     memory_budget: Fraction = 0.5

@@ -147,6 +147,11 @@ CONFLICTS = (
         'for all microbatches of a stage; set "default" or "never"',
     ),
     Conflict(
+        lambda c: c.activation_checkpoint.offload_blocks != 0 and _splits_backward(c),
+        "activation_checkpoint.offload_blocks: a schedule that splits the backward needs activations twice, and "
+        "would keep them on the device in between; set it to 0, or choose another schedule",
+    ),
+    Conflict(
         lambda c: c.parallelism.fsdp_reduce_once_per_step and c.parallelism.pipeline_parallel_degree > 1,
         "parallelism.fsdp_reduce_once_per_step: a pipeline's schedule reduces gradients after each batch; set it to "
         "false, and raise training.local_batch_size for fewer batches",

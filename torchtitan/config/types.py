@@ -24,6 +24,7 @@ Degree = Annotated[int, Field(ge=1, le=2**20)]
 """Ranks of a mesh axis."""
 Layers = Annotated[int, Field(ge=1, le=512)]
 LayersOrZero = Annotated[int, Field(ge=0, le=512)]
+LayersOrAll = Annotated[int, Field(ge=-1, le=512)]
 Few = Annotated[int, Field(ge=1, le=1000)]
 """Workers, batches ahead, failures in a row."""
 FewOrZero = Annotated[int, Field(ge=0, le=1000)]

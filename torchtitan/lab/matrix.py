@@ -94,6 +94,7 @@ FEATURES = {
     "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
     "AC selective op": Feature(_AC_BY_OPERATION),
     "AC full": Feature(("--activation_checkpoint.mode=full",)),
+    "activation offload": Feature(("--activation_checkpoint.mode=none", "--activation_checkpoint.offload_blocks=-1")),
     "compile": Feature((*_COMPILE, *_AC_BY_OPERATION)),
     "chunked loss": Feature(("--training.loss_chunks=4",)),
     "float8": Feature((*_FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
@@ -115,6 +116,7 @@ FEATURES = {
 PAIRWISE = {
     "AC selective op",
     "AC full",
+    "activation offload",
     "compile",
     "chunked loss",
     "float8",

@@ -12,6 +12,7 @@ from torchtitan.config.stages import PipelineStages
 from torchtitan.config.support import FLOAT8, compiles_blocks, uses
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.activation_offload import apply_activation_offload
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
 from torchtitan.parallel.fsdp import apply_fsdp
@@ -61,6 +62,7 @@ def parallelize(
         apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
         apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=save_attention)
         apply_compile(model, config)
+        apply_activation_offload(model, config.activation_checkpoint)
         apply_fsdp(model, mesh.fsdp, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)

@@ -109,5 +109,8 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         yield "double the batch", double_batch
         for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
             yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
+    if part == "activation offload":
+        yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}
+        yield "offload the blocks' inputs", {"activation_checkpoint.mode": "full"}
     if part in ("communication: dp", "slowed by communication", "optimizer", "host"):
         yield "double the batch", double_batch

@@ -13,8 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from torchtitan.config.derive import offloaded_blocks
 from torchtitan.plan.collectives import tensor_parallel_calls
 from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.memory import offloaded_per_block
 from torchtitan.plan.schedule import Timeline, program, simulate
 from torchtitan.plan.workload import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, FP8, FP32, Linear, Stage, Workload
 
@@ -90,6 +92,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     if timeline is not None:
         parts["pipeline bubble"] = timeline.length * w.accumulation - sum(parts.values())
     parts |= _data_parallel(w, hw, block, max(w.stages_of(slowest), key=lambda stage: stage.layers))
+    parts["activation offload"] = _activation_offload(w, hw, block, slowest)
     parts["optimizer"] = _optimizer(w, hw)
     parts["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
@@ -299,6 +302,14 @@ def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Sec
         written = 1 if w.sums_whole_gradients else batches
         out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
     return out
+
+
+def _activation_offload(w: Workload, hw: Hardware, block: _Pass, pp_rank: int) -> float:
+    """Seconds of copies between device and host that the compute of a block is too short to hide."""
+    copy, ac = offloaded_per_block(w) / hw.host_link, w.config.activation_checkpoint
+    forward, backward = sum(block.forward.values()), sum(block.backward.values())
+    blocks = sum(offloaded_blocks(ac, stage.layers) for stage in w.stages_of(pp_rank))
+    return blocks * w.microbatches * w.accumulation * (max(0.0, copy - forward) + max(0.0, copy - backward))
 
 
 def _optimizer(w: Workload, hw: Hardware) -> float:

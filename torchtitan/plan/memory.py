@@ -12,6 +12,7 @@ published runs (`python benchmarks/plan_accuracy.py --trace repo paper`); consta
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan.config.derive import offloaded_blocks
 from torchtitan.plan.schedule import program
 from torchtitan.plan.workload import BYTES, FP32, Stage, Workload
 
@@ -71,7 +72,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     working = _working_bytes(w) * w.tokens * (layers > 0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
-        parts["activations"] = _kept_bytes(w) * w.tokens * layers + max(0.0, working - logits)
+        kept = _kept_bytes(w) * w.tokens * layers - _offloaded_bytes(w, layers) + _in_transit_bytes(w, layers)
+        parts["activations"] = kept + max(0.0, working - logits)
         never = w.config.parallelism.fsdp_reshard_after_forward == "never"
         blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
         parts["unsharded"] = ends + w.gathered * blocks * w.block_params
@@ -123,10 +125,12 @@ def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
     A stage keeps its output too.
     """
     assert w.pipeline is not None
-    kept, hidden = _kept_bytes(w) * w.tokens, hidden_bytes(w)
-    size = {stage: kept * w.stages[stage].layers + hidden for stage in w.pipeline.stages_of(pp_rank)}
+    kept, hidden, own = _kept_bytes(w) * w.tokens, hidden_bytes(w), w.pipeline.stages_of(pp_rank)
+    layers = {stage: w.stages[stage].layers for stage in own}
+    size = {stage: kept * layers[stage] - _offloaded_bytes(w, layers[stage]) + hidden for stage in own}
+    transit = max(_in_transit_bytes(w, count) for count in layers.values())
     moments = [
-        (sum(count * size[stage] for stage, count in held.microbatches.items()), held.transfers * hidden)
+        (transit + sum(count * size[stage] for stage, count in held.microbatches.items()), held.transfers * hidden)
         for held in program(w.pipeline, w.microbatches).held[pp_rank]
     ]
     return max(moments, key=sum)
@@ -176,6 +180,22 @@ def _kept_bytes(w: Workload) -> float:
     if ac.mode == "memory_budget":
         return boundary + ac.memory_budget * (everything - boundary)
     return everything
+
+
+def offloaded_per_block(w: Workload) -> float:
+    """Bytes of one microbatch that an offloaded block keeps in host memory."""
+    seen = w.compiled or not w.checkpoints_operations()  # torch keeps results of operations out of the hooks' sight
+    return w.tokens * (_kept_bytes(w) if seen else w.element * w.dim / w.tp)
+
+
+def _offloaded_bytes(w: Workload, layers: int) -> float:
+    """What a stage of `layers` blocks keeps of one microbatch in host memory."""
+    return offloaded_per_block(w) * offloaded_blocks(w.config.activation_checkpoint, layers)
+
+
+def _in_transit_bytes(w: Workload, layers: int) -> float:
+    """What is on the device of it all the same: of the block that computes, and of the one that is copied beside it."""
+    return offloaded_per_block(w) * min(2, offloaded_blocks(w.config.activation_checkpoint, layers))
 
 
 def _working_bytes(w: Workload) -> float:

@@ -129,6 +129,9 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
     w, device = plan.workload, plan.hardware.device
     largest = max(range(w.pp), key=lambda rank: plan.memory[rank].reserved)
     ranks = sorted({0, largest, w.pp - 1})
+    if config.activation_checkpoint.offload_blocks:
+        note = "memory is computed: a trace can't tell activations on the host from those on the device"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
     if not all(is_traceable(w, rank) for rank in ranks):
         note = "memory is computed: tracing this many layers and microbatches would take minutes"
         return dataclasses.replace(plan, notes=(*plan.notes, note))

@@ -64,6 +64,8 @@ def _candidates(config: Config, world: int) -> Iterator[tuple[dict[str, Any], in
         yield {mode: "selective", option: "op"}, world
     if ac.mode != "full":
         yield {mode: "full"}, world
+    if not ac.offload_blocks:
+        yield {"activation_checkpoint.offload_blocks": -1}, world
     part = t.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)
     if more := [chunks for chunks in divisors(part, _LOSS_CHUNKS) if chunks > t.loss_chunks]:
         yield {"training.loss_chunks": more[-1]}, world

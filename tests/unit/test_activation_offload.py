@@ -1,0 +1,92 @@
+"""Activation offload: the same bits, and as many bytes moved as the planner says."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from tests.plans import workload
+from torchtitan.config import load_config
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.activation_offload import _Copy, apply_activation_offload
+from torchtitan.parallel.compile import apply_compile
+from torchtitan.plan.memory import memory_of, offloaded_per_block
+
+SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
+ROWS, SEQ = 2, 256
+SHAPE = [
+    f"--training.seq_len={SEQ}",
+    f"--training.local_batch_size={ROWS}",
+    "--training.mixed_precision_param=float32",
+    *(f"--model.overrides.{name}={size}" for name, size in SIZES.items()),
+]
+MODES = {
+    "none": ["--activation_checkpoint.mode=none"],
+    "full": ["--activation_checkpoint.mode=full"],
+    "op": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    "compiled": ["--activation_checkpoint.mode=none", "--compile.enable", "--compile.backend=aot_eager"],
+}
+
+
+def run(mode, blocks):
+    """Loss and gradients of two batches, and the bytes that were copied to the host."""
+    config = load_config([*SHAPE, *MODES[mode], f"--activation_checkpoint.offload_blocks={blocks}"]).config
+    torch.manual_seed(0)
+    spec = get_spec("llama3")
+    model = spec.build(spec.args("8B", SIZES, max_seq_len=SEQ), attention_backend("cpu"))
+    apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=False)
+    torch._dynamo.reset()
+    apply_compile(model, config)
+    offload = apply_activation_offload(model, config.activation_checkpoint)
+    tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 64
+    for _ in range(2):
+        loss = cross_entropy_sum(model(tokens), tokens)
+        loss.backward()
+    with torch.no_grad():
+        model(tokens)  # moves nothing
+    return loss.detach(), [p.grad for p in model.parameters()], offload.moved
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [*itertools.product(MODES, [-1]), ("none", 1), ("full", 3)])
+def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
+    loss, gradients, none = run(mode, 0)
+    own_loss, own_gradients, moved = run(mode, blocks)
+    assert none == 0
+    assert torch.equal(own_loss, loss)
+    for own, other in zip(own_gradients, gradients, strict=True):
+        assert torch.equal(own, other)
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is _Copy], "copies outlive the backward"
+    if mode != "compiled":  # what a compiler keeps is its own choice
+        of_block = offloaded_per_block(workload("--model.flavor=8B", *SHAPE, *MODES[mode]))
+        if mode == "none":  # on the CPU the two RMSNorms aren't fused, and keep their results before the weight
+            of_block += 2 * ROWS * SEQ * SIZES["dim"] * 4
+        assert moved == 2 * (4 if blocks < 0 else blocks) * of_block
+
+
+def test_planned_memory_has_two_blocks_on_their_way():
+    argv = ["--model.flavor=8B", "--training.seq_len=8192", "--training.local_batch_size=1", *MODES["none"]]
+    kept, away = (
+        memory_of(workload(*argv, f"--activation_checkpoint.offload_blocks={n}"), 0).parts["activations"]
+        for n in (0, -1)
+    )
+    assert kept - away == 30 * offloaded_per_block(workload(*argv))
+
+
+def test_copies_return_one_block_ahead(monkeypatch):
+    events, fetch, take = [], _Copy.fetch, _Copy.take
+
+    def noted(kind, function, copy):
+        events.append((kind, id(copy)))
+        return function(copy)
+
+    monkeypatch.setattr(_Copy, "fetch", lambda copy: noted("fetch", fetch, copy))
+    monkeypatch.setattr(_Copy, "take", lambda copy: noted("take", take, copy))
+    run("full", 3)  # a copy for each block but the last, whose backward comes first; two batches
+    used = [copy for kind, copy in events if kind == "take"]
+    assert len(used) == 6
+    assert all(events.index(("fetch", copy)) < events.index(("take", copy)) for copy in used)
