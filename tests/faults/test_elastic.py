@@ -141,6 +141,7 @@ def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path,
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(600)
 def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
     """Two launchers stand for two nodes, the first of which holds the rendezvous. Two ranks don't divide the batch."""
     with socket.socket() as free:

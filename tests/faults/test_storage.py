@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
+from torchtitan.checkpoint import dcp_storage
+from torchtitan.checkpoint.commit import begin, temporary_folder
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
@@ -55,6 +58,24 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded(ranks, tmp
     damaged.rename(folder / "step-6")
     with pytest.raises(AssertionError, match="no checkpoint can be resumed"):
         ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))
+
+
+def train_with_a_slow_start_of_saves(argv):
+    seen = []
+
+    def slow(final):
+        time.sleep(0.5)
+        seen.append(temporary_folder(final).exists())
+        begin(final)
+
+    with mock.patch.object(dcp_storage, "begin", slow):
+        train(argv)
+    return seen
+
+
+def test_no_rank_makes_a_folder_that_rank_0_may_be_about_to_delete(ranks, tmp_path):
+    argv = arguments(tmp_path, *SAVE, SCHEDULE, steps=3)
+    assert ranks(2, train_with_a_slow_start_of_saves, argv) == [[False], []]
 
 
 def full_disk(argv):

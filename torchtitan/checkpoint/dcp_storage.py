@@ -77,7 +77,7 @@ class _Files(FileSystemBase):
         return path
 
     def mkdir(self, path: Any) -> None:
-        make_folder(path)
+        """Nothing: DCP asks every rank while the coordinator may still be deleting what was there before."""
 
     def exists(self, path: Any) -> bool:
         return path.exists()
@@ -128,6 +128,7 @@ class CommittingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
+            make_folder(self.path)
             results = patiently(self.final, lambda: super(CommittingWriter, self).write_data(plan, planner).wait())
         except Exception as error:
             # DCP sends the exception to the other ranks by pickle, which drops its cause.
