@@ -46,7 +46,6 @@ CELLS = [
     Cell((2, 1, 2, 1, 1), schedule="ZBVZeroBubble"),
     Cell((2, 1, 1, 1, 2)),
     Cell((1, 1, 2, 2, 1), "async checkpoint"),
-    Cell((2, 1, 2, 2, 1)),
 ]
 
 

@@ -140,6 +140,7 @@ def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path,
         run.check(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):

@@ -341,6 +341,7 @@ def test_the_launcher_ends_with_the_sentence(tmp_path):
     assert told.stdout.splitlines()[0] == sentence, told.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_launcher_names_a_rank_that_was_killed(tmp_path):
     lines = launched(tmp_path, "kill")

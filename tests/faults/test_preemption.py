@@ -162,7 +162,7 @@ def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ranks_", [1, 2])
+@pytest.mark.parametrize("ranks_", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_signals_to_the_launcher(tmp_path, ranks_):
     module = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", ranks_, "--"]
     launcher = launch(*module, *slow(tmp_path))
