@@ -77,6 +77,13 @@ class OptimizerInBackward(_Joined):
         self._of[param].zero_grad()
 
 
+def _adam_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of torch's `adam` for a parameter group."""
+    beta1, beta2 = group["betas"]
+    same = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
+    return same | {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+
+
 class ShardedAdam(torch.optim.Adam):
     """Adam and AdamW on this rank's shards. On hundreds of DTensors torch's dispatch takes milliseconds a step."""
 
@@ -106,18 +113,10 @@ class ShardedAdam(torch.optim.Adam):
                 squares,
                 largest,
                 steps,
-                foreach=group["foreach"],
-                fused=group["fused"],
                 grad_scale=divisor,
                 found_inf=skip,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
                 decoupled_weight_decay=group["decoupled_weight_decay"],
+                **_adam_settings(group),
             )
 
 
@@ -149,16 +148,8 @@ class NarrowAdam(torch.optim.Optimizer):
             [wide["exp_avg_sq"]],
             [],
             [state["step"]],
-            foreach=group["foreach"],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
             decoupled_weight_decay=self._decoupled,
+            **_adam_settings(group),
         )
         for slot, value in wide.items():
             local(state[slot]).copy_(value)
