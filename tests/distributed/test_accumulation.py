@@ -11,6 +11,7 @@ from torchtitan.config import resolve
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
+from torchtitan.utils.releases import feature_release
 
 P = "--parallelism."
 ONCE = f"{P}fsdp_reduce_once_per_step"
@@ -28,6 +29,8 @@ WAYS = {
     "hsdp, offloaded": (4, [DDP, OFFLOAD], 1 / 2),
 }
 SLOW = ("context", "hsdp, offloaded")
+SHOWN = feature_release(torch.__version__) < (2, 15)
+"""Python sees the whole gradients that FSDP adds up."""
 
 
 def accumulate(argv):
@@ -40,6 +43,7 @@ def accumulate(argv):
 
     def watched(*args, **kwargs):
         loss = run(*args, **kwargs)
+        gradients = [p.grad for model in parts.models for p in model.parameters()]  # noqa: F841 - else C++ alone has them
         gc.collect()
         held.append(sum(storages().values()) - before)
         return loss
@@ -62,7 +66,8 @@ def test_what_is_kept_between_batches(ranks, whole, tmp_path, way):
     size = 4 * share * sum(gradient.numel() for gradient in whole.values())
     for held, gradients in ranks(world, accumulate, arguments(tmp_path, *extra, local_batch=1)):
         assert len(held) == 8 // (world // (2 if way == "context" else 1))
-        assert held[:-1] == pytest.approx([size] * (len(held) - 1), rel=0.05)
+        if share < 1 or SHOWN:
+            assert held[:-1] == pytest.approx([size] * (len(held) - 1), rel=0.05)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
 

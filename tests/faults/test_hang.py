@@ -35,9 +35,9 @@ HERE = "tests/faults/test_hang.py"
 
 @contextmanager
 def watched(folder, degrees=None):
-    """A watch that loses patience after 2 s, and its folder."""
+    """A watch that loses patience after 5 s, longer than a first step on a busy machine takes, and its folder."""
     before = watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS
-    watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS = 0.02, 100, 3
+    watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS = 0.05, 100, 3
     watch = Watch(Comm(), str(folder), degrees or {})
     watch.limit = Comm().train_timeout_seconds
     try:
