@@ -135,6 +135,7 @@ def slow(folder, *extra):
     return arguments(folder, "--checkpoint.enable", "--lr_scheduler.total_steps=20", *extra, steps=100000)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(ranks, tmp_path):
     """Restarts are allowed, but not asked for here. Data comes from worker processes, which signals must not end."""
