@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models import get_spec, layers
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
-from torchtitan.models.llama3.args import RopeScaling
+from torchtitan.models.decoder_args import RopeScaling
 from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.utils.errors import ConfigError
 

@@ -39,7 +39,7 @@ class ModelArgs(BaseModel):
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of one parameter: `ones`, or normal with standard deviation `std`, truncated at three of them."""
+    """Initialization of one parameter: `zeros`, `ones`, or `normal` with standard deviation `std`, truncated at three."""
 
     kind: str
     std: float = 0.0
@@ -49,15 +49,18 @@ class Init:
 class HFMap:
     """Conversion between a family and its Hugging Face implementation."""
 
-    names: Callable[[Any], dict[str, str]]
-    """`names(args)`: our name of every parameter, to Hugging Face's."""
+    names: Callable[[Any], dict[str, str | list[str]]]
+    """`names(args)`: our name of every parameter, to Hugging Face's; or to the names of its parts, in order, where ours
+    is a stack of several of theirs."""
     config: Callable[[Any, str], dict[str, Any]]
     """`config(args, dtype)`: the contents of Hugging Face's `config.json`."""
     args: Callable[[dict[str, Any]], Any]
     """`args(config)`: the hyper-parameters of a `config.json`; ConfigError if this family can't represent it."""
 
 
-ShardingStyle = Literal["embedding", "norm", "head_norm", "gather_sequence", "columns", "rows", "output"]
+ShardingStyle = Literal[
+    "embedding", "norm", "head_norm", "gather_sequence", "columns", "rows", "output", "router", "experts"
+]
 """What tensor parallelism does to a module. Between modules, activations are sharded over the sequence.
 
     embedding         weight sharded over the vocabulary; output sharded over the sequence
@@ -67,6 +70,8 @@ ShardingStyle = Literal["embedding", "norm", "head_norm", "gather_sequence", "co
     columns           linear layer, weight sharded over its outputs
     rows              linear layer, weight sharded over its inputs; output sharded over the sequence
     output            projection to the vocabulary, sharded over it
+    router            the second input, a weight for each token, is cut to the rank's part of the sequence
+    experts           not tensor-parallel; expert parallelism shards the weights over the experts
 """
 
 

@@ -39,18 +39,22 @@ def materialize(
 
 def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
     local = param.to_local() if isinstance(param, DTensor) else param
-    if init.kind == "ones":
-        local.fill_(1.0)
+    if init.kind != "normal":
+        local.fill_({"zeros": 0.0, "ones": 1.0}[init.kind])
         return
     if local.numel() == 0:
         return
     rows = _owned(param, 0)
-    columns = _owned(param, 1) if param.dim() > 1 else None
-    whole = columns is None or len(columns) == param.shape[1]
+    if param.dim() == 3:  # a stack of matrices is their rows
+        rows = (rows[:, None] * param.shape[1] + _owned(param, 1)).flatten()
+        local = local.view(len(rows), -1)
+    count, width = param.shape[:-1].numel() if param.dim() > 1 else len(param), param.shape[1:][-1:]
+    columns = _owned(param, param.dim() - 1) if param.dim() > 1 else None
+    whole = columns is None or len(columns) == param.shape[-1]
     for block in torch.unique(rows // ROWS_PER_BLOCK).tolist():
         start = block * ROWS_PER_BLOCK
         mine = (rows // ROWS_PER_BLOCK == block).nonzero().squeeze(1)
-        values = _block(fqn, seed, block, (min(ROWS_PER_BLOCK, param.shape[0] - start), *param.shape[1:]), init.std)
+        values = _block(fqn, seed, block, (min(ROWS_PER_BLOCK, count - start), *width), init.std)
         values = values[rows[mine] - start]
         local[mine.to(local.device)] = (values if whole else values[:, columns]).to(local.device, local.dtype)
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from torchtitan.models import HFMap, llama3, register
 from torchtitan.models.layers import Attend
-from torchtitan.models.llama3.model import Attention, Block, Llama
+from torchtitan.models.decoder import Attention, Block, Decoder
+from torchtitan.models.decoder_args import DecoderArgs
 
 
 class QKNormAttention(Attention):
-    def __init__(self, args: llama3.LlamaArgs, attend: Attend):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__(args, attend)
         self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
@@ -28,11 +29,11 @@ class QKNormBlock(Block):
     attention_class = QKNormAttention
 
 
-class QKNormLlama(Llama):
+class QKNormLlama(Decoder):
     block_class = QKNormBlock
 
 
-def hf_names(args: llama3.LlamaArgs) -> dict[str, str]:
+def hf_names(args: DecoderArgs) -> dict[str, str]:
     norms = {
         f"layers.{i}.attention.{norm}.weight": f"model.layers.{i}.self_attn.{norm}.weight"
         for i in range(args.n_layers)
@@ -41,7 +42,7 @@ def hf_names(args: llama3.LlamaArgs) -> dict[str, str]:
     return llama3.spec.hf.names(args) | norms
 
 
-def hf_config(args: llama3.LlamaArgs, dtype: str) -> dict[str, Any]:
+def hf_config(args: DecoderArgs, dtype: str) -> dict[str, Any]:
     return llama3.spec.hf.config(args, dtype) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 

@@ -1,40 +1,31 @@
 """Llama 3 (Llama Team, "The Llama 3 Herd of Models", arXiv:2407.21783)."""
 
-from typing import Any
+from functools import partial
+from typing import Literal
 
-from torchtitan.models.llama3 import hf
-from torchtitan.models.llama3.args import (
-    FLAVORS,
-    TENSOR_PARALLEL_STYLES,
-    LlamaArgs,
-    init,
-    module_flops,
-    tensor_parallel_sizes,
-    tied_modules,
-    tiny,
-)
-from torchtitan.models.spec import HFMap, ModelSpec, register
-
-__all__ = ["LlamaArgs", "spec"]
+from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
+from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_spec import register_decoder
 
 
-def _build(args: LlamaArgs, attend: Any) -> Any:
-    from torchtitan.models.llama3.model import Llama  # imports torch, which a configuration is checked without
+class _Config(HFConfig):
+    model_type: Literal["llama"]
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
 
-    return Llama(args, attend)
 
+_llama = partial(DecoderArgs, vocab_size=128256, n_kv_heads=8, rope_scaling=RopeScaling())
+_small = partial(_llama, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True)
 
-spec = register(
-    ModelSpec(
-        name="llama3",
-        flavors=FLAVORS,
-        build=_build,
-        init=init,
-        module_flops=module_flops,
-        tied_modules=tied_modules,
-        tensor_parallel_styles=TENSOR_PARALLEL_STYLES,
-        tensor_parallel_sizes=tensor_parallel_sizes,
-        tiny=tiny,
-        hf=HFMap(hf.names, hf.config, hf.args),
-    )
+FLAVORS = {
+    "debugmodel": DecoderArgs(vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768),
+    "1B": _small(dim=2048, n_layers=16, n_heads=32),
+    "3B": _small(dim=3072, n_layers=28, n_heads=24),
+    "8B": _llama(dim=4096, n_layers=32, n_heads=32, ffn_dim=14336),
+    "70B": _llama(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
+    "405B": _llama(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248),
+}
+
+spec = register_decoder(
+    "llama3", FLAVORS, HFFormat("LlamaForCausalLM", _Config, {"attention_bias": False, "mlp_bias": False})
 )

@@ -1,4 +1,5 @@
-"""Llama 3, written for one device. A pipeline stage is the model without some of its modules.
+"""A decoder-only transformer, dense or a mixture of experts, written for one device. A pipeline stage is the model
+without some of its modules.
 
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.layers import (
     Attend,
     FeedForward,
@@ -17,20 +19,22 @@ from torchtitan.models.layers import (
     rope_frequencies,
     scale_frequencies,
 )
-from torchtitan.models.llama3.args import LlamaArgs
+from torchtitan.models.moe import Load, MoE, Routed
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE: `[b, s, dim] -> [b, s, dim]`."""
 
-    def __init__(self, args: LlamaArgs, attend: Attend):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.head_dim = args.head_dim
         self.attend = attend
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[b, s, h, d]`, keys and values `[b, s, k, d]` of `x`, before rotary positions.
@@ -38,6 +42,8 @@ class Attention(nn.Module):
         Under tensor parallelism they are this rank's heads.
         """
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
@@ -53,7 +59,7 @@ class Block(nn.Module):
     attention_class: type[Attention] = Attention
     """For a variant to replace."""
 
-    def __init__(self, args: LlamaArgs, attend: Attend):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = self.attention_class(args, attend)
@@ -65,6 +71,40 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class MoEBlock(nn.Module):
+    """Pre-norm transformer block with a mixture of experts: `[b, s, dim] -> [b, s, dim]`, and the experts' load.
+
+    In three parts, because the middle one has shapes that depend on the data if the experts are on several ranks.
+    """
+
+    def __init__(self, args: DecoderArgs, attend: Attend):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, attend)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.moe = MoE(args)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, token_weights: Tensor | None
+    ) -> tuple[Tensor, Load | None]:
+        """
+        Args:
+            token_weights: `[b, s]`, the weight of each token in the loss of the step; None in inference.
+        """
+        x, routed = self.before_experts(x, cos, sin, mask, token_weights)
+        rows = self.moe.experts(routed.rows, routed.ends)
+        return self.after_experts(x, rows, routed), routed.load
+
+    def before_experts(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, token_weights: Tensor | None
+    ) -> tuple[Tensor, Routed]:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x, self.moe.dispatch(self.ffn_norm(x), token_weights)
+
+    def after_experts(self, x: Tensor, rows: Tensor, routed: Routed) -> Tensor:
+        return x + self.moe.combine(rows, routed, like=x)
+
+
 class TiedOutput(nn.Module):
     """Output projection with the token embedding's weight: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`."""
 
@@ -72,7 +112,7 @@ class TiedOutput(nn.Module):
         return F.linear(x, embedding)
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
     """`forward(tokens [b, s]) -> logits [b, s, vocab]`.
 
     Without the embedding the input, without the output projection the result is hidden states `[b, s, dim]`.
@@ -83,12 +123,13 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, args: LlamaArgs, attend: Attend):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.args = args
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary, because a layer keeps its index on every pipeline stage.
-        self.layers = nn.ModuleDict({str(i): self.block_class(args, attend) for i in range(args.n_layers)})
+        kinds = [MoEBlock if args.has_experts(i) else self.block_class for i in range(args.n_layers)]
+        self.layers = nn.ModuleDict({str(i): kind(args, attend) for i, kind in enumerate(kinds)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Linear | TiedOutput | None = (
             TiedOutput() if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -96,7 +137,7 @@ class Llama(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables. Called again when a model built on the meta device gets real memory."""
+        """Compute the RoPE tables, and start without load. Called again when a model built on the meta device gets real memory."""
         args, freqs = self.args, rope_frequencies(self.args.head_dim, self.args.rope_theta)
         if scaling := args.rope_scaling:
             freqs = scale_frequencies(
@@ -109,6 +150,9 @@ class Llama(nn.Module):
         cos, sin = rope_cache(freqs, args.max_seq_len)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        for layer in self.layers.values():
+            if isinstance(layer, MoEBlock):
+                layer.moe.router.init_buffers()
 
     @property
     def output_weight(self) -> Tensor:
@@ -129,6 +173,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Mask | None = None,
+        token_weights: Tensor | None = None,
         *,
         project: bool = True,
     ) -> Tensor:
@@ -136,6 +181,8 @@ class Llama(nn.Module):
         Args:
             positions: position of each token in its row, `[s]` or `[b, s]`. Default: 0, 1, 2, ...
             mask: what each token attends to, from `document_mask`. Default: everything before it.
+            token_weights: `[b, s]`, the weight of each token in the loss of the step, for a mixture of experts to
+                balance its load; 0 doesn't count. Default: inference.
             project: False returns the final hidden states `[b, s, dim]`, to be projected in slices.
         """
         if positions is None:
@@ -143,7 +190,12 @@ class Llama(nn.Module):
         cos, sin = self.cos[positions], self.sin[positions]
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
-            x = layer(x, cos, sin, mask)
+            if isinstance(layer, MoEBlock):
+                x, load = layer(x, cos, sin, mask, token_weights)
+                if load is not None:
+                    layer.moe.router.record(load)
+            else:
+                x = layer(x, cos, sin, mask)
         x = self.norm(x) if self.norm is not None else x
         if not project or self.output is None:
             return x

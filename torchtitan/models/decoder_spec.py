@@ -1,0 +1,40 @@
+"""A family of decoders, from its sizes and its Hugging Face format."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.models.decoder_args import (
+    TENSOR_PARALLEL_STYLES,
+    DecoderArgs,
+    init,
+    module_flops,
+    tensor_parallel_sizes,
+    tied_modules,
+    tiny,
+)
+from torchtitan.models.decoder_hf import HFFormat
+from torchtitan.models.spec import ModelSpec, register
+
+
+def register_decoder(name: str, flavors: Mapping[str, DecoderArgs], hf: HFFormat) -> ModelSpec:
+    """Make a family of decoders available as `model.name`."""
+    return register(
+        ModelSpec(
+            name=name,
+            flavors=flavors,
+            build=_build,
+            init=init,
+            module_flops=module_flops,
+            tied_modules=tied_modules,
+            tensor_parallel_styles=TENSOR_PARALLEL_STYLES,
+            tensor_parallel_sizes=tensor_parallel_sizes,
+            tiny=tiny,
+            hf=hf.map(),
+        )
+    )
+
+
+def _build(args: DecoderArgs, attend: Any) -> Any:
+    from torchtitan.models.decoder import Decoder  # imports torch, which a configuration is checked without
+
+    return Decoder(args, attend)

@@ -1,0 +1,31 @@
+"""Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825) in its versions without a sliding window."""
+
+from functools import partial
+from typing import Literal
+
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_spec import register_decoder
+
+
+class _Config(HFConfig):
+    model_type: Literal["mistral"]
+    num_key_value_heads: int | None = 8
+    sliding_window: int | None = 4096
+
+    def own(self) -> dict[str, bool]:
+        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
+            raise ValueError(f"sliding_window is {self.sliding_window}, must be null: attention sees whole rows")
+        return {}
+
+
+_mistral = partial(DecoderArgs, n_heads=32, n_kv_heads=8, rope_theta=1e6)
+
+FLAVORS = {
+    "debugmodel": _mistral(vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64, ffn_dim=768),
+    "7B-v0.3": _mistral(vocab_size=32768, dim=4096, n_layers=32, ffn_dim=14336),
+    "Nemo-12B": _mistral(vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=14336),
+    "Small-24B": _mistral(vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=32768, rope_theta=1e8),
+}
+
+spec = register_decoder("mistral", FLAVORS, HFFormat("MistralForCausalLM", _Config, {"sliding_window": None}))

@@ -1,0 +1,271 @@
+"""Mixture of experts: a router sends each token to some of many feed-forward networks. No token is dropped.
+
+Shapes: b batch, s sequence, t = b * s tokens, k experts of a token, e experts, n = t * k rows.
+
+    x [b, s, dim] -> router -> the experts of each token [t, k] and their weights
+                  -> dispatch: a row for each token and expert, sorted by expert [n, dim]
+                  -> experts: one grouped product for all of them [n, dim]
+                  -> combine: each token's rows, weighted and summed [b, s, dim]
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.grouped import grouped_mm
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What keeps the experts equally loaded. Each 0 is off."""
+
+    sequence_loss: float = 0.0
+    """Coefficient of the auxiliary loss of each row (DeepSeek-V3, arXiv:2412.19437, equation 17)."""
+    global_loss: float = 0.0
+    """Coefficient of the auxiliary loss of the global batch (Qiu et al., arXiv:2501.11873)."""
+    z_loss: float = 0.0
+    """Coefficient of the router z-loss (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5)."""
+    forced: bool = False
+    """Send tokens to the experts in turn, whatever the router says."""
+
+    @property
+    def has_loss(self) -> bool:
+        return bool(self.sequence_loss or self.global_loss or self.z_loss)
+
+
+class Load(NamedTuple):
+    """How a router distributed the tokens that count in the loss."""
+
+    tokens: Tensor
+    """`[e]` int64, rows of each expert."""
+    loss: Tensor
+    """This part's share of the auxiliary losses, a scalar."""
+
+
+class Routed(NamedTuple):
+    """Tokens on their way to the experts."""
+
+    rows: Tensor
+    """`[n, dim]`, sorted by expert."""
+    ends: Tensor
+    """`[e]` int32, the index after each expert's last row."""
+    weights: Tensor
+    """`[t, k]`, of each token's experts."""
+    place: Tensor
+    """`[n]`, where in `rows` the k-th row of a token is."""
+    order: Tensor
+    """`[n]`, the inverse of `place`."""
+    load: Load | None
+    """None if no token counts: in inference."""
+
+
+class Gate(nn.Module):
+    """Scores of all experts, in fp32: `[b, s, dim] -> [b, s, e]`."""
+
+    def __init__(self, dim: int, n_experts: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float())
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token by the softmax of their scores."""
+
+    expert_bias: Tensor
+    """`[e]` fp32, added to the probabilities for the choice alone (Wang et al., arXiv:2408.15664)."""
+    load: Tensor
+    """`[e]` int64, rows of each expert in the last step."""
+    step_load: Tensor
+    """`[e]` int64, rows of each expert in the step that runs, on this rank so far."""
+    step_loss: Tensor
+    """The auxiliary losses of the step that runs, on this rank so far."""
+
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.n_experts, self.top_k = args.n_experts, args.experts_per_token
+        self.normalize = args.normalize_expert_weights
+        self.balance = Balance()
+        self.sum_over_row: Callable[[Tensor], Tensor] = lambda counts: counts
+        """Sums counts over the ranks that hold parts of the same rows."""
+        self.gate = Gate(args.dim, args.n_experts)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Start with no load and no bias. Called again when a model built on the meta device gets real memory."""
+        self.register_buffer("expert_bias", torch.zeros(self.n_experts))
+        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))
+        self.register_buffer("step_load", torch.zeros(self.n_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("step_loss", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, token_weights: Tensor | None) -> tuple[Tensor, Tensor, Load | None]:
+        """
+        Args:
+            x: `[b, s, dim]`.
+            token_weights: `[b, s]`, the weight of each token in the loss of the step; 0 doesn't count.
+
+        Returns:
+            The experts of each token `[b, s, k]`, their weights `[b, s, k]`, and the load.
+        """
+        scores = self.gate(x)
+        probabilities = scores.softmax(dim=-1)
+        chosen = self._choose(probabilities.detach())
+        weights = probabilities.gather(-1, chosen)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        if token_weights is None:
+            return chosen, weights, None
+        counts = _count(chosen, token_weights > 0, self.n_experts)
+        loss = torch.zeros((), device=x.device)
+        if self.balance.has_loss:
+            loss = (self._losses(scores, probabilities, counts) * token_weights).sum()
+            weights = _AddLoss.apply(weights, loss)
+        return chosen, weights, Load(counts.sum(0), loss.detach())
+
+    def record(self, load: Load) -> None:
+        """Add to the load of the step. Not in `forward`, which runs twice if activations are recomputed."""
+        self.step_load += load.tokens
+        self.step_loss += load.loss
+
+    def _choose(self, probabilities: Tensor) -> Tensor:
+        if self.balance.forced:
+            tokens = torch.arange(probabilities[..., 0].numel(), device=probabilities.device)
+            experts = tokens[:, None] * self.top_k + torch.arange(self.top_k, device=tokens.device)
+            return (experts % self.n_experts).view(*probabilities.shape[:-1], self.top_k)
+        return top_k(probabilities + self.expert_bias, self.top_k)
+
+    def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """Auxiliary losses of each token, `[b, s]`: they are linear in its probabilities, given each expert's share.
+
+        The shares of a row are its own. Those of the global batch are of the last step: this step's are known only
+        after the forward of its last microbatch, when the gradients of others are already computed.
+        """
+        factors = torch.zeros_like(probabilities[:, :1])
+        if self.balance.sequence_loss:
+            of_rows = self.sum_over_row(counts).float()
+            shares = of_rows / of_rows.sum(dim=-1, keepdim=True).clamp(min=1)
+            factors = factors + self.balance.sequence_loss * shares[:, None]
+        if self.balance.global_loss:
+            factors = factors + self.balance.global_loss * self.load / self.load.sum().clamp(min=1)
+        losses = self.n_experts * (factors * probabilities).sum(dim=-1)
+        if self.balance.z_loss:
+            losses = losses + self.balance.z_loss * scores.logsumexp(dim=-1) ** 2
+        return losses
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of the last dimension, in order; of equal ones the lower index. For fp32.
+
+    `torch.topk` breaks ties differently on each device. Here there are none: scores become integers of the same order,
+    with the index in the low half.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = scores.shape[-1] - 1
+    index = last - torch.arange(last + 1, device=scores.device)
+    keys = (ordered.long() << 32) | index
+    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def _count(chosen: Tensor, counted: Tensor, n_experts: int) -> Tensor:
+    """How many counted tokens of each row were sent to each expert: `[b, e]` int64."""
+    counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add(1, chosen.flatten(1), counted.unsqueeze(-1).expand_as(chosen).flatten(1).long())
+
+
+class _AddLoss(torch.autograd.Function):
+    """Returns its first input. The backward behaves as if the second were added to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        one = None if gradient is None else gradient.new_ones((), dtype=torch.float32)
+        return gradient, one
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward sums in a fixed order, without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return gradient[place].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """`rows[index]`, where `inverse` is the inverse of the permutation `index`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
+
+
+def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """`rows[index]`, where `inverse` is the inverse of the permutation `index`. Deterministic forward and backward."""
+    return _Permute.apply(rows, index, inverse)
+
+
+class Experts(nn.Module):
+    """SwiGLU networks of the same size, each for its own rows: `[n, dim] -> [n, dim]`."""
+
+    def __init__(self, n_experts: int, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.product = grouped_mm
+        """For low precision to replace."""
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return self.compute(rows, ends, self.w1, self.w2, self.w3)
+
+    def compute(self, rows: Tensor, ends: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        hidden = F.silu(self.product(rows, w1, ends)) * self.product(rows, w3, ends)
+        return self.product(hidden, w2, ends)
+
+
+class MoE(nn.Module):
+    """The router and the experts of a block."""
+
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.router = Router(args)
+        self.experts = Experts(args.n_experts, args.dim, args.expert_dim)
+
+    def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routed:
+        """Choose experts for the tokens of `x` `[b, s, dim]`, and sort a row for each by expert."""
+        chosen, weights, load = self.router(x, token_weights)
+        by_token = chosen.flatten()
+        by_expert, order = by_token.sort(stable=True)
+        experts = torch.arange(self.router.n_experts, device=x.device)
+        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
+        return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
+
+    def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
+        """Sum each token's rows by their weights, in the order of its experts: a tensor like `like` `[b, s, dim]`."""
+        by_token = permute(rows, routed.place, routed.order).unflatten(0, (-1, self.router.top_k))
+        return (by_token * routed.weights.unsqueeze(-1)).sum(1).to(like.dtype).view_as(like)
