@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables, and start without load. Called again when a model built on the meta device gets real memory."""
+        """Compute the RoPE tables, and start without load. Called again when a meta model gets memory."""
         args, freqs = self.args, rope_frequencies(self.args.head_dim, self.args.rope_theta)
         if scaling := args.rope_scaling:
             freqs = scale_frequencies(

@@ -39,7 +39,7 @@ class ModelArgs(BaseModel):
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of one parameter: `zeros`, `ones`, or `normal` with standard deviation `std`, truncated at three."""
+    """Initialization of one parameter: `zeros`, `ones`, or `normal` with deviation `std`, truncated at three of them."""
 
     kind: str
     std: float = 0.0
