@@ -54,24 +54,30 @@ class Tuning:
     kind: Any
 
 
-_EXPERT = "parallelism.expert_parallel_degree"
 _FT = "fault_tolerance.enable"
 
 UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "job.custom_config_module": NotYet("configuration modules in Python", ("",)),
     "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(_EXPERT, bool),
-    "parallelism.expert_parallel_degree": NotYet("expert parallelism (no mixture-of-experts model)", (1,)),
-    "parallelism.expert_tensor_parallel_degree": Tuning(_EXPERT, int),
-    "parallelism.expert_parallel_comm_backend": Tuning(_EXPERT, Literal["standard", "deepep"]),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": NotYet(
+        "overlap of one microbatch's all-to-all with another's computation", (False,)
+    ),
+    "parallelism.expert_tensor_parallel_degree": NotYet(
+        "tensor parallelism within an expert (tensor-parallel ranks have different tokens, so expert_parallel_degree "
+        "splits the experts over them too)",
+        (1,),
+    ),
+    "parallelism.expert_parallel_comm_backend": NotYet(
+        "DeepEP, whose kernels need NVSHMEM and can't be proven without GPUs", ("standard",)
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
     "checkpoint.initial_load_in_hf_quantized": NotYet("quantized Hugging Face weights", (False,)),
     "checkpoint.create_seed_checkpoint": NotYet(
         "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
     ),
-    "quantize.grouped_mm.float8.fqns": Tuning(_EXPERT, list[str] | str),
-    "quantize.grouped_mm.mx.recipe_name": Tuning(_EXPERT, Literal["mxfp8"]),
-    "quantize.grouped_mm.mx.fqns": Tuning(_EXPERT, list[str] | str),
+    "quantize.grouped_mm.float8.fqns": NotYet("Float8 for experts", ([], "")),
+    "quantize.grouped_mm.mx.recipe_name": Tuning("quantize.grouped_mm.mx.fqns", Literal["mxfp8"]),
+    "quantize.grouped_mm.mx.fqns": NotYet("MXFP8 for experts", ([], "")),
     "comm.mode": NotYet("communication without a real backend", ("default",)),
     "memory_estimation.enable": NotYet("memory estimation", (False,)),
     "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable", bool),
@@ -82,7 +88,6 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "fault_tolerance.group_size": Tuning(_FT, int),
     "fault_tolerance.min_replica_size": Tuning(_FT, int),
     "fault_tolerance.semi_sync_method": Tuning(_FT, str | None),
-    "debug.moe_force_load_balance": NotYet("mixture-of-experts models", (False,)),
 }
 """Every key of the 0.2 convention that the schema lacks."""
 

@@ -27,6 +27,25 @@ def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
     return {axis: getattr(parallelism, key) for axis, key in DEGREE_KEYS.items()}
 
 
+def layout_degrees(parallelism: Parallelism) -> dict[str, int]:
+    """Degrees of the mesh axes, and of expert parallelism, which shares their ranks."""
+    return axis_degrees(parallelism) | {"ep": parallelism.expert_parallel_degree}
+
+
+def expert_ranks(parallelism: Parallelism) -> int:
+    """Ranks over which expert parallelism and FSDP together split the experts: dp_shard x cp x tp."""
+    p = parallelism
+    return p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
+
+
+def expert_shard_dim(experts: int, shards: int) -> int:
+    """The dimension of a stack of `experts` matrices along which FSDP shards it over `shards` ranks.
+
+    Whole matrices if they divide evenly: gathering them takes no extra copy, and Muon no communication.
+    """
+    return 0 if experts % shards == 0 else 1
+
+
 def layout_name(degrees: Mapping[str, int]) -> str:
     """The axes with more than one rank: `dp_shard 2 x tp 2`."""
     return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
@@ -66,6 +85,16 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
     return "parallelism.data_parallel_shard_degree", value, text
 
 
+def _expert_degree(config: Config, world: int) -> Derived | None:
+    """Fewer ranks hold more experts each. A divisor of the degree divides the number of experts like it."""
+    p = config.parallelism
+    given, ranks = p.expert_parallel_degree, expert_ranks(p)
+    value = math.gcd(given, ranks)
+    if not config.fault_tolerance.elastic or value == given:
+        return None
+    return "parallelism.expert_parallel_degree", value, f"at most {given}, for experts on {ranks} ranks"
+
+
 def _global_batch(config: Config, world: int) -> Derived | None:
     t, dp = config.training, data_parallel_degree(config)
     if t.global_batch_size != -1 or config.fault_tolerance.elastic:
@@ -90,6 +119,7 @@ def _warmup(config: Config, world: int) -> Derived | None:
 RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
     _copies,
     _shard_degree,
+    _expert_degree,
     _global_batch,
     _total_steps,
     _warmup,
@@ -136,6 +166,8 @@ def sums_whole_gradients(config: Config) -> bool:
     """
     p, t = config.parallelism, config.training
     shards = p.data_parallel_shard_degree * p.context_parallel_degree
+    if p.expert_parallel_degree > 1:
+        shards = max(shards, expert_ranks(p) // p.expert_parallel_degree)
     free = shards == 1 and not t.enable_cpu_offload and t.mixed_precision_reduce == "float32"
     return p.fsdp_reduce_once_per_step or free
 

@@ -312,6 +312,10 @@ class Parallelism(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """How ranks exchange keys and values: all at once (`allgather`), or step by step while attention is computed
     (`alltoall`)."""
+    expert_parallel_degree: Degree = 1
+    """Split the experts of a mixture of experts over this many ranks, taken from those of the data-parallel shard,
+    context-parallel and tensor-parallel degrees; must divide their product. The product of all other degrees is still
+    the number of ranks."""
     pipeline_parallel_degree: Degree = 1
     """Split the layers over this many ranks."""
     pipeline_parallel_schedule: Literal[
@@ -343,6 +347,22 @@ class Parallelism(Section):
     module_fqns_per_model_part: list[list[Name]] | list[Name] | None = None
     """List each stage's modules (`tok_embeddings`, `layers.0`, ..., `norm`, `output`), or give a flat list of the
     modules that start a new stage."""
+
+
+class MoE(Section):
+    """How a mixture of experts keeps its experts equally loaded. Only for models with experts."""
+
+    balance_bias_rate: Factor = 0.0
+    """Change of each expert's routing bias after a step, up or down, by whether it had fewer or more rows than the mean
+    (arXiv:2408.15664). Counts are those of the whole global batch. 0: no bias. Hugging Face's Qwen3-MoE has no place
+    for the bias."""
+    sequence_balance_loss: Factor = 0.0
+    """Coefficient of the auxiliary loss that balances the experts within each row."""
+    global_balance_loss: Factor = 0.001
+    """Coefficient of the auxiliary loss that balances the experts over the global batch (arXiv:2501.11873). An expert's
+    share of the rows is that of the step before; its probability is this step's."""
+    router_z_loss: Factor = 0.0
+    """Coefficient of the squared log-sum-exp of the router's scores, which keeps them small."""
 
 
 class Checkpoint(Section):
@@ -504,6 +524,9 @@ class Debug(Section):
     """Use only deterministic algorithms; fail on an operation without one."""
     deterministic_warn_only: bool = False
     """Warn instead of failing on an operation without a deterministic algorithm."""
+    moe_force_load_balance: bool = False
+    """Send tokens to the experts of a mixture in turn, whatever the router says. For measuring speed: which expert gets
+    a token depends on the layout."""
     report_device_syncs: bool = False
     """Warn, with the call site, about operations after the first step that make the host wait for the GPU and so leave
     it idle. The one wait per step that reads the loss isn't reported."""
@@ -527,6 +550,7 @@ class Config(Section):
     lr_scheduler: LRScheduler = LRScheduler()
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
+    moe: MoE = MoE()
     checkpoint: Checkpoint = Checkpoint()
     quantize: Quantize = Quantize()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

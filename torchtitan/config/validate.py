@@ -4,7 +4,14 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, data_parallel_degree, degrees_fill, divisors
+from torchtitan.config.derive import (
+    DEGREE_KEYS,
+    axis_degrees,
+    data_parallel_degree,
+    degrees_fill,
+    divisors,
+    expert_ranks,
+)
 from torchtitan.config.schema import Config
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
@@ -27,6 +34,18 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
             fits = f"the product of the degrees other than data_parallel_shard_degree, {others}, must divide {world}"
         product = " x ".join(f"{key} {degree}" for key, degree in used.items())
         yield f"{product} is {math.prod(degrees.values())}, but there are {world} ranks; {fits}"
+
+
+def expert_degree_divides(config: Config, world: int) -> Iterator[str]:
+    p = config.parallelism
+    degree, ranks = p.expert_parallel_degree, expert_ranks(p)
+    if degrees_fill(config, world) and ranks % degree:
+        yield (
+            f"parallelism.expert_parallel_degree: {degree} does not divide data_parallel_shard_degree "
+            f"{p.data_parallel_shard_degree} x context_parallel_degree {p.context_parallel_degree} x "
+            f"tensor_parallel_degree {p.tensor_parallel_degree} = {ranks}, whose ranks it shares; set it to one of "
+            f"{listed(divisors(ranks))}"
+        )
 
 
 def batch_divides(config: Config, world: int) -> Iterator[str]:
@@ -261,6 +280,7 @@ def validation_sees_data(config: Config, world: int) -> Iterator[str]:
 
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
+    expert_degree_divides,
     batch_divides,
     elastic_run_can_resume,
     sequence_divides,

@@ -185,6 +185,12 @@ TENSOR_PARALLEL_STYLES: dict[str, ShardingStyle] = {
 """How tensor parallelism splits each module."""
 
 
+def expert_sizes(args: DecoderArgs) -> dict[str, int]:
+    """Sizes of the stacked weights of the experts; empty for a dense model."""
+    names = ("n_experts", "dim", "expert_dim")
+    return {name: getattr(args, name) for name in names} if args.n_experts else {}
+
+
 def tensor_parallel_sizes(args: DecoderArgs) -> dict[str, int]:
     """Sizes that the tensor-parallel degree must divide."""
     dense = args.n_experts == 0 or args.n_dense_layers > 0

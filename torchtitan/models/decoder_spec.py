@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.models.decoder_args import (
     TENSOR_PARALLEL_STYLES,
     DecoderArgs,
+    expert_sizes,
     init,
     module_flops,
     tensor_parallel_sizes,
@@ -30,6 +31,7 @@ def register_decoder(name: str, flavors: Mapping[str, DecoderArgs], hf: HFFormat
             tensor_parallel_sizes=tensor_parallel_sizes,
             tiny=tiny,
             hf=hf.map(),
+            expert_sizes=expert_sizes,
         )
     )
 

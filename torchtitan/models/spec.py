@@ -39,7 +39,7 @@ class ModelArgs(BaseModel):
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of one parameter: `zeros`, `ones`, or `normal` with deviation `std`, truncated at three of them."""
+    """Initialization of one parameter: `zeros`, `ones`, or `normal` with deviation `std`, truncated at three."""
 
     kind: str
     std: float = 0.0
@@ -102,6 +102,9 @@ class ModelSpec:
     """`tiny(args, layers, heads)`: overrides for a small model with the same architecture, for `torchtitan parity`.
     `heads` is a multiple of the tensor-parallel degree."""
     hf: HFMap
+    expert_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
+    """`expert_sizes(args)`: sizes of the stacked weights of a mixture of experts, by hyper-parameter: first the number
+    of experts, which the expert-parallel degree must divide, then their widths. Empty for a dense model."""
 
     def flops_per_token(self, args: Any, seq_len: int) -> float:
         """FLOPs per token of the model's forward and backward, without recomputation."""

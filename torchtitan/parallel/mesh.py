@@ -26,6 +26,11 @@ class Mesh:
     """Ranks that see different tokens (dp_replicate x dp_shard x cp)."""
     loss_group: dist.ProcessGroup
     """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last pipeline stage has one."""
+    expert_fsdp: DeviceMesh | None = None
+    """FSDP2's axes for experts, if they differ: (dp_replicate, efsdp), with efsdp = dp_shard x cp x tp / ep. The ranks
+    of tensor parallelism hold different tokens, so they don't split an expert's matrices."""
+    ep: DeviceMesh | None = None
+    """The ranks that share all experts; None: each rank computes all of them."""
 
     def size(self, axis: str) -> int:
         return self.degrees[axis]
@@ -53,27 +58,33 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
-_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...], bool], Mesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...], bool, int], Mesh] = {}
 
 
-def build_mesh(config: Config, device_type: str) -> Mesh:
+def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Mesh:
     """Arrange all ranks of the default process group by the degrees of a derived and validated configuration.
 
     The same degrees get the same mesh: process groups are expensive, and DTensor caches the first mesh it sees.
+
+    Args:
+        experts: the model is a mixture of experts.
     """
     degrees = axis_degrees(config.parallelism)
     replicas = degrees["dp_replicate"] > 1 or needs_replica_axis(config)
-    key = dist.group.WORLD, device_type, tuple(degrees.values()), replicas
+    ep = config.parallelism.expert_parallel_degree
+    ep = ep if experts and (ep > 1 or degrees["tp"] > 1) else 0
+    key = dist.group.WORLD, device_type, tuple(degrees.values()), replicas, ep
     if key not in _meshes:
-        _meshes[key] = _build(degrees, device_type, replicas)
+        _meshes[key] = _build(degrees, device_type, replicas, ep)
     return _meshes[key]
 
 
-def _build(degrees: dict[str, int], device_type: str, replicas: bool) -> Mesh:
+def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
     """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL its buffers.
 
     Args:
         replicas: FSDP has an axis of replicas. Without need it doesn't, because it all-reduces even in a group of one.
+        ep: ranks that share all experts; 0: experts need no view of the ranks of their own.
     """
     needed = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
     axes = {axis: n for axis, n in degrees.items() if n > 1 or needed.get(axis)}
@@ -83,9 +94,15 @@ def _build(degrees: dict[str, int], device_type: str, replicas: bool) -> Mesh:
         kept = [name for name in names if degrees[name] > 1] or ["dp_shard"]
         return world[kept[0]] if len(kept) == 1 else world[tuple(kept)]._flatten("_".join(kept))
 
-    fsdp = across("dp_shard", "cp")
-    if replicas:
-        fsdp = DeviceMesh._concatenate([world["dp_replicate"], fsdp])
+    def replicated(shards: DeviceMesh) -> DeviceMesh:
+        return DeviceMesh._concatenate([world["dp_replicate"], shards]) if replicas else shards
+
+    fsdp = replicated(across("dp_shard", "cp"))
+    expert_fsdp = expert_ranks = None
+    if ep:
+        expert_world = across("dp_shard", "cp", "tp")
+        expert_world = expert_world._unflatten(0, (expert_world.size() // ep, ep), ("efsdp", "ep"))
+        expert_fsdp, expert_ranks = replicated(expert_world["efsdp"]), expert_world["ep"] if ep > 1 else None
     batch = across("dp_replicate", "dp_shard", "cp")
     loss = across("pp", "dp_replicate", "dp_shard", "cp")
-    return Mesh(degrees, world, fsdp, batch.get_group(), loss.get_group())
+    return Mesh(degrees, world, fsdp, batch.get_group(), loss.get_group(), expert_fsdp, expert_ranks)

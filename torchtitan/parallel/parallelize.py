@@ -6,15 +6,17 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.derive import axis_degrees, layout_name
+from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.schema import Config
 from torchtitan.config.stages import PipelineStages
 from torchtitan.config.support import FLOAT8, compiles_blocks, uses
+from torchtitan.models.moe import Balance
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.activation_offload import apply_activation_offload
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
+from torchtitan.parallel.expert import apply_expert_parallel
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
@@ -48,6 +50,13 @@ def parallelize(
     sharded_loss, float8 = not p.disable_loss_parallel, uses(config, FLOAT8)
     save_attention = must_save_attention(compiled=compiles_blocks(config), tp_degree=tp_degree)
     home = torch.device("cpu") if training.enable_cpu_offload else device
+    moe = config.moe
+    balance = Balance(
+        sequence_loss=moe.sequence_balance_loss,
+        global_loss=moe.global_balance_loss,
+        z_loss=moe.router_z_loss,
+        forced=config.debug.moe_force_load_balance,
+    )
     silence_false_alarms()
     configure_compiler(config, mesh)
     attend = build_attention(mesh, p, device)  # context parallelism
@@ -59,13 +68,14 @@ def parallelize(
         keep_modules(model, modules)
         model.to(getattr(torch, training.dtype))
         quantize(model, config, tp_degree)
+        apply_expert_parallel(model, mesh, balance)
         apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
         apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=save_attention)
-        apply_compile(model, config)
+        apply_compile(model, config, experts_apart=mesh.expert_fsdp is not None)
         apply_activation_offload(model, config.activation_checkpoint)
-        apply_fsdp(model, mesh.fsdp, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
+        apply_fsdp(model, mesh, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)
-    layout = layout_name(axis_degrees(p))
+    layout = layout_name(layout_degrees(p))
     logger.info(f"Model {config.model.name} {config.model.flavor}: {parameters:,} parameters on {layout}")
     return models

@@ -114,18 +114,26 @@ class Pipeline:
         self.own_stages = stages.stages_of(group.rank())
         self._sends = Sends()
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
+    def forward_backward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        documents: Tensor | None,
+        loss: Loss,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
         """Add the gradients of one batch to the parameters'.
 
         Args:
             tokens: `[batch, seq]`.
             labels: `[batch, seq]`.
             documents: `[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows.
+            token_weights: `[batch, seq]`, for a mixture of experts.
 
         Returns:
             The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.
         """
-        return self._run(self._training, tokens, labels, documents, loss)
+        return self._run(self._training, tokens, labels, documents, loss, token_weights)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
@@ -139,6 +147,7 @@ class Pipeline:
         labels: Tensor,
         documents: Tensor | None,
         loss: Loss,
+        token_weights: Tensor | None = None,
     ) -> Tensor:
         """Run all microbatches.
 
@@ -150,6 +159,7 @@ class Pipeline:
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
             stage.masks = masks if len(stage.submod.layers) else None
+            stage.token_weights = None if token_weights is None else token_weights.split(size)
         inputs = targets = None
         losses: list[Tensor] | None = None
         if 0 in self.own_stages:

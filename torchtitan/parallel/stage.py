@@ -1,7 +1,7 @@
 """One stage of a pipeline, which holds what it receives, computes and sends only as long as something needs it."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -92,6 +92,8 @@ class Stage(PipelineStage):
     project: bool
     masks: Masks | None
     """Shared like `sends`. None: attention sees whole rows."""
+    token_weights: Sequence[Tensor] | None = None
+    """Of each microbatch, for a mixture of experts."""
     sends: Sends
     """Shared by the stages that a schedule runs on this rank."""
     microbatch: int
@@ -112,6 +114,8 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         mask = None if self.masks is None else self.masks.of(self.microbatch)
         own = {"positions": self.positions, "mask": mask, "project": self.project}
+        if self.token_weights is not None:
+            own["token_weights"] = self.token_weights[self.microbatch]
         return super().forward_maybe_with_nosync(*args, **own, **kwargs)
 
     def backward_one_chunk(

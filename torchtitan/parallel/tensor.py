@@ -81,6 +81,27 @@ class _TiedOutput(_GatherSequence):
         return module
 
 
+class _Router(ParallelStyle):
+    """Cuts the tokens' weights, the second input, to the rank's part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+
+        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, weights = inputs
+            return x, None if weights is None else weights.chunk(size, dim=1)[rank]
+
+        module.register_forward_pre_hook(cut)
+        return module
+
+
+class _Whole(ParallelStyle):
+    """Leaves a module alone."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 def _gathered(x: Any, mesh: DeviceMesh) -> DTensor:
     x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
     return x.redistribute(placements=[Replicate()])
@@ -96,6 +117,8 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
         "norm": SequenceParallel(use_local_output=True),
         "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "gather_sequence": _GatherSequence(),
+        "router": _Router(),
+        "experts": _Whole(),
         "columns": ColwiseParallel(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),
         "output": ColwiseParallel(

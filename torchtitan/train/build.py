@@ -13,6 +13,7 @@ from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import LossSum, cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
@@ -41,7 +42,8 @@ def set_determinism(debug: Debug) -> None:
 
 def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     """Everything the trainer works with. The default process group must exist."""
-    mesh = build_mesh(config, device.type)
+    mixture = bool(setup.spec.expert_sizes(setup.args))
+    mesh = build_mesh(config, device.type, experts=mixture)
     share = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
     loader = build_data(config, "training", setup.tokenizer, **share)
     held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
@@ -52,7 +54,12 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     validation = None
     if held_out is not None:
         validation = held_out, build_compute(config, setup, mesh, device, models, config.validation)
-    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation)
+    experts = ExpertBalance(models, _blocks(setup), config.moe.balance_bias_rate, device) if mixture else None
+    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts)
+
+
+def _blocks(setup: Setup) -> int:
+    return sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
 
 
 def build_data(
@@ -121,5 +128,6 @@ def build_compute(
         pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
-    options = {"document_end": document_end, "dtype": dtype, "pin": pin}
+    mixture = bool(setup.spec.expert_sizes(setup.args))
+    options = {"document_end": document_end, "dtype": dtype, "pin": pin, "weighs_tokens": mixture}
     return Compute(models, positions, pipeline, model_loss, accumulation(config), **options)

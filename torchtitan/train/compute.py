@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models.layers import document_mask
 from torchtitan.optim.loss import LossSum, chunked_loss_sum
 from torchtitan.parallel.fsdp import Accumulation
@@ -92,6 +93,7 @@ class Compute:
         document_end: int | None,
         dtype: torch.dtype,
         pin: bool = False,
+        weighs_tokens: bool = False,
     ):
         """
         Args:
@@ -99,10 +101,12 @@ class Compute:
             document_end: the token that ends a document, if attention stays within documents.
             dtype: of the activations.
             pin: put batches into page-locked memory.
+            weighs_tokens: the model is a mixture of experts, and takes the weight of each token in the loss.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
         self.loss, self.accumulation = loss, accumulation
         self.document_end, self.dtype, self.pin = document_end, dtype, pin
+        self.weighs_tokens = weighs_tokens
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
@@ -132,12 +136,13 @@ class Compute:
         def share(output: Tensor, labels: Tensor) -> Tensor:
             return self._summed(output, labels) / total
 
+        weights = (rows.labels != IGNORE_INDEX) / total if self.weighs_tokens else None
         with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share)
+                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share, weights)
             (model,) = self.models
             self.accumulation.expect(model, last=last)
-            value = share(self._run(model, rows), rows.labels)
+            value = share(self._run(model, rows, weights), rows.labels)
             value.backward()
             return value.detach()
 
@@ -150,9 +155,10 @@ class Compute:
             (model,) = self.models
             return self._summed(self._run(model, rows), rows.labels)
 
-    def _run(self, model: FSDPModule, rows: LocalBatch) -> Tensor:
+    def _run(self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None) -> Tensor:
         mask = None if rows.documents is None else document_mask(rows.documents, self.positions, self.dtype)
-        return model(rows.tokens, self.positions, mask, project=self.loss.project)
+        own = {} if token_weights is None else {"token_weights": token_weights}
+        return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
 
     def _summed(self, output: Tensor, labels: Tensor) -> Tensor:
         return self.loss(self.models[-1], output, labels)

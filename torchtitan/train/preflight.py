@@ -11,8 +11,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derive import divisors
-from torchtitan.config.schema import Config
+from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
+from torchtitan.config.schema import Config, MoE
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec, import_custom
@@ -55,6 +55,7 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
         problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
+        problems += check_experts(config, spec.expert_sizes(args))
         problems += _check_patterns(config, spec.hf.names(args))
         stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
     except ConfigError as error:
@@ -86,6 +87,40 @@ def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str
             f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
             f"set it to one of {listed(divisors(every))}"
         )
+
+
+def check_experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """Experts that can't be split as `config` says.
+
+    Args:
+        sizes: `ModelSpec.expert_sizes`.
+    """
+    p, model = config.parallelism, f"model.flavor {config.model.flavor} of {config.model.name}"
+    degree, key = p.expert_parallel_degree, "parallelism.expert_parallel_degree"
+    if not sizes:
+        if degree > 1:
+            yield f"{key}: {model} has no experts; set it to 1"
+        if config.moe != MoE():
+            yield f"[moe]: {model} has no experts; remove the section"
+        return
+    (name, count), *widths = sizes.items()
+    shards = expert_ranks(p) // degree
+    if count % degree:
+        legal = divisors(math.gcd(count, expert_ranks(p)))
+        yield f"{key}: {degree} does not divide {name} {count} of {model}; set it to one of {listed(legal)}"
+    elif degree > 1 and expert_shard_dim(count // degree, shards) and any(width % shards for _, width in widths):
+        legal = [n for n in divisors(math.gcd(count, expert_ranks(p))) if _fsdp_divides(n, sizes, expert_ranks(p))]
+        sized = " nor ".join(f"{name} {width}" for name, width in widths)
+        yield (
+            f"{key}: with {degree}, FSDP shards {count // degree} experts over {shards} ranks, which divide neither "
+            f"their number nor {sized}; set it to one of {listed(legal)}"
+        )
+
+
+def _fsdp_divides(degree: int, sizes: dict[str, int], ranks: int) -> bool:
+    count, *widths = sizes.values()
+    shards = ranks // degree
+    return degree == 1 or not expert_shard_dim(count // degree, shards) or not any(w % shards for w in widths)
 
 
 def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import versions
-from torchtitan.config.derive import axis_degrees
+from torchtitan.config.derive import layout_degrees
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config, Parallelism
 from torchtitan.observe.ledger import git_revision
@@ -47,7 +47,7 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
     hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
     return {
         "ranks": len(places),
-        "layout": {axis: degree for axis, degree in axis_degrees(parallelism).items() if degree > 1},
+        "layout": {axis: degree for axis, degree in layout_degrees(parallelism).items() if degree > 1},
         "hosts": hosts,
         "devices": devices,
         "config": {"path": "config.toml", "sha256": hashlib.sha256(run["config"].encode()).hexdigest()},

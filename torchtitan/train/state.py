@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.rows import merge_states
 from torchtitan.observe.guard import Guard
+from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.mesh import Mesh
@@ -30,6 +31,8 @@ class Parts:
     loader: StepLoader
     compute: Compute
     validation: tuple[StepLoader, Compute] | None
+    experts: ExpertBalance | None = None
+    """None for a dense model."""
 
 
 @dataclass

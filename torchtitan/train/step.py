@@ -68,7 +68,10 @@ def train_step(
         note("updating the weights")
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, training.max_norm) if training.max_norm > 0 else None
-        optimizer.step(divisor=divisor, skip=~torch.isfinite(loss + norm))
+        skip = ~torch.isfinite(loss + norm)
+        optimizer.step(divisor=divisor, skip=skip)
+        if parts.experts is not None:
+            parts.experts.step(skip)
 
     # Where a policy judges the numbers first, the host must know them before the weights change.
     ahead = isinstance(optimizer, ShardedAdam) and optimizer.clips and not agree and not training.enable_cpu_offload
@@ -89,6 +92,8 @@ def train_step(
     updated = approve(result.loss, result.grad_norm)
     if updated and not ahead:
         optimizer.step()
+    if parts.experts is not None and not ahead:
+        parts.experts.step(None if updated else torch.ones((), dtype=torch.bool, device=parts.device))
     if updated:
         prepare_weights(parts, config)
     optimizer.zero_grad(set_to_none=True)

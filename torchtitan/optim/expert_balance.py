@@ -1,0 +1,70 @@
+"""The load of all experts in a step, and the routing biases that follow from it."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.models.moe import Router
+from torchtitan.parallel.collectives import all_reduce
+
+
+class ExpertBalance:
+    """Sums what the routers counted over the whole global batch, and adjusts their biases, once per optimizer step.
+
+    The counts are integers, so the biases are the same under every layout.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], n_layers: int, rate: float, device: torch.device):
+        """
+        Args:
+            models: this rank's pipeline stages.
+            n_layers: blocks of the whole model.
+            rate: `moe.balance_bias_rate`.
+        """
+        self.rate, self.device = rate, device
+        self.routers: dict[int, Router] = {}
+        for model in models:
+            for name, module in model.named_modules():
+                if isinstance(module, Router):
+                    self.routers[int(name.split(".")[1])] = module
+        experts = max((router.n_experts for router in self.routers.values()), default=0)
+        width = torch.tensor(experts, device=device)
+        all_reduce(width, dist.group.WORLD, dist.ReduceOp.MAX)  # a stage may have no blocks
+        self._table = torch.zeros(n_layers, int(width.item()) + 1, dtype=torch.float64, device=device)
+
+    @property
+    def loads(self) -> Tensor:
+        """`[layers, experts]` float64, the rows of each expert in the last step; zeros for a layer without experts."""
+        return self._table[:, :-1]
+
+    @property
+    def losses(self) -> Tensor:
+        """`[layers]` float64, the auxiliary losses of the last step, with their coefficients."""
+        return self._table[:, -1]
+
+    @torch.no_grad()
+    def step(self, skip: Tensor | None = None) -> None:
+        """End a step. Called by all ranks.
+
+        Args:
+            skip: a boolean scalar on the device; if true, biases and the loads in the routers stay as they are.
+        """
+        self._table.zero_()
+        for layer, router in self.routers.items():
+            self._table[layer, :-1] = router.step_load
+            self._table[layer, -1] = router.step_loss
+            router.step_load.zero_()
+            router.step_loss.zero_()
+        # Every rank has counted other tokens or other layers: one sum over the world is exact.
+        all_reduce(self._table, dist.group.WORLD)
+        for layer, router in self.routers.items():
+            load = self._table[layer, :-1]
+            change = self.rate * (load.mean() - load).sign().to(router.expert_bias.dtype)
+            load = load.long()
+            if skip is not None:
+                change, load = change.masked_fill(skip, 0.0), torch.where(skip, router.load, load)
+            router.load.copy_(load)
+            if self.rate:
+                router.expert_bias.add_(change)

@@ -1,0 +1,94 @@
+"""Expert parallelism: each rank holds some of the experts, and rows travel to them and back.
+
+The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts are sharded over
+`ep` by index, and by FSDP over the ranks that hold the same ones. The splits of both all-to-alls depend on the data, so
+the host waits once for the device in each forward.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torchtitan.models.moe import Balance, Experts, Router, permute
+from torchtitan.parallel.mesh import Mesh
+
+
+class ShardedExperts(Experts):
+    """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`, this rank's rows."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """
+        Args:
+            rows: sorted by expert, of all experts.
+            ends: `[experts]` int32, the index after each expert's last row.
+        """
+        sent = ends.diff(prepend=ends.new_zeros(1))
+        received = all_to_all_single(sent, None, None, self.group).view(self.group.size(), -1)
+        theirs, ours = _splits(sent.view_as(received), received, len(rows))
+        arrived = all_to_all_single_autograd(rows, ours, theirs, self.group)
+        order, place = _by_expert(received, sum(ours))
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+        own_ends = received.sum(0).cumsum(0).to(torch.int32)
+        done = self.compute(permute(arrived, order, place), own_ends, *weights)
+        return all_to_all_single_autograd(permute(done, place, order), theirs, ours, self.group)
+
+
+def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank, and how many come from each.
+
+    Args:
+        sent, received: `[ranks, local experts]`.
+    """
+    if isinstance(sent, FakeTensor):  # while the planner traces: equal loads
+        ranks = len(sent)
+        equal = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return equal, equal
+    theirs, ours = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    return theirs, ours
+
+
+def _by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The permutation that sorts arrived rows, which are sorted by rank, by expert; and its inverse.
+
+    Args:
+        received: `[ranks, local experts]`, numbers of rows.
+    """
+    ranks, experts = received.shape
+    expert = torch.arange(experts, device=received.device).repeat(ranks)
+    order = expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
+
+
+def apply_expert_parallel(model: nn.Module, mesh: Mesh, balance: Balance) -> None:
+    """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.balance = balance
+            if groups := [group for group in (mesh.group("cp"), mesh.group("tp")) if group is not None]:
+                module.sum_over_row = _sum_over(groups)
+        elif isinstance(module, Experts) and mesh.ep is not None:
+            _shard(module, mesh.ep)
+
+
+def _sum_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]:
+    def sum_over_row(counts: Tensor) -> Tensor:
+        for group in groups:
+            counts = all_reduce(counts, "sum", group)
+        return counts
+
+    return sum_over_row
+
+
+def _shard(experts: Experts, mesh: DeviceMesh) -> None:
+    for name, weight in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)))
+    experts.__class__ = ShardedExperts
+    experts.group = mesh.get_group()
