@@ -7,7 +7,7 @@ model's definition and initial values, the order of the data, and the learning-r
 import json
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.optimizer import OptimizerInBackward
 from torchtitan.optim.schedule import lr_factor
 from torchtitan.parallel.collectives import unsharded
+from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
 from torchtitan.train.build import build_data
 from torchtitan.train.preflight import Setup, preflight
@@ -43,7 +44,9 @@ class Observation:
     """Parameter to its gradient in the first step, as the optimizer sees it, in the model's order. (Later steps inherit
     earlier errors.) `[copies, *shape]`: more than one copy if ranks disagree on a tensor they share."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Parameter to its value after the last step, in the same form."""
+    """Parameter, or routing bias of experts, to its value after the last step, in the same form."""
+    loads: list[Tensor] = field(default_factory=list)
+    """`[layers, experts]`, the rows of each expert in each step; empty for a dense model."""
 
 
 def observe(config: Config, setup: Setup) -> Observation:
@@ -51,12 +54,13 @@ def observe(config: Config, setup: Setup) -> Observation:
     trainer = Trainer(config, setup)
     try:
         gradients = _watch_gradients(trainer)
+        loads = _watch_loads(trainer)
         trainer.train()
     finally:
         trainer.close()
-    weights = {name: _full(p) for model in trainer.parts.models for name, p in model.named_parameters()}
+    weights = {name: _full(value) for model in trainer.parts.models for name, value in _trained(model).items()}
     order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
-    out = Observation(gradients=_of_all_ranks(gradients, order), weights=_of_all_ranks(weights, order))
+    out = Observation(gradients=_of_all_ranks(gradients, order), weights=_of_all_ranks(weights, order), loads=loads)
     for record in _metrics(config):
         if "validation_loss" in record:
             out.validation_losses.append(record["validation_loss"])
@@ -102,6 +106,20 @@ def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
     return seen
 
 
+def _watch_loads(trainer: Trainer) -> list[Tensor]:
+    """A list that training fills with the experts' loads of each step."""
+    loads: list[Tensor] = []
+    if (experts := trainer.parts.experts) is not None:
+        trainer.after_step += (lambda _: loads.append(experts.loads.cpu().clone()),)
+    return loads
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and the buffers that training changes and the forward uses."""
+    biases = {name: value for name, value in model.named_buffers() if name.endswith("expert_bias")}
+    return {**dict(model.named_parameters()), **biases}
+
+
 def _full(value: Any) -> Tensor:
     return unsharded(value).detach().cpu().clone()
 
@@ -134,9 +152,12 @@ def reference(config: Config, setup: Setup) -> Observation:
     optimizers = _optimizers(model, settings)
     loader = build_data(config, "training", setup.tokenizer)
     end = setup.tokenizer.eos_id if training.document_mask else None
+    routers = {i: layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")}
+    for router in routers.values():
+        router.balance = balance_of(config)
     out, tokens = Observation(), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
-        loss = _mean_loss(model, batch.tokens, batch.labels, end)
+        loss = _mean_loss(model, batch.tokens, batch.labels, end, train=bool(routers))
         model.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
@@ -149,6 +170,8 @@ def reference(config: Config, setup: Setup) -> Observation:
             for group in optimizer.param_groups:
                 group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler)
             optimizer.step()
+        if routers:
+            out.loads.append(_balance(routers, setup, config.moe.balance_bias_rate))
         tokens += int((batch.labels != IGNORE_INDEX).sum())
         out.losses.append(loss.item())
         out.grad_norms.append(norm)
@@ -156,8 +179,23 @@ def reference(config: Config, setup: Setup) -> Observation:
         if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
             out.validation_losses.append(_validate(model, config, setup, end))
     loader.close()
-    out.weights = {name: p.detach().clone()[None] for name, p in model.named_parameters()}
+    out.weights = {name: value.detach().clone()[None] for name, value in _trained(model).items()}
     return out
+
+
+def _balance(routers: Mapping[str, Any], setup: Setup, rate: float) -> Tensor:
+    """Update routing biases by the loads of a step, and return these."""
+    blocks = [name for name in setup.spec.module_flops(setup.args, 1) if name.startswith("layers.")]
+    loads = torch.zeros(len(blocks), setup.args.n_experts, dtype=torch.float64)
+    for index, router in routers.items():
+        counts = router.step_load.tolist()
+        loads[int(index)] = torch.tensor(counts)
+        mean = sum(counts) / len(counts)
+        for expert, count in enumerate(counts):
+            router.expert_bias[expert] += rate * ((mean > count) - (mean < count))
+        router.load.copy_(router.step_load)
+        router.step_load.zero_()
+    return loads
 
 
 def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
@@ -177,12 +215,17 @@ def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optim
     return out
 
 
-def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None) -> Tensor:
+def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None, *, train: bool = False) -> Tensor:
+    """
+    Args:
+        train: tell a mixture of experts which tokens count.
+    """
     mask = None
     if end is not None:
         before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document starts after an end-of-text token
         mask = document_mask((before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32)
-    logits = model(tokens, None, mask)
+    counted = labels != IGNORE_INDEX
+    logits = model(tokens, None, mask, counted / counted.sum()) if train else model(tokens, None, mask)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
@@ -243,6 +286,8 @@ class Difference:
     weights: dict[str, float]
     validation_loss: float
     tokens_differ: bool
+    flips: int
+    """Tokens, at least, that were sent to other experts, over all steps and layers."""
 
     @property
     def gradient(self) -> float:
@@ -269,7 +314,7 @@ def difference(run: Observation, expected: Observation, peak_lr: float) -> Diffe
     Raises:
         AssertionError: the observations are of different models or numbers of steps.
     """
-    assert run.gradients.keys() == expected.gradients.keys() == run.weights.keys()
+    assert run.gradients.keys() == expected.gradients.keys() and run.weights.keys() == expected.weights.keys()
     assert len(run.losses) == len(expected.losses)
     assert len(run.validation_losses) == len(expected.validation_losses)
     return Difference(
@@ -283,6 +328,7 @@ def difference(run: Observation, expected: Observation, peak_lr: float) -> Diffe
         weights={name: _distance(run.weights[name], weight) / peak_lr for name, weight in expected.weights.items()},
         validation_loss=_worst(run.validation_losses, expected.validation_losses),
         tokens_differ=run.tokens != expected.tokens,
+        flips=sum(int((a - b).abs().sum()) // 2 for a, b in zip(run.loads, expected.loads, strict=True)),
     )
 
 

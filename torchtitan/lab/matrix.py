@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,15 @@ ROWS = 8
 """Rows per step under every layout."""
 LEARNING_RATE = 1e-3
 MODEL = {"dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
+EXPERTS = {"n_experts": 8, "experts_per_token": 2, "expert_dim": 48, "head_size": 16}
+"""Of the mixture of experts, beside the sizes above."""
+BALANCE = {
+    "balance_bias_rate": 1e-2,
+    "sequence_balance_loss": 1e-2,
+    "global_balance_loss": 1e-2,
+    "router_z_loss": 1e-3,
+}
+"""Everything that balances experts, so that all of it is proven."""
 LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
     # pp, dp_replicate, dp_shard, cp, tp
     (1, 1, 1, 1, 1),
@@ -138,11 +148,13 @@ class Cell:
     layout: tuple[int, ...]
     feature: str = "plain"
     schedule: str = "1F1B"
+    ep: int = 0
+    """Expert-parallel degree of the mixture of experts; 0: the dense model."""
 
     @property
     def title(self) -> str:
         schedule = self.schedule if self.layout[0] > 1 else "no pipeline"
-        return f"{name_of(self.layout)}, {schedule}, {self.feature}"
+        return f"{name_of(self.layout, self.ep)}, {schedule}, {self.feature}"
 
     @property
     def world(self) -> int:
@@ -181,9 +193,15 @@ class Cell:
             "parallelism.pipeline_parallel_schedule": self.schedule,
             "model.overrides.n_layers": self.layers,
             **{f"model.overrides.{name}": value for name, value in MODEL.items()},
+            **(self._experts() if self.ep else {}),
             **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
         }
         return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments]
+
+    def _experts(self) -> dict[str, Any]:
+        sizes = {f"model.overrides.{name}": value for name, value in EXPERTS.items()}
+        balance = {f"moe.{name}": value for name, value in BALANCE.items()}
+        return {"model.name": "qwen3_moe", "parallelism.expert_parallel_degree": self.ep} | sizes | balance
 
     @property
     def tolerances(self) -> Tolerances:
@@ -213,8 +231,8 @@ def _has_effect(layout: tuple[int, ...], feature: str) -> bool:
     return axis is None or layout[AXES.index(axis)] > 1
 
 
-def name_of(layout: tuple[int, ...]) -> str:
-    return layout_name(dict(zip(AXES, layout, strict=True)))
+def name_of(layout: tuple[int, ...], ep: int = 0) -> str:
+    return layout_name(dict(zip(AXES, layout, strict=True)) | {"ep": ep})
 
 
 # ---- measuring
@@ -233,7 +251,7 @@ class Lab:
     def __init__(self, folder: Path, pools: dict[int, RankPool] | None = None):
         self.folder = folder
         self.pools = {} if pools is None else pools
-        self.references: dict[tuple[str, int], Observation] = {}
+        self.references: dict[tuple[str, int, bool], Observation] = {}
         self.runs = 0
         write_corpus(folder / "corpus.jsonl")
         write_corpus(folder / "held-out.jsonl", documents=40, seed=1)
@@ -248,9 +266,11 @@ class Lab:
         folder = self.folder / str(self.runs)
         if refusal := cell.refusal(folder):
             return refusal
-        key = cell.feature, cell.layers
+        key = cell.feature, cell.layers, cell.ep > 0
         if key not in self.references:
-            alone = Cell((1,) * len(AXES), cell.feature).arguments(self.folder / f"reference-{self.runs}")
+            alone = Cell((1,) * len(AXES), cell.feature, ep=min(cell.ep, 1)).arguments(
+                self.folder / f"reference-{self.runs}"
+            )
             alone.append(f"--model.overrides.n_layers={cell.layers}")
             self.references[key] = self._pool(1).run(run_reference, alone, timeout=timeout)[0]
         run = self._pool(cell.world).run(run_cell, cell.arguments(folder), timeout=timeout)[0]

@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from torchtitan.config.schema import Config
 from torchtitan.models.moe import Balance, Experts, Router, permute
 from torchtitan.parallel.mesh import Mesh
 
@@ -65,6 +66,17 @@ def _by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     expert = torch.arange(experts, device=received.device).repeat(ranks)
     order = expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
+
+
+def balance_of(config: Config) -> Balance:
+    """What keeps the experts equally loaded, besides routing biases."""
+    moe = config.moe
+    return Balance(
+        sequence_loss=moe.sequence_balance_loss,
+        global_loss=moe.global_balance_loss,
+        z_loss=moe.router_z_loss,
+        forced=config.debug.moe_force_load_balance,
+    )
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, balance: Balance) -> None:

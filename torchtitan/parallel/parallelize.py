@@ -10,13 +10,12 @@ from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.schema import Config
 from torchtitan.config.stages import PipelineStages
 from torchtitan.config.support import FLOAT8, compiles_blocks, uses
-from torchtitan.models.moe import Balance
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.activation_offload import apply_activation_offload
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
-from torchtitan.parallel.expert import apply_expert_parallel
+from torchtitan.parallel.expert import apply_expert_parallel, balance_of
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
@@ -50,13 +49,6 @@ def parallelize(
     sharded_loss, float8 = not p.disable_loss_parallel, uses(config, FLOAT8)
     save_attention = must_save_attention(compiled=compiles_blocks(config), tp_degree=tp_degree)
     home = torch.device("cpu") if training.enable_cpu_offload else device
-    moe = config.moe
-    balance = Balance(
-        sequence_loss=moe.sequence_balance_loss,
-        global_loss=moe.global_balance_loss,
-        z_loss=moe.router_z_loss,
-        forced=config.debug.moe_force_load_balance,
-    )
     silence_false_alarms()
     configure_compiler(config, mesh)
     attend = build_attention(mesh, p, device)  # context parallelism
@@ -68,7 +60,7 @@ def parallelize(
         keep_modules(model, modules)
         model.to(getattr(torch, training.dtype))
         quantize(model, config, tp_degree)
-        apply_expert_parallel(model, mesh, balance)
+        apply_expert_parallel(model, mesh, balance_of(config))
         apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
         apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=save_attention)
         apply_compile(model, config, experts_apart=mesh.expert_fsdp is not None)
