@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.schema import ActivationCheckpoint
+from torchtitan.parallel.expert import regions
 from torchtitan.utils.torch_faults import replaced
 
-_MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+_MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "torchtitan::grouped_mm")
 """Of these, every second result is saved."""
 _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
@@ -38,7 +39,9 @@ _COMMUNICATION = (
 )
 
 
-def apply_activation_checkpoint(model: nn.Module, ac: ActivationCheckpoint, *, save_attention: bool) -> None:
+def apply_activation_checkpoint(
+    model: nn.Module, ac: ActivationCheckpoint, *, save_attention: bool, experts_apart: bool = False
+) -> None:
     """Checkpoint the blocks of `model` in place.
 
     Must come before compilation, so the compiler sees what to recompute. `mode = "memory_budget"` leaves the choice to
@@ -46,6 +49,8 @@ def apply_activation_checkpoint(model: nn.Module, ac: ActivationCheckpoint, *, s
 
     Args:
         save_attention: never recompute attention.
+        experts_apart: as for `regions`. Selection by operation is then made in each region: what is exchanged between
+            them is saved, and FSDP's hooks on the experts are not among the operations.
     """
     if ac.mode not in ("full", "selective"):
         return
@@ -55,24 +60,29 @@ def apply_activation_checkpoint(model: nn.Module, ac: ActivationCheckpoint, *, s
         "early_stop": ac.early_stop,
         "debug": ac.debug,
     }
-    every = 1
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
+    every, by_operation = 1, ac.mode == "selective" and ac.selective_ac_option == "op"
+    if by_operation:
         recomputed = {*_weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)}
         options["context_fn"] = partial(_contexts, (*_ATTENTION, *_COMMUNICATION), frozenset(recomputed))
     elif save_attention:
         options["context_fn"] = partial(_contexts, _ATTENTION, None)
-    if ac.mode == "selective" and ac.selective_ac_option != "op":
+    if ac.mode == "selective" and not by_operation:
         every = int(ac.selective_ac_option)
     forwards: dict[Any, Any] = {}  # blocks of one class share a function, and hence a compiled graph
     for number, block in enumerate(model.layers.values(), 1):
-        if number % every == 0:
-            forward = type(block).forward
-            block.forward = MethodType(forwards.setdefault(forward, _recomputing(forward, options)), block)
+        if number % every:
+            continue
+        parts = regions(block, apart=experts_apart)
+        if len(parts) > 1 and not by_operation:
+            parts, options = [(block, "forward")], {k: v for k, v in options.items() if k != "context_fn"}
+        for owner, name in parts:
+            forward = getattr(owner, name).__func__
+            setattr(owner, name, MethodType(forwards.setdefault(forward, _recomputing(forward, options)), owner))
 
 
 def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def recomputing_forward(block: nn.Module, *inputs: Any) -> Any:
-        return checkpoint(forward, block, *inputs, use_reentrant=False, **options)
+    def recomputing_forward(owner: nn.Module, *inputs: Any) -> Any:
+        return checkpoint(forward, owner, *inputs, use_reentrant=False, **options)
 
     return recomputing_forward
 
@@ -106,7 +116,7 @@ def _contexts(
         name = name.partition(".")[0]
         if recomputed is not None and name in _MATMULS:
             weight = args[-1] if name == "aten::addmm" else args[1]
-            if tuple(weight.shape) in recomputed:
+            if weight.dim() == 2 and tuple(weight.shape) in recomputed:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             matmuls[context.is_recompute] += 1
             save = matmuls[context.is_recompute] % 2 == 1

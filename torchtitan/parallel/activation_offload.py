@@ -65,8 +65,9 @@ class Offload:
             with saved_tensors_hooks(visit.pack, _Saved.unpack) if away else nullcontext():
                 out = forward(block, x, *shared)
             visit.inputs.clear()
-            if previous is not None and out.requires_grad:
-                out.register_hook(lambda _: previous.fetch())
+            hidden = out[0] if isinstance(out, tuple) else out  # a mixture of experts also returns its load
+            if previous is not None and hidden.requires_grad:
+                hidden.register_hook(lambda _: previous.fetch())
             return out
 
         return offloading_forward

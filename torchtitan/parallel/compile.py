@@ -12,8 +12,8 @@ from torch import nn
 
 from torchtitan.config.schema import Compile, Config
 from torchtitan.config.support import compiles_blocks
-from torchtitan.models.decoder import MoEBlock
 from torchtitan.parallel.activation_checkpoint import memory_budget
+from torchtitan.parallel.expert import regions
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.torch_faults import keep_buffers_of_backward, no_shared_autograd_cache
 
@@ -42,34 +42,25 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         _settings.enter_context(fused_collectives(mesh.tp))
 
 
-def apply_compile(model: nn.Module, config: Config, *, experts_apart: bool) -> None:
-    """Compile the forward of each block of `model` in place, if `config` asks for it.
+def apply_compile(model: nn.Module, config: Config, *, experts_apart: bool = False) -> None:
+    """Compile the regions of each block of `model` in place, if `config` asks for it.
 
     Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run outside the graph.
     Hooks of tensor parallelism on modules inside the block become part of it. A graph break is an error, because it
     would silently cost speed.
 
     Args:
-        experts_apart: FSDP gathers a block's experts apart from it. Such a block is compiled in three parts: the
-            exchange of rows between ranks, whose number depends on the data, stays outside.
+        experts_apart: as for `regions`.
     """
     if not compiles_blocks(config):
         return
     compiled: dict[Any, Callable[..., Any]] = {}
-
-    def compile_method(owner: Any, name: str, *, dynamic: bool = False) -> None:
-        function = getattr(owner, name).__func__
-        if function not in compiled:
-            compiled[function] = _compiled(function, config.compile, dynamic=dynamic)
-        setattr(owner, name, MethodType(compiled[function], owner))
-
     for block in model.layers.values():
-        if experts_apart and isinstance(block, MoEBlock):
-            compile_method(block, "before_experts")
-            compile_method(block.moe.experts, "compute", dynamic=True)
-            compile_method(block, "after_experts")
-        else:
-            compile_method(block, "forward")
+        for owner, name in regions(block, apart=experts_apart):
+            function = getattr(owner, name).__func__
+            if function not in compiled:
+                compiled[function] = _compiled(function, config.compile)
+            setattr(owner, name, MethodType(compiled[function], owner))
 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
@@ -77,5 +68,5 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
     return _compiled(loss, config) if config.enable and "loss" in config.components else loss
 
 
-def _compiled(function: Callable[..., Any], config: Compile, *, dynamic: bool = False) -> Callable[..., Any]:
-    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=dynamic)
+def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
+    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)

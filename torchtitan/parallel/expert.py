@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan.config.schema import Config
+from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.moe import Balance, Experts, Router, permute
 from torchtitan.parallel.mesh import Mesh
 
@@ -38,7 +39,9 @@ class ShardedExperts(Experts):
         order, place = _by_expert(received, sum(ours))
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         own_ends = received.sum(0).cumsum(0).to(torch.int32)
-        done = self.compute(permute(arrived, order, place), own_ends, *weights)
+        own = permute(arrived, order, place)
+        torch._dynamo.maybe_mark_dynamic(own, 0)  # one graph for any number of rows
+        done = self.compute(own, own_ends, *weights)
         return all_to_all_single_autograd(permute(done, place, order), theirs, ours, self.group)
 
 
@@ -66,6 +69,18 @@ def _by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     expert = torch.arange(experts, device=received.device).repeat(ranks)
     order = expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
+
+
+def regions(block: nn.Module, *, apart: bool) -> list[tuple[nn.Module, str]]:
+    """The methods of a block that are compiled, each as a graph: its forward, or, for a block whose experts are apart,
+    what comes before the exchange of rows, between the exchanges, and after them.
+
+    Args:
+        apart: FSDP gathers experts apart from their block, by hooks inside its forward.
+    """
+    if apart and isinstance(block, MoEBlock):
+        return [(block, "before_experts"), (block.moe.experts, "compute"), (block, "after_experts")]
+    return [(block, "forward")]
 
 
 def balance_of(config: Config) -> Balance:

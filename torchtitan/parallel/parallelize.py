@@ -52,6 +52,7 @@ def parallelize(
     silence_false_alarms()
     configure_compiler(config, mesh)
     attend = build_attention(mesh, p, device)  # context parallelism
+    apart = mesh.expert_fsdp is not None
     models, parameters = [], 0
     for modules in stage_modules(stages, mesh.rank("pp")):
         with torch.device("meta"):
@@ -62,8 +63,10 @@ def parallelize(
         quantize(model, config, tp_degree)
         apply_expert_parallel(model, mesh, balance_of(config))
         apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
-        apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=save_attention)
-        apply_compile(model, config, experts_apart=mesh.expert_fsdp is not None)
+        apply_activation_checkpoint(
+            model, config.activation_checkpoint, save_attention=save_attention, experts_apart=apart
+        )
+        apply_compile(model, config, experts_apart=apart)
         apply_activation_offload(model, config.activation_checkpoint)
         apply_fsdp(model, mesh, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
