@@ -1,7 +1,5 @@
 """The support matrix: its cells, their measurement on gloo ranks, and the document that shows them."""
 
-import platform
-import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -75,6 +73,35 @@ LAYOUTS: tuple[tuple[int, int, int, int, int], ...] = (
     (4, 1, 2, 1, 1),
     (2, 1, 2, 2, 2),
 )
+EXPERT_LAYOUTS: tuple[tuple[tuple[int, int, int, int, int], int], ...] = (
+    # a layout, and the expert-parallel degree within it
+    ((1, 1, 1, 1, 1), 1),
+    ((1, 1, 2, 1, 1), 1),
+    ((1, 1, 1, 1, 2), 1),
+    ((1, 1, 2, 1, 1), 2),
+    ((1, 1, 1, 2, 1), 2),
+    ((1, 1, 1, 1, 2), 2),
+    ((1, 1, 4, 1, 1), 2),
+    ((1, 1, 4, 1, 1), 4),
+    ((1, 2, 2, 1, 1), 2),
+    ((1, 1, 2, 1, 2), 2),
+    ((1, 1, 2, 1, 2), 4),
+    ((1, 1, 2, 2, 1), 4),
+    ((1, 1, 1, 2, 2), 4),
+    ((2, 1, 2, 1, 1), 2),
+    ((2, 1, 1, 2, 1), 2),
+    ((2, 1, 1, 1, 2), 2),
+    ((1, 2, 2, 1, 2), 4),
+    ((1, 2, 2, 2, 1), 4),
+    ((1, 1, 2, 2, 2), 4),
+    ((2, 2, 2, 1, 1), 2),
+    ((2, 1, 2, 2, 1), 4),
+    ((2, 1, 2, 1, 2), 4),
+    ((2, 1, 2, 2, 2), 2),
+    ((2, 1, 2, 2, 2), 4),
+    ((2, 1, 2, 2, 2), 8),
+)
+EXPERT_SCHEDULE_LAYOUTS = (((2, 1, 2, 1, 1), 2), ((2, 1, 1, 1, 2), 2))
 SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
 
 
@@ -123,6 +150,22 @@ FEATURES = {
     "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
 }
 """Column of the matrix to what it measures."""
+EXPERT_FEATURES = {
+    "plain": 16,
+    "accumulation": 16,
+    "AC full": 16,
+    "document mask": 8,
+    "validation": 8,
+    "async checkpoint": 8,
+    "AC selective op": 4,
+    "activation offload": 4,
+    "CPU offload": 4,
+    "chunked loss": 4,
+    "compile": 4,
+    "float8": 4,
+    "Muon": 4,
+}
+"""Columns of the part on experts, to the most ranks that they are measured on: the last ones are slow."""
 PAIRWISE = {
     "AC selective op",
     "AC full",
@@ -221,6 +264,13 @@ def cells() -> Iterator[Cell]:
     """All cells, ordered by number of ranks."""
     every = [Cell(layout, feature) for layout in LAYOUTS for feature in FEATURES if _has_effect(layout, feature)]
     every += [Cell(layout, schedule=name) for layout in SCHEDULE_LAYOUTS for name in NAMED_SCHEDULES if name != "1F1B"]
+    every += [
+        Cell(layout, feature, ep=ep)
+        for layout, ep in EXPERT_LAYOUTS
+        for feature, ranks in EXPERT_FEATURES.items()
+        if torch.Size(layout).numel() <= ranks
+    ]
+    every += [Cell(layout, schedule=s, ep=ep) for layout, ep in EXPERT_SCHEDULE_LAYOUTS for s in NAMED_SCHEDULES[1:]]
     yield from sorted(every, key=lambda cell: cell.world)
 
 
@@ -312,68 +362,5 @@ def _text_of(lab: Lab, cell: Cell, notes: list[str]) -> tuple[str, str]:
             notes.append(outcome)
         return f"[{notes.index(outcome) + 1}]", outcome
     problems = outcome.problems(cell.tolerances)
-    return BAD[0] if problems else f"{outcome.loss:.0e} / {outcome.gradient:.0e}", "; ".join(problems)
-
-
-# ---- the document
-
-
-def _table(rows: list[tuple[int, ...]], columns: list[str], texts: dict[tuple[tuple[int, ...], str], str]) -> str:
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for layout in rows:
-        lines.append(f"| {name_of(layout)} | " + " | ".join(texts.get((layout, c), "") for c in columns) + " |")
-    return "\n".join(lines)
-
-
-def document(results: dict[Cell, str], notes: list[str]) -> str:
-    """The support matrix in Markdown."""
-    features = {(cell.layout, cell.feature): text for cell, text in results.items() if cell.schedule == "1F1B"}
-    schedules = {(cell.layout, cell.schedule): text for cell, text in results.items() if cell.feature == "plain"}
-    footnotes = "\n".join(f"- [{number}] refused: {note}" for number, note in enumerate(notes, 1))
-    model = ", ".join(f"{name} {value}" for name, value in MODEL.items())
-    return f"""# Support matrix
-
-Generated from real runs by `torchtitan matrix --output docs/support-matrix.md`
-(torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
-
-Each cell is a run of a tiny Llama ({model}; 4 layers, 8 with pp 4)
-on gloo ranks, in fp32, with {ROWS} rows of 32 tokens per step: 10 steps in the column "plain" and for the schedules,
-4 elsewhere. It is compared with plain PyTorch on one process. The numbers are the largest relative difference of the
-loss over all steps, and the largest difference within any parameter's gradient of the first step, relative to the
-gradient's largest element. Gradient norm, token counts, weights after the last step and validation loss are within
-tolerance too.
-
-A number in brackets refers to the message below that refuses the configuration before anything starts. A cell is empty
-where the feature has no effect, and, for the columns from "AC selective op" to "Muon" and for "async TP", where three
-axes combine: every pair of them is measured in another row.
-
-## Layouts and features
-
-{_table(list(LAYOUTS), list(FEATURES), features)}
-
-Pipelines above use the schedule 1F1B. "optimizer in backward" runs without clipping. "compile" is inductor with
-selective activation checkpointing by operation. "float8" is rowwise and "float8 all-gather" tensorwise; both are
-emulated, and so is MXFP8, which runs on a wider model. These three and Muon, which computes its update in bf16, have
-wider tolerances.
-
-## Pipeline schedules
-
-{_table(list(SCHEDULE_LAYOUTS), list(NAMED_SCHEDULES), schedules)}
-
-## Refused
-
-{footnotes}
-"""
-
-
-def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
-    """Inverse of `document`: the cells' texts, and the refusals in order."""
-    sections = text.split("\n## ")
-    results: dict[Cell, str] = {}
-    for section, kind in ((sections[1], "feature"), (sections[2], "schedule")):
-        lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
-        columns = lines[0][1:]
-        for name, *cells_of_row in lines[2:]:
-            layout = next(layout for layout in LAYOUTS if name_of(layout) == name)
-            results |= {Cell(layout, **{kind: c}): t for c, t in zip(columns, cells_of_row, strict=True) if t}
-    return results, re.findall(r"- \[\d+\] refused: (.*)", sections[3])
+    flips = f" ({outcome.flips} moved)" if outcome.flips else ""
+    return BAD[0] if problems else f"{outcome.loss:.0e} / {outcome.gradient:.0e}{flips}", "; ".join(problems)
