@@ -27,6 +27,12 @@ CASES = {
          "the degrees other than data_parallel_shard_degree, 16, must divide 8",
          ["--parallelism.context_parallel_degree=2"]),
     ],
+    "expert_degree_divides": [
+        (12, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.tensor_parallel_degree=3",
+              "--parallelism.expert_parallel_degree=4", "--training.seq_len=2049"],
+         "tensor_parallel_degree 3 = 6, whose ranks it shares; set it to one of 1, 2, 3, 6",
+         ["--parallelism.expert_parallel_degree=6"]),
+    ],
     "batch_divides": [
         (2, ["--training.local_batch_size=4", "--training.global_batch_size=20"], "= 8; set it to 16 or 24",
          ["--training.global_batch_size=24"]),
