@@ -32,7 +32,7 @@ def compiles_blocks(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _splits_backward(config: Config) -> bool:
+def splits_backward(config: Config) -> bool:
     """Whether the pipeline schedule runs the backward of inputs and of weights separately."""
     p = config.parallelism
     return p.pipeline_parallel_degree > 1 and (
@@ -78,7 +78,7 @@ CONFLICTS = (
         lambda c: (
             c.activation_checkpoint.mode == "selective"
             and c.activation_checkpoint.selective_ac_option == "op"
-            and _splits_backward(c)
+            and splits_backward(c)
             and not compiles_blocks(c)
         ),
         "activation_checkpoint.selective_ac_option: this pipeline schedule runs a block's backward in two parts, and "
@@ -93,7 +93,7 @@ CONFLICTS = (
     ),
     Conflict(
         lambda c: (
-            _splits_backward(c)
+            splits_backward(c)
             and (compiles_blocks(c) or c.training.loss_chunks > 1 or bool(c.model.converters))
             and torch_is_before_2_13()
         ),
@@ -147,7 +147,7 @@ CONFLICTS = (
         'for all microbatches of a stage; set "default" or "never"',
     ),
     Conflict(
-        lambda c: c.activation_checkpoint.offload_blocks != 0 and _splits_backward(c),
+        lambda c: c.activation_checkpoint.offload_blocks != 0 and splits_backward(c),
         "activation_checkpoint.offload_blocks: a schedule that splits the backward needs activations twice, and "
         "would keep them on the device in between; set it to 0, or choose another schedule",
     ),

@@ -177,7 +177,7 @@ TENSOR_PARALLEL_STYLES: dict[str, ShardingStyle] = {
     "layers.*.feed_forward.w2": "rows",
     "layers.*.feed_forward.w3": "columns",
     "layers.*.moe.router": "router",
-    "layers.*.moe.router.gate": "norm",
+    "layers.*.moe.router.gate": "gate",
     "layers.*.moe.experts": "experts",
     "norm": "norm",
     "output": "output",

@@ -72,7 +72,10 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self.weight.float())
+        return self.scores(x, self.weight)
+
+    def scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float())
 
 
 class Router(nn.Module):

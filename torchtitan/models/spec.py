@@ -59,7 +59,7 @@ class HFMap:
 
 
 ShardingStyle = Literal[
-    "embedding", "norm", "head_norm", "gather_sequence", "columns", "rows", "output", "router", "experts"
+    "embedding", "norm", "head_norm", "gather_sequence", "columns", "rows", "output", "router", "gate", "experts"
 ]
 """What tensor parallelism does to a module. Between modules, activations are sharded over the sequence.
 
@@ -71,6 +71,7 @@ ShardingStyle = Literal[
     rows              linear layer, weight sharded over its inputs; output sharded over the sequence
     output            projection to the vocabulary, sharded over it
     router            the second input, a weight for each token, is cut to the rank's part of the sequence
+    gate              weight replicated; input and output sharded over the sequence
     experts           not tensor-parallel; expert parallelism shards the weights over the experts
 """
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchtitan.models.moe import Gate
 from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.quantize import float8_style
 from torchtitan.utils.torch_faults import redistribute_and_wait
@@ -95,6 +96,24 @@ class _Router(ParallelStyle):
         return module
 
 
+class _OwnTokens(Gate):
+    """A gate with a replicated weight, for this rank's part of the sequence. DTensor's linear layer gathers it first on
+    torch 2.11."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, DTensor)
+        weight = self.weight.to_local(grad_placements=[Partial()])  # of its own tokens
+        return self.scores(x, weight)
+
+
+class _Gate(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert type(module) is Gate, type(module)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None))
+        module.__class__ = _OwnTokens
+        return module
+
+
 class _Whole(ParallelStyle):
     """Leaves a module alone."""
 
@@ -118,6 +137,7 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
         "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "gather_sequence": _GatherSequence(),
         "router": _Router(),
+        "gate": _Gate(),
         "experts": _Whole(),
         "columns": ColwiseParallel(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),

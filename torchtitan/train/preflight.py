@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
 from torchtitan.config.schema import Config, MoE
 from torchtitan.config.stages import PipelineStages, pipeline_stages
+from torchtitan.config.support import splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec, import_custom
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
@@ -21,6 +22,7 @@ from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.releases import installed_torch, too_old
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
 from torchtitan.utils.text import brief, listed
+from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 _MOST_ENTRIES = 50_000
 """Files and folders to look at for data. They take half a second."""
@@ -103,6 +105,11 @@ def check_experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         if config.moe != MoE():
             yield f"[moe]: {model} has no experts; remove the section"
         return
+    if splits_backward(config) and torch_is_before_2_13():
+        yield (
+            "parallelism.pipeline_parallel_schedule: with torch before 2.13, the backward of experts can't run in "
+            "the two parts that this schedule needs; upgrade torch, or set Interleaved1F1B"
+        )
     (name, count), *widths = sizes.items()
     shards = expert_ranks(p) // degree
     if count % degree:
