@@ -204,7 +204,7 @@ BAD = {
     "vocabulary": (["--checkpoint=RUN", "--assets=other"], "only 2048"),
     "file": (["--checkpoint=RUN", "--prompts-file=nowhere"], "--prompts-file: can't read nowhere"),
     "no weights": (["--checkpoint=other"], "no .safetensors files"),
-    "other model": (["--checkpoint=other"], "config.json: model_type: got 'gpt2', must be 'llama'"),
+    "other model": (["--checkpoint=other"], "config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'"),
     "damaged": (["--checkpoint=damaged"], "has the wrong size"),
 }
 

@@ -103,10 +103,8 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
 
     def read(key: str) -> Tensor:
         name = key.removeprefix("model.")
-        value = torch.zeros_like(state[name], device="cpu")
-        if name in stored:  # the others are buffers, which start at zero
-            reader.load({name: value})
-        return value
+        # What Hugging Face doesn't store are buffers, which start at zero.
+        return reader.read(name) if name in stored else torch.zeros_like(state[name], device="cpu")
 
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     writer = CommittingWriter(target, manifest, file_per_tensor=True)

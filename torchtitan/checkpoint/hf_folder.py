@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from torchtitan.checkpoint.dcp_storage import alone
@@ -112,6 +112,15 @@ class _Entry:
     dtype: str
 
 
+class _Piece(NamedTuple):
+    """What to read of a tensor in a file, and where to."""
+
+    part: str
+    slices: tuple[slice, ...]
+    """One for each dimension, or for each of the stack; none: all of it."""
+    target: Tensor
+
+
 def parts_of(theirs: str | list[str]) -> list[str]:
     """The names in a folder of what is one weight for us."""
     return [theirs] if isinstance(theirs, str) else theirs
@@ -172,33 +181,52 @@ class SafetensorsReader(HuggingFaceStorageReader):
             dcp.load(dict(state), storage_reader=self, no_dist=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files: dict[str, list[tuple[ReadItem, int]]] = {}
+        pieces = []
         for item in plan.items:
-            entry = self.entries[self.storage_data[item.storage_index]]
-            files.setdefault(entry.file, []).append((item, item.lengths.numel() * _NAMED[entry.dtype].itemsize))
-        for file, items in files.items():
-            # The pages that are read of a mapped file are this process's memory until it is closed.
-            for batch in batches(items, _MAPPED_BYTES):
-                self._read_items(file, batch, planner)
+            ends = zip(item.storage_offsets, item.lengths, strict=True)
+            slices = tuple(slice(start, start + length) for start, length in ends)
+            part = self.storage_data[item.storage_index]
+            pieces.append(_Piece(part, slices, planner.resolve_tensor(item).detach()))
+        self._fill(pieces)
+        for item, piece in zip(plan.items, pieces, strict=True):
+            planner.commit_tensor(item, piece.target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_items(self, file: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-        name = ""
+    def read(self, name: str) -> Tensor:
+        """The whole of our weight `name`, in its stored dtype.
+
+        Raises:
+            CheckpointError: it can't be read, or holds NaN or infinity.
+        """
+        about, theirs = self._metadata.state_dict_metadata[name], self.names[name]
+        out = torch.empty(about.size, dtype=about.properties.dtype)
+        targets = [out] if isinstance(theirs, str) else out.unbind()
+        self._fill([_Piece(part, (), target) for part, target in zip(parts_of(theirs), targets, strict=True)])
+        return out
+
+    def _fill(self, pieces: Iterable[_Piece]) -> None:
+        files: dict[str, list[tuple[_Piece, int]]] = {}
+        for piece in pieces:
+            entry = self.entries[piece.part]
+            size = piece.target.numel() * _NAMED[entry.dtype].itemsize
+            files.setdefault(entry.file, []).append((piece, size))
+        for file, sized in files.items():
+            # The pages that are read of a mapped file are this process's memory until it is closed.
+            for batch in batches(sized, _MAPPED_BYTES):
+                self._fill_from(file, batch)
+
+    def _fill_from(self, file: str, pieces: list[_Piece]) -> None:
+        part = ""
         try:
             with safe_open(file, framework="pt") as content:
-                for item in items:
-                    name = self.storage_data[item.storage_index]
-                    part = content.get_slice(name)
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    slices = [slice(start, start + length) for start, length in ends]
-                    value = self._checked(name, part[tuple(slices[-len(part.get_shape()) :])])
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(value.view(target.shape))
-                    planner.commit_tensor(item, target)
+                for part, slices, target in pieces:
+                    dims = len(self.entries[part].shape)  # one less than a stack has
+                    value = content.get_slice(part)[slices[-dims:] if dims else ()]
+                    target.copy_(self._checked(part, value).view(target.shape))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"can't read {name} of {file}: {error}") from None
+            raise CheckpointError(f"can't read {part} of {file}: {error}") from None
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """What is missing for our weights of these names and shapes, or of the wrong shape or dtype."""
