@@ -9,6 +9,7 @@ from torchtitan.config.messages import explain_value
 from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
 from torchtitan.models.spec import HFMap, HFNames
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import brief
 
 _TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _ATTENTION = {
@@ -142,9 +143,10 @@ class HFConfig(BaseModel):
         Raises:
             ConfigError: every reason why `DecoderArgs` can't represent the model.
         """
+        if (kind := config.get("model_type")) != cls.model_type:
+            raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"])
         try:
-            found = cls.model_validate(config)
-            return DecoderArgs(**found.hyper_parameters())
+            return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:
             raise ConfigError([f"config.json: {_explain(item)}" for item in error.errors()]) from None
         except ValueError as error:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan.models import HFMap, llama3, register
-from torchtitan.models.layers import Attend
 from torchtitan.models.decoder import Attention, Block, Decoder
 from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.layers import Attend
 
 
 class QKNormAttention(Attention):
