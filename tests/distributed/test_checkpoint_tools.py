@@ -332,7 +332,7 @@ print(json.dumps(peaks))
 def write_hf(folder, layers):
     """Write a mixture of experts of `layers` in Hugging Face's format, two files; its weights."""
     spec = get_spec("qwen3_moe")
-    sizes = {"vocab_size": 256, "dim": 256, "n_layers": layers, "n_heads": 4, "expert_dim": 512, "n_experts": 32}
+    sizes = {"vocab_size": 256, "dim": 256, "n_layers": layers, "n_heads": 4, "expert_dim": 512, "n_experts": 16}
     args = spec.args("debugmodel", sizes | {"n_dense_layers": 1})
     with torch.device("meta"):
         shapes = {name: weight.shape for name, weight in spec.build(args, None).named_parameters()}
@@ -354,7 +354,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     """Each command, and each way of loading, needs memory for a few stacks of experts; the model has dozens."""
     small, large = tmp_path / "small", tmp_path / "large"
     write_hf(small / "hf", layers=1)
-    weights = write_hf(large / "hf", layers=6)
+    weights = write_hf(large / "hf", layers=11)
     size = sum(file.stat().st_size for file in (large / "hf").glob("*.safetensors"))
     assert size > 250e6
     done = subprocess.run([sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True)
