@@ -230,6 +230,8 @@ class SafetensorsReader(HuggingFaceStorageReader):
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """What is missing for our weights of these names and shapes, or of the wrong shape or dtype."""
+        if nameless := [f"{ours} has no name in Hugging Face's format" for ours in shapes if ours not in self.names]:
+            return nameless
         out = [
             f"{part} is missing" for ours in shapes for part in parts_of(self.names[ours]) if part not in self.entries
         ]
