@@ -101,17 +101,29 @@ def test_draws_follow_the_distribution():
     assert draw(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0, 0], "one token always stays"
 
 
-def on_two_ranks(tied, sampling):
-    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), build(tie_embeddings=tied)
-    apply_tensor_parallel(model, mesh, SPEC.tensor_parallel_styles, sharded_loss=False, float8=False)
+FAMILIES = {"llama3": {"tie_embeddings": True}, "qwen2_5": {}, "qwen3_moe": {}}
+
+
+def build_family(family):
+    torch.manual_seed(3)
+    model = families.build(family, **FAMILIES[family])
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.3) if param.dim() > 1 else torch.nn.init.uniform_(param, 0.5, 1.5)
+    return model
+
+
+def on_two_ranks(family, sampling):
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), build_family(family)
+    styles = get_spec(family).tensor_parallel_styles
+    apply_tensor_parallel(model, mesh, styles, sharded_loss=False, float8=False)
     return [row.tokens for row in generator(model, mesh=mesh)(PROMPTS, sampling, 12)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, tied):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, family):
     for sampling in (GREEDY, Sampling(1.0)):
-        expected = [row.tokens for row in generator(build(tie_embeddings=tied))(PROMPTS, sampling, 12)]
-        assert ranks(2, on_two_ranks, tied, sampling) == [expected, expected]
+        expected = [row.tokens for row in generator(build_family(family))(PROMPTS, sampling, 12)]
+        assert ranks(2, on_two_ranks, family, sampling) == [expected, expected]
 
 
 # ---- the command
