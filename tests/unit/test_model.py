@@ -156,7 +156,12 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1: got 'sliding_attention'"),
         ("qwen3", {"attention_bias": True}, "attention_bias: got True, must be False"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2, must be 1"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers: got \[1\], must be the first layers: 0, 1, ..."),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1]},
+            r"mlp_only_layers: got \[1\], must be a list of the first layers",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers: got 3, must be a list of the first layers"),
         ("qwen3_moe", {"num_experts_per_tok": 99}, "experts_per_token 99 must be 1 to n_experts 16"),
     ],
 )

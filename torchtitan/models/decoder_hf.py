@@ -59,8 +59,6 @@ class Rope(BaseModel):
     original_max_position_embeddings: int | None = None
 
     def scaling(self) -> RopeScaling | None:
-        if self.partial_rotary_factor not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor is {self.partial_rotary_factor}, must be 1: RoPE of whole heads")
         kind = self.rope_type or self.type or "default"
         if kind == "default":
             return None
@@ -73,9 +71,10 @@ class Rope(BaseModel):
 
 
 def _number_of_first(layers: Any) -> int:
-    if layers is not None and layers != list(range(len(layers))):
-        raise ValueError(f"got {layers}, must be the first layers: 0, 1, ...")
-    return len(layers or [])
+    layers = [] if layers is None else layers
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
+        raise ValueError(f"got {brief(layers)}, must be a list of the first layers: 0, 1, ...")
+    return len(layers)
 
 
 FirstLayers = Annotated[int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))]
@@ -122,6 +121,7 @@ class HFConfig(BaseModel):
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         """`config.json` of the exported model, readable by transformers 4 and 5."""
+        # What is required and no hyper-parameter can only be null.
         values: dict[str, Any] = {name: None for name, field in cls.model_fields.items() if field.is_required()}
         values |= {theirs: getattr(args, ours) for ours, theirs in _KEYS.items() if theirs in cls.model_fields}
         values["head_dim"] = args.head_dim
@@ -154,8 +154,9 @@ class HFConfig(BaseModel):
 
     def hyper_parameters(self) -> dict[str, Any]:
         rope = self.rope_scaling or self.rope_parameters or Rope()
-        if rope.partial_rotary_factor is None:
-            rope.partial_rotary_factor = self.partial_rotary_factor
+        for factor in (rope.partial_rotary_factor, self.partial_rotary_factor):
+            if factor not in (None, 1.0):
+                raise ValueError(f"partial_rotary_factor is {factor}, must be 1: RoPE of whole heads")
         values = {ours: getattr(self, theirs) for ours, theirs in _KEYS.items() if theirs in type(self).model_fields}
         if not self.own_head_size and self.head_dim and self.head_dim * self.num_attention_heads == self.hidden_size:
             values["head_size"] = None
