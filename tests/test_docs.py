@@ -398,8 +398,10 @@ def test_toml_blocks_are_legal(tmp_path, monkeypatch):
 
 
 def test_example_is_the_tested_one():
-    (shown,) = (block for block in BLOCKS if block.file == "qk_norm.py")
-    assert shown.text == (ROOT / "tests/examples/qk_norm/__init__.py").read_text()
+    (shown,) = (block for block in BLOCKS if block.file == "gated_attention.py")
+    assert shown.text == (ROOT / "tests/examples/gated_attention/__init__.py").read_text()
+    (shown,) = (block for block in BLOCKS if block.page == "adding-a-model.md" and block.language == "python")
+    assert shown.text == (ROOT / "torchtitan/models/mistral/__init__.py").read_text()
 
 
 def test_site_builds(tmp_path):

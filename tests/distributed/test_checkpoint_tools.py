@@ -1,6 +1,7 @@
 """`torchtitan ckpt`, on checkpoints of real runs."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -8,17 +9,23 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.runs import arguments, train
+from tests import families
+from tests.runs import arguments, full, train
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.convert import nearest_flavor
+from torchtitan.checkpoint.hf import load_hf
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
+from torchtitan.models.moe import Experts
 from torchtitan.utils.errors import ConfigError, UserError
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=6"]
-LLAMA_31 = ["--model.flavor=8B", "--model.overrides.vocab_size=2048"]
-TIED = [*LLAMA_31, "--model.overrides.tie_embeddings=true"]
+TIED = ["--model.flavor=1B", "--model.overrides.vocab_size=2048"]
+EXPERTS = ["--model.name=qwen3_moe", *(f"--model.overrides.{key}={value}" for key, value in families.EXPERTS.items())]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +120,7 @@ def test_prune_keeps_the_newest_resumable(ranks, tmp_path, capsys):
     assert sorted(p.name for p in folder.iterdir()) == ["step-5", "step-6"]
 
 
-@pytest.mark.parametrize("extra", [[], LLAMA_31, TIED], ids=["3.0", "3.1", "3.2 tied"])
+@pytest.mark.parametrize("extra", [TIED, ["--model.name=qwen2_5"], EXPERTS], ids=["llama3", "qwen2_5", "qwen3_moe"])
 def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
     pytest.importorskip("transformers")
     run = ranks(1, train, arguments(tmp_path, *SAVE, *extra, "--checkpoint.keep_latest_k=2", steps=2))[0]
@@ -160,15 +167,15 @@ def test_each_weight_keeps_its_own_type(tmp_path, run):
         assert torch.equal(weight, mixed[name]), name
 
 
-def test_from_hf_explains_why_a_folder_is_not_a_llama(tmp_path, run):
+def test_from_hf_explains_what_is_wrong_with_a_folder(tmp_path, run):
     folder = tmp_path / "model"
     folder.mkdir()
 
-    def refused(match, **changes):
+    def refused(match, *argv, **changes):
         if changes:
             (folder / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(UserError, match=match):
-            ckpt.main(["from-hf", str(folder), str(tmp_path / "out")])
+            ckpt.main(["from-hf", str(folder), str(tmp_path / "out"), *argv])
         assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
     refused("config.json: .*No such file")
@@ -176,11 +183,10 @@ def test_from_hf_explains_why_a_folder_is_not_a_llama(tmp_path, run):
     config = json.loads((tmp_path / "hf/config.json").read_text())
     refused("no .safetensors", model_type="llama")
     shutil.copy(tmp_path / "hf/model.safetensors", folder)
-    refused("config.json: model_type: got 'qwen2', must be 'llama'", model_type="qwen2")
-    refused("attention_bias", attention_bias=True)
-    refused("RoPE scaling of type 'yarn'", rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    refused("head_dim is 32, must be .*16", head_dim=32)
-    refused("lacks some", rope_scaling={"rope_type": "llama3", "factor": 4.0})
+    refused("config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'", model_type="gpt2")
+    refused("config.json: model_type: got 'llama', must be 'qwen3'", "--model=qwen3", model_type="llama")
+    refused("model.layers.0.self_attn.q_proj.bias is missing", model_type="qwen2")
+    refused("q_proj.weight is \\[64, 64\\], should be \\[128, 64\\]", head_dim=32)
     refused("gate_proj.weight is \\[96, 64\\], should be \\[128, 64\\]", intermediate_size=128)
     refused("model.layers.2.* is missing", num_hidden_layers=3)
     refused("model.layers.1.* is unknown", num_hidden_layers=1)
@@ -190,16 +196,63 @@ def test_from_hf_explains_why_a_folder_is_not_a_llama(tmp_path, run):
     assert len(error.value.problems) == 2
 
 
-@pytest.mark.parametrize("flavor", get_spec("llama3").flavors)
-def test_config_json_gives_the_flavor(flavor):
+@pytest.mark.parametrize("family", families.SIZES)
+def test_config_json_gives_the_flavor(family):
     """In the format of transformers 4, which exports use, and of 5."""
-    spec = get_spec("llama3")
-    args = spec.flavors[flavor]
-    config = spec.hf.config(args, "bfloat16")
-    assert spec.hf.args(config) == args
-    assert nearest_flavor(spec, args) == (flavor, {})
-    rope = config.pop("rope_scaling") or {"rope_type": "default"}
-    assert spec.hf.args(config | {"rope_parameters": rope | {"rope_theta": config.pop("rope_theta")}}) == args
+    spec = get_spec(family)
+    for flavor, args in spec.flavors.items():
+        config = spec.hf.config(args, "bfloat16")
+        assert spec.hf.args(config) == args
+        assert nearest_flavor(spec, args) == (flavor, {})
+        transformers = pytest.importorskip("transformers")
+        new = json.loads(transformers.AutoConfig.for_model(**config).to_json_string())
+        assert "rope_parameters" in new
+        assert spec.hf.args(new) == args
+
+
+def test_an_expert_bias_is_not_left_out_silently(ranks, tmp_path):
+    extra = [*SAVE, *EXPERTS, "--moe.balance_bias_rate=0.01"]
+    ranks(1, train, arguments(tmp_path, *extra, steps=2))
+    with pytest.raises(UserError, match=r"router.expert_bias is not zero, and .* train with moe.balance_bias_rate = 0"):
+        ckpt.main(["to-hf", str(tmp_path / "out/checkpoint"), str(tmp_path / "hf")])
+    assert not (tmp_path / "hf").exists()
+
+
+def load_sharded(folder, shape, placements):
+    """This rank's part of the experts, from a folder and from the whole model."""
+    mesh = init_device_mesh("cpu", shape)
+    whole, model = families.build("qwen3_moe"), families.build("qwen3_moe")
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for name, param in list(module.named_parameters()):
+                empty = distribute_tensor(torch.zeros_like(param), mesh, placements)
+                module.register_parameter(name, torch.nn.Parameter(empty))
+    names = get_spec("qwen3_moe").hf.names(model.args)
+    load_hf([whole], folder, names)
+    load_hf([model], folder, names)
+    expected = whole.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), expected[name]), name
+    return {name: value for name, value in expected.items() if "expert_bias" not in name}
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements"),
+    [
+        ((2,), [Shard(0)]),
+        ((3,), [Shard(1)]),
+        ((2, 2), [Shard(1), Shard(0)]),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ],
+    ids=["experts", "uneven rows", "both", "experts twice"],
+)
+def test_experts_load_into_any_layout(ranks, tmp_path, shape, placements):
+    torch.manual_seed(0)
+    model = families.build("qwen3_moe")
+    families.twin("qwen3_moe", model).save_pretrained(tmp_path)
+    for loaded in ranks(math.prod(shape), load_sharded, tmp_path, shape, placements):
+        for name, value in model.named_parameters():
+            assert torch.equal(loaded[name], value), name
 
 
 def test_llama_30_is_an_override_of_31(tmp_path):
@@ -266,8 +319,10 @@ for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all th
         ["to-hf", new, back, "--no-check", "--max-file-gb", "0.1"],
     ):
         measure(argv[0], ckpt.main, argv)
-    spec = get_spec("llama3")
+    spec = get_spec("qwen3_moe")
     model = spec.build(spec.hf.args(json.loads(Path(source, "config.json").read_text())), None)
+    for param in model.parameters():
+        torch.nn.init.zeros_(param)  # memory that nothing was written to doesn't count
     measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
     measure("resume", read_tensors, {"model": model_state([model])}, Path(new, "step-0"))
 print(json.dumps(peaks))
@@ -275,33 +330,32 @@ print(json.dumps(peaks))
 
 
 def write_hf(folder, layers):
-    """Write a Llama of `layers` in Hugging Face's format; its weights."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-    }
-    spec = get_spec("llama3")
-    args = spec.hf.args(config)
+    """Write a mixture of experts of `layers` in Hugging Face's format, two files; its weights."""
+    spec = get_spec("qwen3_moe")
+    sizes = {"vocab_size": 256, "dim": 256, "n_layers": layers, "n_heads": 4, "expert_dim": 512, "n_experts": 16}
+    args = spec.args("debugmodel", sizes | {"n_dense_layers": 1})
     with torch.device("meta"):
         shapes = {name: weight.shape for name, weight in spec.build(args, None).named_parameters()}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    names = spec.hf.names(args).items()
-    weights = {theirs: torch.full(shapes[ours], i / 1e3) for i, (ours, theirs) in enumerate(names)}
-    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(spec.hf.config(args, "float32")))
+    names = spec.hf.names(args)
+    parts = {
+        part: shapes[ours] if isinstance(theirs, str) else shapes[ours][1:]
+        for ours, theirs in names.items()
+        for part in ([theirs] if isinstance(theirs, str) else theirs)
+    }
+    weights = {name: torch.full(shape, i / 1e3) for i, (name, shape) in enumerate(parts.items())}
+    for file in range(2):  # stacks are in both
+        save_file(dict(list(weights.items())[file::2]), folder / f"model-{file}.safetensors")
     return weights
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Each command, and each way of loading, needs memory for a few tensors; the model has hundreds."""
+    """Each command, and each way of loading, needs memory for a few stacks of experts; the model has dozens."""
     small, large = tmp_path / "small", tmp_path / "large"
     write_hf(small / "hf", layers=1)
-    weights = write_hf(large / "hf", layers=25)
-    size = (large / "hf/model.safetensors").stat().st_size
+    weights = write_hf(large / "hf", layers=11)
+    size = sum(file.stat().st_size for file in (large / "hf").glob("*.safetensors"))
     assert size > 250e6
     done = subprocess.run([sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

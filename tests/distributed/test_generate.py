@@ -3,18 +3,23 @@
 import contextlib
 import io
 import json
+import shutil
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import families
 from tests.runs import arguments, train
+from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate import source as sources
 from torchtitan.generate.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import run_main
 
 SPEC = get_spec("llama3")
@@ -64,20 +69,6 @@ def test_a_prompt_gets_the_same_text_in_any_batch(sampling):
     assert generate(PROMPTS[:1], Sampling(1.0, seed=9), 20)[0].tokens != together[0]
 
 
-def test_transformers_generates_the_same():
-    transformers = pytest.importorskip("transformers")
-    model = build(rope_scaling={"factor": 8.0, "original_max_seq_len": 32})
-    config = transformers.LlamaConfig.from_dict(SPEC.hf.config(model.args, "float32"))
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    names = SPEC.hf.names(model.args)
-    theirs.load_state_dict({names[name]: weight for name, weight in model.state_dict().items()})
-    for row in generator(model)(PROMPTS, GREEDY, 20):
-        prompt = torch.tensor([row.prompt])
-        out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False,
-                              eos_token_id=None, pad_token_id=0)  # fmt: skip
-        assert row.tokens == out[0, len(row.prompt) :].tolist()
-
-
 def test_reasons_for_the_end_of_a_text():
     model = build()
     free = [row.tokens for row in generator(model)(PROMPTS, GREEDY, 12)]
@@ -110,17 +101,29 @@ def test_draws_follow_the_distribution():
     assert draw(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0, 0], "one token always stays"
 
 
-def on_two_ranks(tied, sampling):
-    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), build(tie_embeddings=tied)
-    apply_tensor_parallel(model, mesh, SPEC.tensor_parallel_styles, sharded_loss=False, float8=False)
+FAMILIES = {"llama3": {"tie_embeddings": True}, "qwen2_5": {}, "qwen3_moe": {}}
+
+
+def build_family(family):
+    torch.manual_seed(3)
+    model = families.build(family, **FAMILIES[family])
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.3) if param.dim() > 1 else torch.nn.init.uniform_(param, 0.5, 1.5)
+    return model
+
+
+def on_two_ranks(family, sampling):
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), build_family(family)
+    styles = get_spec(family).tensor_parallel_styles
+    apply_tensor_parallel(model, mesh, styles, sharded_loss=False, float8=False)
     return [row.tokens for row in generator(model, mesh=mesh)(PROMPTS, sampling, 12)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, tied):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, family):
     for sampling in (GREEDY, Sampling(1.0)):
-        expected = [row.tokens for row in generator(build(tie_embeddings=tied))(PROMPTS, sampling, 12)]
-        assert ranks(2, on_two_ranks, tied, sampling) == [expected, expected]
+        expected = [row.tokens for row in generator(build_family(family))(PROMPTS, sampling, 12)]
+        assert ranks(2, on_two_ranks, family, sampling) == [expected, expected]
 
 
 # ---- the command
@@ -156,6 +159,37 @@ def test_every_format_of_a_model_gives_the_same_text(run, capsys):
     assert first["end"] == "length"
     before = json.loads(generate_text(capsys, "--checkpoint", run / "checkpoint/step-2", *ask)[1])
     assert before["continuations"] != answers[0]["continuations"], "another step's weights"
+
+
+@pytest.mark.parametrize("family", families.SIZES)
+def test_transformers_generates_the_same_before_and_after(family, tmp_path, capsys):
+    """A model that transformers saved, converted to a checkpoint, and exported again."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    rope = {"rope_scaling": {"factor": 8.0, "original_max_seq_len": 32}} if family == "llama3" else {}
+    theirs = families.twin(family, families.build(family, vocab_size=2048, **rope))
+    source, ours, back = tmp_path / "source", tmp_path / "ours", tmp_path / "back"
+    theirs.save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_asset("./tests/assets/tokenizer") / name, source)
+    assert ckpt.main(["from-hf", str(source), str(ours)]) == 0
+    assert ckpt.main(["to-hf", str(ours), str(back), "--check", "--max-file-gb=0.0002"]) == 0
+    assert "Largest logit difference" in capsys.readouterr().out
+    again = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
+
+    text = "def main(argv):\n    return [line for line in open(argv[1]) if line.strip() and not line.startswith('#')]\n"
+    prompt = torch.tensor([build_tokenizer(str(source)).encode(text, bos=True)])
+    assert prompt.shape[1] > 32
+    assert torch.equal(again(prompt).logits, theirs(prompt).logits)
+    found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False,
+                            eos_token_id=None, pad_token_id=0)  # fmt: skip
+    expected = found[0, prompt.shape[1] :].tolist()
+    assert len(set(expected)) > 2, "a model that repeats itself proves nothing"
+    ask = [f"--prompt={text}", "--temperature=0", "--max-new-tokens=16", "--json"]
+    for folder in (source, ours, back):
+        status, out, err = generate_text(capsys, "--checkpoint", folder, *ask)
+        assert status == 0, err
+        assert json.loads(out)["continuations"][0]["tokens"] == expected
 
 
 @pytest.mark.parametrize("form", ["step-4", "step-4-hf"])
@@ -204,7 +238,7 @@ BAD = {
     "vocabulary": (["--checkpoint=RUN", "--assets=other"], "only 2048"),
     "file": (["--checkpoint=RUN", "--prompts-file=nowhere"], "--prompts-file: can't read nowhere"),
     "no weights": (["--checkpoint=other"], "no .safetensors files"),
-    "other model": (["--checkpoint=other"], "config.json: model_type: got 'gpt2', must be 'llama'"),
+    "other model": (["--checkpoint=other"], "config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'"),
     "damaged": (["--checkpoint=damaged"], "has the wrong size"),
 }
 

@@ -18,6 +18,7 @@ from tests.checkpoints import change, manifest, on_rank_0, replace, replace_tens
 from tests.runs import arguments, train
 from torchtitan.commands import ckpt
 from torchtitan.generate import source as sources
+from torchtitan.models import get_spec
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.unpickle import safe_loads
 
@@ -180,11 +181,15 @@ def test_a_runs_folder_with_a_bad_configuration(tmp_path, text):
         sources.find(str(tmp_path))
 
 
+LARGER = get_spec("llama3").flavors["debugmodel"].model_dump()
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"model": {"name": "llama3", "dim": "64"}}, "step-1 is damaged: the model in its manifest: "),
-        ({"model": {"name": "llama3", "vocab_size": 2**20}}, "not of the model in its manifest: .* in the checkpoint"),
+        ({"model": {"name": "llama3", "vocab_size": 64}}, "step-1 is damaged: the model in its manifest: dim: "),
+        ({"model": {"name": "llama3", **LARGER}}, "not of the model in its manifest: .* in the checkpoint"),
         ({"model": {}}, "no model family ''"),
         ({"model": {"name": ["llama3"]}}, "no model family"),
         ({"config": '[model]\nhf_assets_path = ["/dev/zero"]'}, "tokenizer"),

@@ -31,18 +31,24 @@ DEEP = "[" * 100_000
 LAST = "model.layers.1.mlp.down_proj.weight"
 
 
+def write_model(folder, family, config):
+    """A whole model, in one file."""
+    spec = get_spec(family)
+    args = spec.hf.args(config)
+    torch.manual_seed(0)
+    found = {}
+    weights = dict(spec.build(args, None).named_parameters())
+    for ours, theirs in spec.hf.names(args).items():
+        weight = weights[ours].detach().normal_()
+        found |= {theirs: weight} if isinstance(theirs, str) else dict(zip(theirs, weight.clone(), strict=True))
+    save_file({name: weight.clone() for name, weight in found.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A whole model, in one file."""
     folder = tmp_path_factory.mktemp("sound")
-    spec = get_spec("llama3")
-    args = spec.hf.args(CONFIG)
-    torch.manual_seed(0)
-    weights = dict(spec.build(args, None).named_parameters())
-    save_file(
-        {theirs: weights[ours].detach() for ours, theirs in spec.hf.names(args).items()}, folder / "model.safetensors"
-    )
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_model(folder, "llama3", CONFIG)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(find_asset("./tests/assets/tokenizer") / name, folder)
     return folder
@@ -247,6 +253,41 @@ def test_damaged_weights_stop_a_run_that_starts_from_them(folder, case):
     args = spec.hf.args(CONFIG)
     with pytest.raises(UserError, match=message):
         load_hf([spec.build(args, None)], folder, spec.hf.names(args))
+
+
+EXPERT = "model.layers.1.mlp.experts.5.gate_proj.weight"
+FIRST = EXPERT.replace("5", "0")
+MORE = EXPERT.replace("5", "8")
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+EXPERTS = {
+    "missing": (tensors(lambda f: f.pop(EXPERT)), f"{EXPERT} is missing"),
+    "unknown": (tensors(lambda f: f.update({MORE: f[EXPERT] + 0})), f"{MORE} is unknown"),
+    "shape": (tensors(lambda f: f.update({EXPERT: f[EXPERT].T.contiguous()})), f"{EXPERT} is .16, 24., should be"),
+    "type": (tensors(lambda f: f.update({EXPERT: f[EXPERT].half()})), f"{EXPERT} has dtype F16, {FIRST} .* stack F32"),
+    "nan": (tensors(lambda f: f[EXPERT].view(-1)[3:4].fill_(torch.nan)), f"{EXPERT} holds NaN or infinity"),
+    "fused": (tensors(lambda f: f.update({FUSED: f.pop(FIRST)})), f"{FIRST} is missing; {FUSED} is unknown"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_a_damaged_expert_is_named(tmp_path, capsys, monkeypatch, case):
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    write_model(tmp_path, "qwen3_moe", CONFIG | sizes | {"model_type": "qwen3_moe", "num_key_value_heads": 2})
+    damage, message = EXPERTS[case]
+    damage(tmp_path)
+    for main, argv in commands(tmp_path, tmp_path).values():
+        if case == "nan" and main is generate.main:
+            continue  # needs a tokenizer to get that far
+        assert run_main(main, argv) in (1, 2)
+        out, err = capsys.readouterr()
+        assert re.search(message, err), err
+        assert (out, err.count("\n")) == ("", 1)
+    assert not list(tmp_path.glob("out/*"))
+    if case != "unknown":  # a run reads what it needs
+        spec = get_spec("qwen3_moe")
+        args = spec.hf.args(json.loads((tmp_path / "config.json").read_text()))
+        with pytest.raises(UserError, match=message.partition(";")[0]):
+            load_hf([spec.build(args, None)], tmp_path, spec.hf.names(args))
 
 
 def tokens(change):

@@ -7,82 +7,176 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.families import as_ours, build, twin
 from torchtitan.models import get_spec, layers
-from torchtitan.models.layers import attention_backend, block_mask, document_mask
 from torchtitan.models.decoder_args import RopeScaling
+from torchtitan.models.layers import attention_backend, block_mask, document_mask
 from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
-TINY = {"vocab_size": 160, "dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "max_seq_len": 128}
+SCALING = RopeScaling(factor=8.0, original_max_seq_len=32).model_dump()
+CASES = {
+    "llama3": ("llama3", {"rope_scaling": SCALING}),
+    "llama3 tied": ("llama3", {"rope_scaling": None, "tie_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "qwen2_5": ("qwen2_5", {}),
+    "qwen3 tied": ("qwen3", {"tie_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe whole": ("qwen3_moe", {"normalize_expert_weights": False}),
+}
 
 
-def build(**overrides):
-    return SPEC.build(SPEC.args("8B", TINY | overrides), attention_backend("cpu"))
+def llama(**overrides):
+    return build("llama3", **overrides)
+
+
+PUBLISHED = {
+    # Numbers of elements in the published safetensors, a tied embedding once.
+    "llama3": {"1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248, "70B": 70_553_706_496,
+               "405B": 405_853_388_800},
+    "mistral": {"7B-v0.3": 7_248_023_552, "Nemo-12B": 12_247_782_400, "Small-24B": 23_572_403_200},
+    "qwen2_5": {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512,
+                "14B": 14_770_033_664, "32B": 32_763_876_352, "72B": 72_706_203_648},
+    "qwen3": {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360,
+              "14B": 14_768_307_200, "32B": 32_762_123_264},
+    "qwen3_moe": {"30B-A3B": 30_532_122_624, "235B-A22B": 235_093_634_560},
+}  # fmt: skip
+WITHOUT_EMBEDDINGS = {
+    # Billions, from the model cards.
+    "qwen2_5": {"0.5B": 0.36, "1.5B": 1.31, "3B": 2.77, "7B": 6.53, "14B": 13.1, "32B": 31.0, "72B": 70.0},
+    "qwen3": {"0.6B": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2},
+    "qwen3_moe": {"30B-A3B": 29.9, "235B-A22B": 234},
+}
+ACTIVE = {"30B-A3B": 3.3, "235B-A22B": 22}
+"""Billions, from the model cards."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(family):
+    spec = get_spec(family)
+    assert PUBLISHED[family].keys() == spec.flavors.keys() - {"debugmodel"}
+    for flavor, published in PUBLISHED[family].items():
+        args = spec.args(flavor, {})
+        with torch.device("meta"):
+            model = spec.build(args, attention_backend("cpu"))
+        assert {name for name, _ in model.named_parameters()} == set(spec.hf.names(args))
+        sizes = {name: param.numel() for name, param in model.named_parameters()}
+        assert sum(sizes.values()) == published, flavor
+        inner = published - sizes["tok_embeddings.weight"] - sizes.get("output.weight", 0)
+        assert inner / 1e9 == pytest.approx(WITHOUT_EMBEDDINGS.get(family, {}).get(flavor, inner / 1e9), rel=0.012)
+        if args.n_experts:
+            unused = 1 - args.experts_per_token / args.n_experts
+            active = published - unused * sum(size for name, size in sizes.items() if ".experts." in name)
+            assert active / 1e9 == pytest.approx(ACTIVE[flavor], rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("flavor", "published"),
+    ("family", "flavor", "seq_len", "published"),
     [
-        # Meta's model cards; the sizes of 1B and 3B count the tied embedding once.
-        ("1B", 1_235_814_400),
-        ("3B", 3_212_749_824),
-        ("8B", 8_030_261_248),
-        ("70B", 70_553_706_496),
-        ("405B", 405_853_388_800),
+        # GFLOPs per token: vendors' TFLOP/s over tokens/s. They count half of attention's square, as it is masked.
+        ("llama3", "8B", 8192, 51.5),
+        ("llama3", "70B", 8192, 449.2),
+        ("llama3", "405B", 8192, 2524.4),
+        ("qwen3_moe", "30B-A3B", 4096, 23.0),
+        ("qwen3_moe", "235B-A22B", 4096, 148.0),
     ],
 )
-def test_parameter_count_is_the_published_one(flavor, published):
-    with torch.device("meta"):
-        model = SPEC.build(SPEC.args(flavor, {}), attention_backend("cpu"))
-    assert sum(p.numel() for p in model.parameters()) == published
-    assert {name for name, _ in model.named_parameters()} == set(SPEC.hf.names(model.args))
+def test_flops_are_the_published_ones(family, flavor, seq_len, published):
+    spec = get_spec(family)
+    args = spec.flavors[flavor]
+    masked = 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    assert (spec.flops_per_token(args, seq_len) - masked) / 1e9 == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_formula_matches_torchs_counter(tied):
+@pytest.mark.parametrize("case", CASES)
+def test_flops_formula_matches_torchs_counter(case):
     """The counter sees the full square of attention, as the formula's convention does, if SDPA is spelled out."""
-    model, seq_len = build(tie_embeddings=tied), 96
+    family, overrides = CASES[case]
+    model, seq_len = build(family, **overrides), 96
     tokens = torch.randint(0, 160, (2, seq_len))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.1, 0.1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         cross_entropy_sum(model(tokens), tokens).backward()
     per_token = counter.get_total_flops() / tokens.numel()
-    assert SPEC.flops_per_token(model.args, seq_len) == pytest.approx(per_token, rel=1e-6)
+    assert get_spec(family).flops_per_token(model.args, seq_len) == pytest.approx(per_token, rel=1e-6)
 
 
-def hf_model(args):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig.from_dict(SPEC.hf.config(args, "float32"))
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.08) if param.dim() > 1 else param.uniform_(0.5, 1.5)
-    return model
-
-
-SCALING = RopeScaling(factor=8.0, original_max_seq_len=32).model_dump()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scaling", [None, SCALING])
-def test_logits_and_loss_equal_transformers(scaling, tied):
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_equal_transformers(case):
+    family, overrides = CASES[case]
     torch.manual_seed(0)
-    ours = build(rope_scaling=scaling, tie_embeddings=tied)
-    theirs = hf_model(ours.args)
-    weights = theirs.state_dict()
-    ours.load_state_dict({name: weights[hf_name] for name, hf_name in SPEC.hf.names(ours.args).items()})
+    ours = build(family, **overrides)
+    theirs = twin(family, ours)
     tokens = torch.randint(0, 160, (2, 128))
-    with torch.no_grad():
-        expected, actual = theirs(tokens, labels=tokens), ours(tokens)
-    assert (actual - expected.logits).abs().max() <= 1e-4 * expected.logits.abs().max()
+    expected, actual = theirs(tokens, labels=tokens), ours(tokens)
+    assert (actual - expected.logits).abs().max() <= 1e-5 * expected.logits.abs().max()
     loss = cross_entropy_sum(actual[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-4)
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    gradients = as_ours(family, ours, {name: param.grad for name, param in theirs.named_parameters()})
+    for name, param in ours.named_parameters():
+        assert (param.grad - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), name
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_missing_keys_mean_what_they_do_in_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    spec = get_spec(family)
+    sizes = {"vocab_size": 99, "hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 2}
+    short = {"model_type": spec.hf.model_type, "num_attention_heads": 32, **sizes}
+    if family == "mistral":
+        short["sliding_window"] = None
+    whole = transformers.AutoConfig.for_model(**short).to_dict()
+    assert spec.hf.args(short) == spec.hf.args(whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama3", {"attention_bias": True}, "attention_bias: got True, must be False"),
+        ("llama3", {"mlp_bias": True}, "mlp_bias: got True, must be False"),
+        ("llama3", {"hidden_act": "gelu"}, "hidden_act: got 'gelu', must be 'silu'"),
+        ("llama3", {"quantization_config": {"bits": 4}}, "quantization_config: got .*, must be null"),
+        ("llama3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling of type 'yarn'"),
+        (
+            "llama3",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "RoPE scaling .* lacks some",
+        ),
+        ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5, must be 1"),
+        ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, must be 1"),
+        ("llama3", {"model_type": "qwen2"}, "model_type: got 'qwen2', must be 'llama'"),
+        ("mistral", {"sliding_window": 4096}, "sliding_window: got 4096, must be null"),
+        ("qwen2_5", {"use_sliding_window": True}, "use_sliding_window: got True, must be False"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window: got True, must be False"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1: got 'sliding_attention'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias: got True, must be False"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2, must be 1"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1]},
+            r"mlp_only_layers: got \[1\], must be a list of the first layers",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers: got 3, must be a list of the first layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, "experts_per_token 99 must be 1 to n_experts 16"),
+    ],
+)
+def test_what_a_family_cannot_represent_is_refused(family, changes, message):
+    spec = get_spec(family)
+    config = spec.hf.config(spec.flavors["debugmodel"], "float32")
+    with pytest.raises(ConfigError, match=f"^config.json: {message}") as error:
+        spec.hf.args(config | changes)
+    assert len(error.value.problems) == 1
 
 
 def test_rope_scaling_changes_the_logits():
     """Guards the test above: the scaling must matter at this size, or agreeing on it proves nothing."""
     torch.manual_seed(0)
-    plain, scaled = build(rope_scaling=None), build(rope_scaling=SCALING)
+    plain, scaled = llama(rope_scaling=None), llama(rope_scaling=SCALING)
     scaled.load_state_dict(plain.state_dict())
     tokens = torch.randint(0, 160, (1, 128))
     assert (plain(tokens) - scaled(tokens)).abs().max() > 1e-3
@@ -91,7 +185,7 @@ def test_rope_scaling_changes_the_logits():
 def test_a_part_of_the_model_passes_hidden_states():
     """Cutting a model at any layer and chaining the parts gives the whole model's logits."""
     torch.manual_seed(0)
-    whole, first, second = build(), build(), build()
+    whole, first, second = llama(), llama(), llama()
     for part in (first, second):
         part.load_state_dict(whole.state_dict())
     first.norm = first.output = None
@@ -105,7 +199,7 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     torch.manual_seed(0)
     from torchtitan.parallel.init import materialize
 
-    model = build(vocab_size=4096)
+    model = llama(vocab_size=4096)
     materialize(model, torch.device("cpu"), torch.device("cpu"), 0, lambda fqn: SPEC.init(fqn, model.args))
     tokens = torch.randint(0, 4096, (4, 128))
     loss = cross_entropy_sum(model(tokens), torch.randint(0, 4096, (4, 128))) / tokens.numel()
@@ -145,7 +239,7 @@ def packed():
 
 def test_under_a_document_mask_each_document_is_alone():
     """RoPE is relative, so a document gives the same logits wherever in the row it begins."""
-    model = build()
+    model = llama()
     tokens, documents = packed()
     mask = document_mask(documents, torch.arange(tokens.shape[1]), torch.float32)
     whole = model(tokens, None, mask).split(DOCUMENTS, dim=1)

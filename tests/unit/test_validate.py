@@ -145,6 +145,10 @@ CASES = {
         (1, ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_model_only=false"],
          "needs optimizer state", ["--checkpoint.initial_load_model_only=true"]),
     ],
+    "hf_weights_have_no_expert_bias": [
+        (1, ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--moe.balance_bias_rate=0.001"], "no place for",
+         ["--moe.balance_bias_rate=0"]),
+    ],
     "profile_fits_its_period": [
         (1, ["--profiling.enable_profiling", "--profiling.profile_freq=3"], "set it to 4 or more",
          ["--profiling.profile_freq=4"]),

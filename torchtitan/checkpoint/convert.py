@@ -18,7 +18,7 @@ from torchtitan.checkpoint.state import check_own_model
 from torchtitan.config.load import load_config
 from torchtitan.config.render import to_toml_value
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models import ModelSpec, get_spec, import_custom
+from torchtitan.models import ModelSpec, get_spec, import_custom, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
 from torchtitan.utils.files import write_whole
@@ -153,8 +153,11 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
         raise CheckpointError(f"{target}: transformers computes different logits than this project's model")
 
 
-def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
+def from_hf(source: Path, target: Path, family: str | None, toml: str | None) -> None:
     """Convert a Hugging Face folder to the checkpoint `target/step-0`, and write a TOML that trains from it.
+
+    Args:
+        family: None: that of its `config.json`.
 
     Raises:
         UserError: `source` is not a model of this family, or the checkpoint exists.
@@ -162,7 +165,7 @@ def from_hf(source: Path, target: Path, family: str, toml: str | None) -> None:
     config = read_hf_config(source)
     if 0 in committed_steps(target):
         raise UserError(f"{step_folder(target, 0)} exists; delete it, or choose another folder")
-    spec = get_spec(family)
+    spec = get_spec(family) if family else spec_of_hf(config)
     args = spec.hf.args(config)
     file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
     step = step_folder(target, 0)

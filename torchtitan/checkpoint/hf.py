@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,47 +17,36 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
 from torchtitan.checkpoint.dcp_storage import CommittingWriter, Reader, alone, read_tensor
-from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, unwrapped
+from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, batches, parts_of, unwrapped
 from torchtitan.checkpoint.state import model_state
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.models import ModelSpec
+from torchtitan.models import HFNames, ModelSpec
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
-_GROUP_BYTES = 32 * 2**20
 _PIECE = 16 * 2**20
 
 # ---- in
 
 
-def load_hf(models: Sequence[nn.Module], folder: Path, names: dict[str, str]) -> None:
+def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
     """Fill the weights of a model, or of this rank's pipeline stages, from a folder of safetensors.
 
-    Args:
-        names: our parameter names to Hugging Face's.
+    Buffers stay as they are: Hugging Face's formats have no place for them.
 
     Raises:
         CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing, has another shape, or
             holds NaN or infinity.
     """
-    reader = SafetensorsReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    ours = model_state(models)
-    if problems := reader.problems({names[name]: value.shape for name, value in ours.items()}):
+    reader = SafetensorsReader(folder, names)
+    buffers = {name for model in models for name, _ in model.named_buffers()}
+    ours = {name: value for name, value in model_state(models).items() if name not in buffers}
+    if problems := reader.problems({name: value.shape for name, value in ours.items()}):
         raise CheckpointError(
             f"{folder} holds another model than this configuration builds: {problems[0]}.\n"
             "Set model.flavor and [model.overrides] to the sizes in its config.json."
         )
-    for group in _groups({name: value.nbytes for name, value in ours.items()}, _GROUP_BYTES):
-        # The reader fills tensors of the stored dtype; the copy into the parameters converts.
-        target = {
-            names[name]: torch.empty_like(ours[name], dtype=stored[names[name]].properties.dtype) for name in group
-        }
-        with alone(), unwrapped():  # pipeline ranks load different groups of weights
-            dcp.load(target, storage_reader=reader, no_dist=True)
-        with torch.no_grad():
-            for name in group:
-                ours[name].copy_(reader.checked(names[name], target.pop(names[name])))
+    reader.load(ours)
 
 
 def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> None:
@@ -65,17 +54,20 @@ def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> None:
     Raises:
         CheckpointError: the weights are not those of a model of these hyper-parameters, which came with them.
     """
-    names = spec.hf.names(args)
-    unused = reader.entries.keys() - set(names.values()) - {"lm_head.weight"}
-    wrong = [f"{theirs} is missing" for theirs in names.values() if theirs not in reader.entries]
+    known = {part: None for theirs in reader.names.values() for part in parts_of(theirs)}
+    unused = reader.entries.keys() - known - {"lm_head.weight"}
+    wrong = [f"{theirs} is missing" for theirs in known if theirs not in reader.entries]
     wrong += [f"{theirs} is unknown" for theirs in sorted(unused) if not theirs.endswith("rotary_emb.inv_freq")]
     if not wrong:  # else the model could be of any size
-        with torch.device("meta"):
-            shapes = {names[ours]: weight.shape for ours, weight in spec.build(args, None).named_parameters()}
-        wrong = reader.problems(shapes)
+        wrong = reader.problems({name: weight.shape for name, weight in _on_meta(spec, args).named_parameters()})
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(f"{reader.folder} is not the model of its config.json: {'; '.join(wrong[:3])}{more}")
+
+
+def _on_meta(spec: ModelSpec, args: Any) -> nn.Module:
+    with torch.device("meta"):
+        return spec.build(args, None)
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -102,25 +94,27 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
     Raises:
         CheckpointError: a weight is missing or unknown, holds NaN or infinity, or its shape doesn't follow from `args`.
     """
-    reader = SafetensorsReader(source)
+    reader = SafetensorsReader(source, spec.hf.names(args))
     check_hf(reader, spec, args)
     stored = reader.read_metadata().state_dict_metadata
-    names = spec.hf.names(args)
+    state = model_state([_on_meta(spec, args)])
+    for name, about in stored.items():
+        state[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
 
-    state = {
-        ours: torch.empty(stored[theirs].size, dtype=stored[theirs].properties.dtype, device="meta")
-        for ours, theirs in names.items()
-    }
+    def read(key: str) -> Tensor:
+        name = key.removeprefix("model.")
+        # What Hugging Face doesn't store are buffers, which start at zero.
+        return reader.read(name) if name in stored else torch.zeros_like(state[name], device="cpu")
+
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     writer = CommittingWriter(target, manifest, file_per_tensor=True)
-    planner = _LazyPlanner(lambda key: reader.read(names[key.removeprefix("model.")]))
     try:
         with alone(), unwrapped():
-            dcp.save({"model": state}, storage_writer=writer, planner=planner, no_dist=True)
+            dcp.save({"model": state}, storage_writer=writer, planner=_LazyPlanner(read), no_dist=True)
     except CheckpointError:
         discard(target)
         raise
-    return sum(weight.numel() for weight in state.values())
+    return sum(about.size.numel() for about in stored.values())
 
 
 # ---- out
@@ -157,19 +151,45 @@ class HFExport:
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata
-        self.keys = {theirs: f"model.{ours}" for ours, theirs in spec.hf.names(args).items()}
-        if missing := [key for key in self.keys.values() if key not in stored]:
-            raise CheckpointError(f"{source} is not of the model in its manifest: {missing[0]} is missing")
-        self.tensors = {
-            theirs: torch.empty(stored[key].size, dtype=dtype or stored[key].properties.dtype, device="meta")
-            for theirs, key in self.keys.items()
-        }
+        names = {f"model.{ours}": theirs for ours, theirs in spec.hf.names(args).items()}
+        self._check(names)
+        self.tensors: dict[str, Tensor] = {}
+        """What is written, on the meta device."""
+        self.places: dict[str, tuple[str, int | None]] = {}
+        """Where it is in the checkpoint: a key, and the index in a stack."""
+        for key, theirs in names.items():
+            about = stored[key]
+            value = torch.empty(about.size, dtype=dtype or about.properties.dtype, device="meta")
+            whole = isinstance(theirs, str)
+            for i, part in enumerate(parts_of(theirs)):
+                self.tensors[part] = value if whole else value[i]
+                self.places[part] = key, None if whole else i
+        self._stack: tuple[str, Tensor] | None = None
         self.dtype = next(iter(self.tensors.values())).dtype
         """Of the first of the written weights."""
-        groups = list(_groups({name: value.nbytes for name, value in self.tensors.items()}, max_file_bytes))
+        groups = list(batches(((name, value.nbytes) for name, value in self.tensors.items()), max_file_bytes))
         count = len(groups)
-        names = [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else ["model"]
-        self.files = {f"{name}.safetensors": group for name, group in zip(names, groups, strict=True)}
+        files = [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else ["model"]
+        self.files = {f"{name}.safetensors": group for name, group in zip(files, groups, strict=True)}
+
+    def _check(self, names: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            CheckpointError: the checkpoint lacks some of `names`, or has weights beside them that matter.
+        """
+        source, stored = self.reader.path, self.reader.read_metadata().state_dict_metadata
+        if missing := [key for key in names if key not in stored]:
+            raise CheckpointError(f"{source} is not of the model in its manifest: {missing[0]} is missing")
+        buffers = {f"model.{name}" for name, _ in _on_meta(self.spec, self.args).named_buffers()}
+        for key in sorted(key for key in stored if key.startswith("model.") and key not in names):
+            if key not in buffers:
+                raise CheckpointError(f"{source} is not of the model in its manifest: {key} is unknown")
+            if stored[key].properties.dtype.is_floating_point and read_tensor(self.reader, key).any():
+                raise CheckpointError(
+                    f"{source}: {key.removeprefix('model.')} is not zero, and Hugging Face's {self.spec.hf.model_type} "
+                    "has no place for it: the exported model would choose other experts. To export, train with "
+                    "moe.balance_bias_rate = 0, and balance by moe.global_balance_loss"
+                )
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the folder. `group` is that of all ranks.
@@ -229,7 +249,13 @@ class HFExport:
         commit(self.folder)
 
     def _read(self, name: str) -> Tensor:
-        return read_tensor(self.reader, self.keys[name], self.tensors[name].dtype)
+        key, index = self.places[name]
+        if index is None:
+            return read_tensor(self.reader, key, self.tensors[name].dtype)
+        if self._stack is None or self._stack[0] != key:
+            self._stack = None  # before the next one needs memory
+            self._stack = key, read_tensor(self.reader, key, self.tensors[name].dtype)
+        return self._stack[1][index]
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
@@ -256,17 +282,3 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], read: Callable
                 file.write(piece.numpy().data)
     if not is_remote(path):
         fsync(path)
-
-
-def _groups(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Names in order, in groups of at most `limit` bytes; a larger tensor is a group of its own."""
-    group: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if group and total + size > limit:
-            yield group
-            group, total = [], 0
-        group.append(name)
-        total += size
-    if group:
-        yield group

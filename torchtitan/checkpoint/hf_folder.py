@@ -3,13 +3,14 @@
 Only regular files are opened, and nothing is unpickled. The library `safetensors` checks the headers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from torchtitan.checkpoint.dcp_storage import alone
+from torchtitan.models import HFNames
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.json_files import read_json_object
 
@@ -39,7 +41,9 @@ DTYPES = {
 """The names that safetensors gives dtypes of weights."""
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
+_MAPPED_BYTES = 32 * 2**20
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+T = TypeVar("T")
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -103,88 +107,171 @@ def _weight_files(folder: Path) -> list[Path]:
 class _Entry:
     """A tensor in a file."""
 
-    relative_path: str
-    """As torch's reader calls it."""
+    file: str
     shape: tuple[int, ...]
     dtype: str
 
 
-class SafetensorsReader(HuggingFaceStorageReader):
-    """Torch's reader, with the headers read once and checked."""
+class _Piece(NamedTuple):
+    """What to read of a tensor in a file, and where to."""
 
-    def __init__(self, folder: Path):
+    part: str
+    slices: tuple[slice, ...]
+    """One for each dimension, or for each of the stack; none: all of it."""
+    target: Tensor
+
+
+def parts_of(theirs: str | list[str]) -> list[str]:
+    """The names in a folder of what is one weight for us."""
+    return [theirs] if isinstance(theirs, str) else theirs
+
+
+class SafetensorsReader(HuggingFaceStorageReader):
+    """Reads weights under our names. Only the slices that a rank needs are read, one at a time.
+
+    To torch's checkpointing (DCP) a stack is a tensor that was saved in as many chunks as it has parts.
+    """
+
+    def __init__(self, folder: Path, names: HFNames):
         """
         Raises:
             CheckpointError: the folder has no safetensors, or one is damaged.
         """
         super().__init__(str(folder))
-        self.folder = folder
+        self.folder, self.names = folder, names
         self.entries: dict[str, _Entry] = {}
+        """What the folder holds, by its names."""
         for file in _weight_files(folder):
             for name, entry in _read_header(file).items():
                 if first := self.entries.get(name):
-                    raise CheckpointError(f"{name} is in two files: {first.relative_path} and {file}")
+                    raise CheckpointError(f"{name} is in two files: {first.file} and {file}")
                 self.entries[name] = entry
         self._metadata = self._describe()
 
     def _describe(self) -> Metadata:
+        """The weights that are complete."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, _Entry] = {}
-        for name, entry in self.entries.items():
-            if dtype := _NAMED.get(entry.dtype):
-                size, start = torch.Size(entry.shape), torch.Size([0] * len(entry.shape))
-                chunk = ChunkStorageMetadata(start, size)
-                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
-                places[MetadataIndex(name, start)] = entry
+        places: dict[MetadataIndex, str] = {}
+        for ours, theirs in self.names.items():
+            parts = parts_of(theirs)
+            entries = [self.entries.get(part) for part in parts]
+            first = entries[0]
+            if first is None or None in entries or first.dtype not in _NAMED:
+                continue
+            whole = theirs is not parts
+            shape, zeros = first.shape, (0,) * len(first.shape)
+            offsets = [torch.Size(zeros if whole else (i, *zeros)) for i in range(len(parts))]
+            size = torch.Size(shape if whole else (1, *shape))
+            chunks = [ChunkStorageMetadata(offset, size) for offset in offsets]
+            full = size if whole else torch.Size((len(parts), *shape))
+            tensors[ours] = TensorStorageMetadata(TensorProperties(dtype=_NAMED[first.dtype]), full, chunks)
+            places |= {MetadataIndex(ours, offset): part for offset, part in zip(offsets, parts, strict=True)}
         return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_metadata(self) -> Metadata:
         return self._metadata
 
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Fill tensors, sharded ones too, in place. They may have other dtypes than the stored ones.
+
+        Raises:
+            CheckpointError: one can't be read, or holds NaN or infinity.
+        """
+        with alone(), unwrapped():  # pipeline ranks load different weights
+            dcp.load(dict(state), storage_reader=self, no_dist=True)
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            return super().read_data(plan, planner)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"can't read {self.folder}: {error}") from None
+        pieces = []
+        for item in plan.items:
+            ends = zip(item.storage_offsets, item.lengths, strict=True)
+            slices = tuple(slice(start, start + length) for start, length in ends)
+            part = self.storage_data[item.storage_index]
+            pieces.append(_Piece(part, slices, planner.resolve_tensor(item).detach()))
+        self._fill(pieces)
+        for item, piece in zip(plan.items, pieces, strict=True):
+            planner.commit_tensor(item, piece.target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def read(self, name: str) -> Tensor:
-        """A whole weight.
+        """The whole of our weight `name`, in its stored dtype.
 
         Raises:
             CheckpointError: it can't be read, or holds NaN or infinity.
         """
-        file = self.entries[name].relative_path
-        try:
-            with safe_open(file, framework="pt") as content:
-                return self.checked(name, content.get_tensor(name))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"can't read {name} of {file}: {error}") from None
-
-    def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """What is missing for weights of these names and shapes, or of the wrong shape or dtype."""
-        out = [f"{name} is missing" for name in shapes if name not in self.entries]
-        for name, shape in shapes.items() if not out else ():
-            entry = self.entries[name]
-            if entry.shape != tuple(shape):
-                out.append(f"{name} is {list(entry.shape)}, should be {list(shape)}")
-            elif entry.dtype not in _NAMED:
-                out.append(f"{name} has dtype {entry.dtype}, must be one of {', '.join(_NAMED)}")
+        about, theirs = self._metadata.state_dict_metadata[name], self.names[name]
+        out = torch.empty(about.size, dtype=about.properties.dtype)
+        targets = [out] if isinstance(theirs, str) else out.unbind()
+        self._fill([_Piece(part, (), target) for part, target in zip(parts_of(theirs), targets, strict=True)])
         return out
 
-    def checked(self, name: str, weight: Tensor) -> Tensor:
-        """`weight`, which was read as `name`.
+    def _fill(self, pieces: Iterable[_Piece]) -> None:
+        files: dict[str, list[tuple[_Piece, int]]] = {}
+        for piece in pieces:
+            entry = self.entries[piece.part]
+            size = piece.target.numel() * _NAMED[entry.dtype].itemsize
+            files.setdefault(entry.file, []).append((piece, size))
+        for file, sized in files.items():
+            # The pages that are read of a mapped file are this process's memory until it is closed.
+            for batch in batches(sized, _MAPPED_BYTES):
+                self._fill_from(file, batch)
 
-        Raises:
-            CheckpointError: it holds NaN or infinity.
-        """
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if local.numel():
+    def _fill_from(self, file: str, pieces: list[_Piece]) -> None:
+        part = ""
+        try:
+            with safe_open(file, framework="pt") as content:
+                for part, slices, target in pieces:
+                    dims = len(self.entries[part].shape)  # one less than a stack has
+                    value = content.get_slice(part)[slices[-dims:] if dims else ()]
+                    target.copy_(self._checked(part, value).view(target.shape))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"can't read {part} of {file}: {error}") from None
+
+    def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+        """What is missing for our weights of these names and shapes, or of the wrong shape or dtype."""
+        if nameless := [f"{ours} has no name in Hugging Face's format" for ours in shapes if ours not in self.names]:
+            return nameless
+        out = [
+            f"{part} is missing" for ours in shapes for part in parts_of(self.names[ours]) if part not in self.entries
+        ]
+        for ours, shape in shapes.items() if not out else ():
+            theirs = self.names[ours]
+            parts = parts_of(theirs)
+            wanted, first = tuple(shape if theirs is not parts else shape[1:]), self.entries[parts[0]]
+            for part in parts:
+                entry = self.entries[part]
+                if entry.shape != wanted:
+                    out.append(f"{part} is {list(entry.shape)}, should be {list(wanted)}")
+                elif entry.dtype not in _NAMED:
+                    out.append(f"{part} has dtype {entry.dtype}, must be one of {', '.join(_NAMED)}")
+                elif entry.dtype != first.dtype:
+                    out.append(f"{part} has dtype {entry.dtype}, {parts[0]} of the same stack {first.dtype}")
+        return out
+
+    def _checked(self, name: str, value: Tensor) -> Tensor:
+        if value.numel():
             # The reductions need no copy; NaN prevails in both.
-            extremes = torch.stack(torch.aminmax(local.float() if local.itemsize == 1 else local))
+            extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))
             if not extremes.isfinite().all():
-                file = self.entries[name].relative_path
-                raise CheckpointError(f"{file}: {name} holds NaN or infinity; download the model again")
-        return weight
+                raise CheckpointError(
+                    f"{self.entries[name].file}: {name} holds NaN or infinity; download the model again"
+                )
+        return value
+
+
+def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Items in order, in lists whose sizes sum to at most `limit`; a larger item is a list of its own."""
+    batch: list[T] = []
+    total = 0
+    for item, size in sizes:
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
 
 
 @contextmanager

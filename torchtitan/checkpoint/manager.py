@@ -97,7 +97,9 @@ class Checkpointer:
         self.wait()
         dtype = getattr(torch, self.config.export_dtype)
         if model_only:
-            state: State = {"model": {name: value.to(dtype) for name, value in model_state(self.models).items()}}
+            weights = {name for model in self.models for name, _ in model.named_parameters()}
+            values = model_state(self.models).items()
+            state: State = {"model": {name: value.to(dtype) if name in weights else value for name, value in values}}
         else:
             state = {"model": model_state(self.models), "optimizer": optimizer_state(self.models, self.optimizer)}
         manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}

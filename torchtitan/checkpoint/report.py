@@ -14,7 +14,7 @@ from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.keys import FIELDS
 from torchtitan.utils.text import aligned
 
-_PIECE = 1 << 24
+_PIECE = 1 << 18
 """Elements compared at a time."""
 
 

@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("from-hf", help="convert a Hugging Face model, to start a run from")
     command.add_argument("source", type=Path, help="folder with config.json and safetensors")
     command.add_argument("target", type=path_argument, help="folder to create, for step-0 and train.toml")
-    command.add_argument("--model", default="llama3", help="model family, as in model.name (default: %(default)s)")
+    command.add_argument("--model", help="model family, as in model.name (default: that of config.json)")
     command.add_argument("--toml", help="TOML file to write (default: train.toml in the target)")
     command.set_defaults(run=from_hf)
     return parser

@@ -20,6 +20,7 @@ _TYPES = {
     "dict": "a table",
     "model": "a table",
     "finite_number": "a finite number",
+    "none_required": "null",
 }
 
 

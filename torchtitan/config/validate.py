@@ -228,6 +228,15 @@ def hf_weights_have_no_optimizer(config: Config, world: int) -> Iterator[str]:
         )
 
 
+def hf_weights_have_no_expert_bias(config: Config, world: int) -> Iterator[str]:
+    if config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate:
+        yield (
+            "checkpoint.last_save_in_hf: Hugging Face's format has no place for the biases that moe.balance_bias_rate "
+            "trains, without which the model chooses other experts; set checkpoint.last_save_in_hf = false, or "
+            "moe.balance_bias_rate = 0 and balance by moe.global_balance_loss"
+        )
+
+
 def profile_fits_its_period(config: Config, world: int) -> Iterator[str]:
     p = config.profiling
     needed = p.profiler_warmup + p.profiler_active
@@ -295,6 +304,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     storage_is_shared,
     loading_is_enabled,
     hf_weights_have_no_optimizer,
+    hf_weights_have_no_expert_bias,
     profile_fits_its_period,
     worker_options_need_workers,
     data_fails_before_collectives,

@@ -19,7 +19,7 @@ from torchtitan.config.load import load_config
 from torchtitan.config.schema import Comm
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import TextGenerator
-from torchtitan.models import ModelSpec, get_spec
+from torchtitan.models import ModelSpec, import_custom, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -56,7 +56,7 @@ def find(name: str, custom_import: str | None = None) -> Source:
     """
     folder = path_argument(name, "--checkpoint")
     if (folder / "config.json").is_file():
-        return _hugging_face(folder)
+        return _hugging_face(folder, custom_import)
     config = folder / "config.toml"
     if config.is_file() and not is_remote(folder):  # a run's folder: the file names that of its checkpoints
         folder = storage_path(load_config([f"--job.config_file={config}"]).config.checkpoint.folder, folder)
@@ -71,12 +71,16 @@ def find(name: str, custom_import: str | None = None) -> Source:
     return Source(folder, False, *model_of(folder, manifest, custom_import), manifest.data.get("tokenizer"), ())
 
 
-def _hugging_face(folder: Path) -> Source:
-    spec = get_spec("llama3")  # its `args` refuses the config.json of another family
+def _hugging_face(folder: Path, custom_import: str | None) -> Source:
+    if custom_import:
+        import_custom(custom_import)
     try:
         config = read_hf_config(folder)
+        spec = spec_of_hf(config)
         args = spec.hf.args(config)
-        check_hf(SafetensorsReader(folder), spec, args)  # before memory for weights of these sizes is allocated
+        check_hf(
+            SafetensorsReader(folder, spec.hf.names(args)), spec, args
+        )  # before memory for weights of these sizes is allocated
     except UserError as error:
         raise ConfigError([f"--checkpoint: {folder}: {line}" for line in str(error).splitlines()]) from None
     stop = config.get("eos_token_id")

@@ -1,16 +1,15 @@
 """Conversion to and from the decoders of Hugging Face's transformers. Their RoPE layout is ours, so no weight is
 permuted."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
 
 from torchtitan.config.messages import explain_value
 from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
-from torchtitan.models.spec import HFMap
+from torchtitan.models.spec import HFMap, HFNames
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import brief
 
 _TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _ATTENTION = {
@@ -25,30 +24,24 @@ _BIASES = {f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
 _QK_NORMS = {f"attention.{norm}.weight": f"self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
 _SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FEED_FORWARD = {f"feed_forward.{ours}.weight": f"mlp.{theirs}.weight" for ours, theirs in _SWIGLU.items()}
+_ROUTER = {"moe.router.gate.weight": "mlp.gate.weight"}
 
 
-def names(args: DecoderArgs) -> dict[str, str | list[str]]:
+def names(args: DecoderArgs) -> HFNames:
     """Our parameter names to Hugging Face's. A tied model has neither `output.weight` nor `lm_head.weight`."""
-    found: dict[str, str | list[str]] = dict(_TOP)
+    found: HFNames = dict(_TOP)
     for i in range(args.n_layers):
-        block: dict[str, str | list[str]] = {**_ATTENTION}
+        block = dict(_ATTENTION)
         block |= _BIASES if args.qkv_bias else {}
         block |= _QK_NORMS if args.qk_norm else {}
-        block |= _experts(args) if args.has_experts(i) else _FEED_FORWARD
-        place = f"model.layers.{i}."
-        for ours, theirs in block.items():
-            is_one = isinstance(theirs, str)
-            found[f"layers.{i}.{ours}"] = place + theirs if is_one else [place + part for part in theirs]
+        block |= _ROUTER if args.has_experts(i) else _FEED_FORWARD
+        place = f"model.layers.{i}"
+        found |= {f"layers.{i}.{ours}": f"{place}.{theirs}" for ours, theirs in block.items()}
+        if args.has_experts(i):
+            for ours, theirs in _SWIGLU.items():
+                parts = [f"{place}.mlp.experts.{e}.{theirs}.weight" for e in range(args.n_experts)]
+                found[f"layers.{i}.moe.experts.{ours}"] = parts
     return found if args.tie_embeddings else found | {"output.weight": "lm_head.weight"}
-
-
-def _experts(args: DecoderArgs) -> dict[str, str | list[str]]:
-    """A router and experts, which are one tensor each on their side and a stack on ours."""
-    stacks = {
-        f"moe.experts.{ours}": [f"mlp.experts.{i}.{theirs}.weight" for i in range(args.n_experts)]
-        for ours, theirs in _SWIGLU.items()
-    }
-    return {"moe.router.gate.weight": "mlp.gate.weight", **stacks}
 
 
 class Rope(BaseModel):
@@ -59,6 +52,7 @@ class Rope(BaseModel):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
@@ -76,13 +70,32 @@ class Rope(BaseModel):
         return RopeScaling.model_validate(dict(zip(RopeScaling.model_fields, values, strict=True)))
 
 
-class HFConfig(BaseModel):
-    """The keys of a `config.json` that matter to a family, and their defaults in transformers.
+def _number_of_first(layers: Any) -> int:
+    layers = [] if layers is None else layers
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
+        raise ValueError(f"got {brief(layers)}, must be a list of the first layers: 0, 1, ...")
+    return len(layers)
 
-    A literal is the only value that the family can represent.
+
+FirstLayers = Annotated[int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))]
+"""How many of the first layers are in a list of indices, which may hold no others."""
+
+
+class HFConfig(BaseModel):
+    """The keys of a `config.json` that matter to a family, with their defaults in transformers.
+
+    A type with a single value means that the family can represent no other.
     """
 
     model_config = {"strict": True}
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    """The class of the model in transformers."""
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    own_head_size: ClassVar[bool] = False
+    """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
 
     hidden_act: Literal["silu"] = "silu"
     quantization_config: None = None
@@ -98,11 +111,58 @@ class HFConfig(BaseModel):
     rope_theta: float | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
+    partial_rotary_factor: float | None = None
     tie_word_embeddings: bool = False
 
-    def own(self) -> dict[str, Any]:
-        """Hyper-parameters that not every family has."""
-        return {}
+    @classmethod
+    def map(cls) -> HFMap:
+        return HFMap(cls.model_type, names, cls.write, cls.read)
+
+    @classmethod
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
+        """`config.json` of the exported model, readable by transformers 4 and 5."""
+        # What is required and no hyper-parameter can only be null.
+        values: dict[str, Any] = {name: None for name, field in cls.model_fields.items() if field.is_required()}
+        values |= {theirs: getattr(args, ours) for ours, theirs in _KEYS.items() if theirs in cls.model_fields}
+        values["head_dim"] = args.head_dim
+        rope = args.rope_scaling
+        scaling = rope and {"rope_type": "llama3"} | {_ROPE_KEYS[key]: value for key, value in rope}
+        return {
+            "architectures": [cls.architecture],
+            "model_type": cls.model_type,
+            "attention_dropout": 0.0,
+            "torch_dtype": dtype,
+            **cls.model_construct(None, **values).model_dump(exclude=_READ_ONLY),
+            "rope_scaling": scaling,
+        }
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> DecoderArgs:
+        """The hyper-parameters in a `config.json` of transformers 4 or 5.
+
+        Raises:
+            ConfigError: every reason why `DecoderArgs` can't represent the model.
+        """
+        if (kind := config.get("model_type")) != cls.model_type:
+            raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"])
+        try:
+            return DecoderArgs(**cls.model_validate(config).hyper_parameters())
+        except ValidationError as error:
+            raise ConfigError([f"config.json: {_explain(item)}" for item in error.errors()]) from None
+        except ValueError as error:
+            raise ConfigError([f"config.json: {error}"]) from None
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        rope = self.rope_scaling or self.rope_parameters or Rope()
+        for factor in (rope.partial_rotary_factor, self.partial_rotary_factor):
+            if factor not in (None, 1.0):
+                raise ValueError(f"partial_rotary_factor is {factor}, must be 1: RoPE of whole heads")
+        values = {ours: getattr(self, theirs) for ours, theirs in _KEYS.items() if theirs in type(self).model_fields}
+        if not self.own_head_size and self.head_dim and self.head_dim * self.num_attention_heads == self.hidden_size:
+            values["head_size"] = None
+        values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
+        values["rope_theta"] = rope.rope_theta or self.rope_theta or 10_000.0
+        return values | {"rope_scaling": rope.scaling(), "qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias}
 
 
 _KEYS = {
@@ -112,76 +172,22 @@ _KEYS = {
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
     "ffn_dim": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
+    "n_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "normalize_expert_weights": "norm_topk_prob",
+    "n_dense_layers": "mlp_only_layers",
 }
 """Our names of hyper-parameters to Hugging Face's."""
-
-
-@dataclass(frozen=True)
-class HFFormat:
-    """A decoder of transformers."""
-
-    architecture: str
-    config: type[HFConfig]
-    """Has a field `model_type` with a single legal value."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of its `config.json` that are the same for all sizes."""
-    own: Mapping[str, str] = field(default_factory=dict)
-    """Its own keys, and the hyper-parameters that they hold."""
-
-    def map(self) -> HFMap:
-        return HFMap(names, self.write, self.read)
-
-    @property
-    def model_type(self) -> str:
-        (name,) = self.config.model_fields["model_type"].annotation.__args__
-        return name
-
-    def write(self, args: DecoderArgs, dtype: str) -> dict[str, Any]:
-        """`config.json` of the exported model, readable by transformers 4 and 5."""
-        scaling = args.rope_scaling and {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling.factor,
-            "low_freq_factor": args.rope_scaling.low_freq_factor,
-            "high_freq_factor": args.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": args.rope_scaling.original_max_seq_len,
-        }
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "attention_dropout": 0.0,
-            "head_dim": args.head_dim,
-            "hidden_act": "silu",
-            **{theirs: getattr(args, ours) for ours, theirs in _KEYS.items()},
-            "rope_scaling": scaling,
-            "torch_dtype": dtype,
-            **self.constants,
-            **{theirs: getattr(args, ours) for theirs, ours in self.own.items()},
-        }
-
-    def read(self, config: dict[str, Any]) -> DecoderArgs:
-        """The hyper-parameters in a `config.json` of transformers 4 or 5.
-
-        Raises:
-            ConfigError: every reason why `DecoderArgs` can't represent the model.
-        """
-        try:
-            found = self.config.model_validate(config)
-            rope = found.rope_parameters or found.rope_scaling or Rope()
-            values = {ours: getattr(found, theirs) for ours, theirs in _KEYS.items()}
-            values["n_kv_heads"] = found.num_key_value_heads or found.num_attention_heads
-            values["rope_theta"] = rope.rope_theta or found.rope_theta or 10_000.0
-            if found.head_dim is not None and found.head_dim * found.num_attention_heads != found.hidden_size:
-                values["head_size"] = found.head_dim
-            own = {ours: getattr(found, theirs) for theirs, ours in self.own.items()}
-            return DecoderArgs(**values | own | found.own(), rope_scaling=rope.scaling())
-        except ValidationError as error:
-            raise ConfigError([f"config.json: {_explain(item)}" for item in error.errors()]) from None
-        except ValueError as error:
-            raise ConfigError([f"config.json: {error}"]) from None
+_ROPE_KEYS = {key: key for key in RopeScaling.model_fields} | {
+    "original_max_seq_len": "original_max_position_embeddings"
+}
+_READ_ONLY = {"quantization_config", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"}
 
 
 def _explain(item: Any) -> str:

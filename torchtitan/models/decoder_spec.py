@@ -1,4 +1,4 @@
-"""A family of decoders, from its sizes and its Hugging Face format."""
+"""A family of decoders, from its sizes and the `config.json` of its Hugging Face models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from torchtitan.models.decoder_args import (
     tied_modules,
     tiny,
 )
-from torchtitan.models.decoder_hf import HFFormat
+from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.spec import ModelSpec, register
 
 
-def register_decoder(name: str, flavors: Mapping[str, DecoderArgs], hf: HFFormat) -> ModelSpec:
+def register_decoder(name: str, flavors: Mapping[str, DecoderArgs], hf: type[HFConfig]) -> ModelSpec:
     """Make a family of decoders available as `model.name`."""
     return register(
         ModelSpec(

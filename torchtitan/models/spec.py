@@ -45,13 +45,19 @@ class Init:
     std: float = 0.0
 
 
+HFNames = dict[str, str | list[str]]
+"""Our names of parameters to Hugging Face's; or to the names of several of theirs, in order, of which ours is a stack
+along a new first dimension."""
+
+
 @dataclass(frozen=True)
 class HFMap:
     """Conversion between a family and its Hugging Face implementation."""
 
-    names: Callable[[Any], dict[str, str | list[str]]]
-    """`names(args)`: our name of every parameter, to Hugging Face's; or to the names of its parts, in order, where ours
-    is a stack of several of theirs."""
+    model_type: str
+    """The value of this key in a `config.json` of the family."""
+    names: Callable[[Any], HFNames]
+    """`names(args)`: the names of every parameter."""
     config: Callable[[Any, str], dict[str, Any]]
     """`config(args, dtype)`: the contents of Hugging Face's `config.json`."""
     args: Callable[[dict[str, Any]], Any]
@@ -158,6 +164,23 @@ def get_spec(name: str) -> ModelSpec:
             ]
         )
     return _registry[name]
+
+
+def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The family of a Hugging Face model, from its `config.json`. Built-in ones come first.
+
+    Raises:
+        ConfigError: no family is of this type.
+    """
+    kind = config.get("model_type")
+    if kind is None:
+        raise ConfigError(["config.json: model_type is missing"])
+    specs = [get_spec(name) for name in [*sorted(_BUILT_IN), *sorted(_registry.keys() - _BUILT_IN)]]
+    for spec in specs:
+        if spec.hf.model_type == kind:
+            return spec
+    known = ", ".join(sorted({repr(spec.hf.model_type) for spec in specs}))
+    raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be one of {known}"])
 
 
 def import_custom(module: str) -> None:

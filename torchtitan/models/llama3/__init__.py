@@ -4,12 +4,13 @@ from functools import partial
 from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
-from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
 
 class _Config(HFConfig):
-    model_type: Literal["llama"]
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
 
@@ -26,6 +27,4 @@ FLAVORS = {
     "405B": _llama(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248),
 }
 
-spec = register_decoder(
-    "llama3", FLAVORS, HFFormat("LlamaForCausalLM", _Config, {"attention_bias": False, "mlp_bias": False})
-)
+spec = register_decoder("llama3", FLAVORS, _Config)

@@ -1,22 +1,18 @@
 """Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825) in its versions without a sliding window."""
 
 from functools import partial
-from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
 
 class _Config(HFConfig):
-    model_type: Literal["mistral"]
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
     num_key_value_heads: int | None = 8
-    sliding_window: int | None = 4096
-
-    def own(self) -> dict[str, bool]:
-        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
-            raise ValueError(f"sliding_window is {self.sliding_window}, must be null: attention sees whole rows")
-        return {}
+    max_position_embeddings: int = 131072
+    sliding_window: None
 
 
 _mistral = partial(DecoderArgs, n_heads=32, n_kv_heads=8, rope_theta=1e6)
@@ -28,4 +24,4 @@ FLAVORS = {
     "Small-24B": _mistral(vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=32768, rope_theta=1e8),
 }
 
-spec = register_decoder("mistral", FLAVORS, HFFormat("MistralForCausalLM", _Config, {"sliding_window": None}))
+spec = register_decoder("mistral", FLAVORS, _Config)

@@ -4,16 +4,18 @@ from functools import partial
 from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
 
 class _Config(HFConfig):
-    model_type: Literal["qwen2"]
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    qkv_bias = True
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32768
     use_sliding_window: Literal[False] = False
-
-    def own(self) -> dict[str, bool]:
-        return {"qkv_bias": True}
+    layer_types: list[Literal["full_attention"]] | None = None
 
 
 _qwen2_5 = partial(DecoderArgs, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
@@ -31,4 +33,4 @@ FLAVORS = {
     "72B": _large(dim=8192, n_layers=80, n_heads=64, ffn_dim=29568, norm_eps=1e-5),
 }
 
-spec = register_decoder("qwen2_5", FLAVORS, HFFormat("Qwen2ForCausalLM", _Config, {"use_sliding_window": False}))
+spec = register_decoder("qwen2_5", FLAVORS, _Config)

@@ -4,18 +4,21 @@ from functools import partial
 from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
 
 class _Config(HFConfig):
-    model_type: Literal["qwen3"]
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    qk_norm = True
+    own_head_size = True
+    num_key_value_heads: int | None = 32
+    head_dim: int | None = 128
+    max_position_embeddings: int = 32768
     attention_bias: Literal[False] = False
     use_sliding_window: Literal[False] = False
-    head_dim: int | None = 128
-
-    def own(self) -> dict[str, bool]:
-        return {"qk_norm": True}
+    layer_types: list[Literal["full_attention"]] | None = None
 
 
 _qwen3 = partial(
@@ -32,8 +35,4 @@ FLAVORS = {
     "32B": _qwen3(dim=5120, n_layers=64, n_heads=64, ffn_dim=25600),
 }
 
-spec = register_decoder(
-    "qwen3",
-    FLAVORS,
-    HFFormat("Qwen3ForCausalLM", _Config, {"attention_bias": False, "use_sliding_window": False}),
-)
+spec = register_decoder("qwen3", FLAVORS, _Config)

@@ -1,29 +1,30 @@
 """Qwen3's mixtures of experts (Qwen Team, "Qwen3 Technical Report", arXiv:2505.09388)."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import AliasChoices, Field
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig, HFFormat
+from torchtitan.models.decoder_hf import FirstLayers, HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
 
 class _Config(HFConfig):
-    model_type: Literal["qwen3_moe"]
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    qk_norm = True
+    own_head_size = True
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
     attention_bias: Literal[False] = False
     use_sliding_window: Literal[False] = False
     decoder_sparse_step: Literal[1] = 1
-    mlp_only_layers: list[int] | None = None
-    num_experts: int = 128
+    mlp_only_layers: FirstLayers = 0
+    num_experts: int = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
     norm_topk_prob: bool = False
-
-    def own(self) -> dict[str, Any]:
-        dense = self.mlp_only_layers or []
-        if dense != list(range(len(dense))):
-            raise ValueError(f"mlp_only_layers is {dense}, must be the first layers: 0, 1, ...")
-        return {"qk_norm": True, "n_dense_layers": len(dense)}
 
 
 _qwen3 = partial(
@@ -54,24 +55,4 @@ FLAVORS = {
     "235B-A22B": _qwen3(dim=4096, n_layers=94, n_heads=64, ffn_dim=12288, expert_dim=1536),
 }
 
-
-class _Format(HFFormat):
-    def write(self, args: DecoderArgs, dtype: str) -> dict[str, Any]:
-        return super().write(args, dtype) | {"mlp_only_layers": list(range(args.n_dense_layers))}
-
-
-spec = register_decoder(
-    "qwen3_moe",
-    FLAVORS,
-    _Format(
-        "Qwen3MoeForCausalLM",
-        _Config,
-        {"attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
-        {
-            "num_experts": "n_experts",
-            "num_experts_per_tok": "experts_per_token",
-            "moe_intermediate_size": "expert_dim",
-            "norm_topk_prob": "normalize_expert_weights",
-        },
-    ),
-)
+spec = register_decoder("qwen3_moe", FLAVORS, _Config)

@@ -1,0 +1,39 @@
+"""Llama 3 with gated attention (Qiu et al., arXiv:2505.06708): each head's output is scaled by a gate between 0 and 1,
+which is computed from the block's input.
+
+torchtitan train CONFIG.toml --experimental.custom_import gated_attention --model.name llama3_gated
+"""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from torchtitan.models import llama3, register
+from torchtitan.models.decoder import Attention, Block, Decoder
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.layers import Attend, Mask, apply_rope
+
+
+class GatedAttention(Attention):
+    def __init__(self, args: DecoderArgs, attend: Attend):
+        super().__init__(args, attend)
+        self.gate = nn.Linear(args.dim, args.n_heads, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        q, k, v = self.project(x)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        gated = out.transpose(1, 2) * self.gate(x).sigmoid().unsqueeze(-1)
+        return self.wo(gated.flatten(2))
+
+
+class GatedBlock(Block):
+    attention_class = GatedAttention
+
+
+class GatedLlama(Decoder):
+    block_class = GatedBlock
+
+
+styles = {**llama3.spec.tensor_parallel_styles, "layers.*.attention.gate": "columns"}
+register(replace(llama3.spec, name="llama3_gated", build=GatedLlama, tensor_parallel_styles=styles))
