@@ -79,6 +79,36 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 _grouped_mm.register_autograd(_backward, setup_context=_keep)
 
 
+class _SwiGLU(torch.autograd.Function):
+    """Keeps the input and two of its products for the backward, which computes the third product's input again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
+        gate, up = grouped_mm(rows, w1, ends), grouped_mm(rows, w3, ends)
+        ctx.save_for_backward(rows, gate, up, w1, w2, w3, ends)
+        return grouped_mm(F.silu(gate).mul_(up), w2, ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gate, up, w1, w2, w3, ends = ctx.saved_tensors
+        mm, outer = torch.ops.torchtitan.grouped_mm, torch.ops.torchtitan.grouped_outer
+        gradient = gradient.contiguous()  # torch's kernel refuses an expanded one
+        of_hidden = mm(gradient, w2, ends, True)
+        hidden = F.silu(gate)
+        of_up = of_hidden * hidden
+        of_w2 = outer(gradient, hidden.mul_(up), ends)
+        del hidden, gradient
+        of_gate = torch.ops.aten.silu_backward(of_hidden.mul_(up), gate)
+        del of_hidden
+        of_rows = mm(of_gate, w1, ends, True).add_(mm(of_up, w3, ends, True))
+        return of_rows, outer(of_gate, rows, ends), of_w2, outer(of_up, rows, ends), None
+
+
+def grouped_swiglu(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
+    """`w2(silu(w1(rows)) * w3(rows))` by grouped products, which keeps half as much for the backward."""
+    return _SwiGLU.apply(rows, w1, w2, w3, ends)
+
+
 @register_flop_formula(torch.ops.torchtitan.grouped_mm)
 def _flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * rows[0] * weight[1] * weight[2]

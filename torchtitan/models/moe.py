@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.grouped import grouped_mm
+from torchtitan.models.grouped import grouped_mm, grouped_swiglu
 
 
 @dataclass(frozen=True)
@@ -203,31 +203,28 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.k = k
-        return x[order // k]
+        return x.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (place,) = ctx.saved_tensors
-        return gradient[place].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        return F.embedding_bag(place.view(-1, ctx.k), gradient, mode="sum"), None, None, None
 
 
-class _Permute(torch.autograd.Function):
-    """`rows[index]`, where `inverse` is the inverse of the permutation `index`."""
+class _Gather(torch.autograd.Function):
+    """The weighted sum of each token's rows, without a copy of the rows: `[n, dim], [t, k] -> [t, dim]`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[index]
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, place)
+        return F.embedding_bag(place.view_as(weights), rows, mode="sum", per_sample_weights=weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return gradient[inverse], None, None
-
-
-def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """`rows[index]`, where `inverse` is the inverse of the permutation `index`. Deterministic forward and backward."""
-    return _Permute.apply(rows, index, inverse)
+        rows, weights, order, place = ctx.saved_tensors
+        of_rows = gradient.index_select(0, order // weights.shape[1])
+        of_weights = (rows * of_rows).sum(-1).index_select(0, place).view_as(weights)
+        return of_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1)), of_weights, None, None
 
 
 class Experts(nn.Module):
@@ -245,6 +242,8 @@ class Experts(nn.Module):
         return self.compute(rows, ends, self.w1, self.w2, self.w3)
 
     def compute(self, rows: Tensor, ends: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        if self.product is grouped_mm:
+            return grouped_swiglu(rows, w1, w2, w3, ends)
         hidden = F.silu(self.product(rows, w1, ends)) * self.product(rows, w3, ends)
         return self.product(hidden, w2, ends)
 
@@ -270,5 +269,5 @@ class MoE(nn.Module):
 
     def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
         """Sum each token's rows by their weights, in the order of its experts: a tensor like `like` `[b, s, dim]`."""
-        by_token = permute(rows, routed.place, routed.order).unflatten(0, (-1, self.router.top_k))
-        return (by_token * routed.weights.unsqueeze(-1)).sum(1).to(like.dtype).view_as(like)
+        weights = routed.weights.to(rows.dtype)
+        return _Gather.apply(rows, weights, routed.order, routed.place).to(like.dtype).view_as(like)
