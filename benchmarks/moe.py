@@ -147,8 +147,8 @@ def cpu_time(function: Callable[[], None]) -> float:
 def dispatched(n_experts: int) -> Counter[str]:
     """The operations that an MoE layer's forward and backward dispatch for 8k tokens on CUDA, by a trace without one.
 
-    Autograd refuses fake CUDA tensors where torch has no CUDA, so the layer is traced on the meta device, where a grouped
-    product is one operation whatever it does; what it does on CUDA is traced beside it.
+    Autograd refuses fake CUDA tensors where torch has no CUDA, so the layer is traced on the meta device, where a
+    grouped product is one operation whatever it does; what it does on CUDA is traced beside it.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,10 +1,16 @@
 """Float8, MXFP8, Muon and narrow optimizer states on sharded models."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.runs import arguments, losses, train
+from torchtitan.optim.muon import StackedMuon
+from torchtitan.parallel.collectives import unsharded
 
 FLOAT8 = ["--model.converters=float8", "--quantize.linear.float8.emulate"]
 GATHER = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
@@ -127,3 +133,36 @@ def test_muon_updates_a_matrix_with_fewer_rows_than_shards(ranks, tmp_path):
     alone = ranks(1, train, argv)[0]
     sharded = ranks(4, train, [*argv, TP, f"--job.dump_folder={tmp_path / 'sharded'}"])[0]
     assert losses(sharded) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def muon_on_stacks(shape, *placements):
+    """Two updates of stacks of matrices, sharded in each way of `placements`, and of the same stack whole."""
+    mesh = init_device_mesh("cpu", shape)
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(3, 8, 4, generator=generator) for _ in range(3))
+    stacks = [start.clone(), *(distribute_tensor(start, mesh, list(way)) for way in placements)]
+    settings = {"lr": 0.1, "momentum": 0.9, "ns_steps": 5}
+    optimizer = StackedMuon([{"params": stacks, "weight_decay": 0.2}], **settings)
+    for gradient in gradients:
+        for stack in stacks:
+            if isinstance(stack, DTensor):
+                stack.grad = distribute_tensor(gradient, mesh, stack.placements)
+            else:
+                stack.grad = gradient.clone()
+        optimizer.step()
+    states = [optimizer.state[stack]["momentum_buffer"] for stack in stacks]
+    return [unsharded(x) for x in stacks], [unsharded(x) for x in states]
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements"),
+    [
+        ((2,), [[Shard(0)], [Shard(1)], [Shard(2)]]),
+        ((2, 2), [[Shard(1), Shard(0)], [Shard(0), Shard(0)], [Shard(2), Shard(1)], [Replicate(), Shard(1)]]),
+    ],
+)
+def test_muon_updates_sharded_stacks_like_whole_ones(ranks, shape, placements):
+    for rank in ranks(math.prod(shape), muon_on_stacks, shape, *placements):
+        for whole, *sharded in rank:
+            for each in sharded:
+                torch.testing.assert_close(each, whole, rtol=0, atol=1e-6)

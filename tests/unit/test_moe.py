@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, grouped products, dispatch and combine, and auxiliary losses against their definitions."""
+"""Mixture of experts: routing, grouped products, dispatch, combine and auxiliary losses against their definitions."""
 
 from collections import Counter
 
@@ -93,7 +93,8 @@ def test_bias_changes_the_choice_but_not_the_weights():
     made, x = moe(), torch.randn(1, 4, 16)
     made.router.expert_bias[3] = 2.0
     chosen, weights, load = made.router(x, torch.ones(1, 4))
-    assert (chosen[..., 0] == 3).all() and load.tokens[3] == 4
+    assert (chosen[..., 0] == 3).all()
+    assert load.tokens[3] == 4
     probabilities = made.router.gate(x).softmax(-1).gather(-1, chosen)
     torch.testing.assert_close(weights, probabilities / probabilities.sum(-1, keepdim=True))
 
@@ -101,7 +102,8 @@ def test_bias_changes_the_choice_but_not_the_weights():
 def test_forced_balance_sends_tokens_to_the_experts_in_turn():
     made = moe(forced=True)
     chosen, _, load = made.router(torch.randn(2, 9, 16), torch.ones(2, 9))
-    assert chosen.flatten().tolist() == [i % 6 for i in range(36)] and load.tokens.tolist() == [6] * 6
+    assert chosen.flatten().tolist() == [i % 6 for i in range(36)]
+    assert load.tokens.tolist() == [6] * 6
 
 
 def test_tokens_without_weight_are_not_counted():
@@ -145,7 +147,8 @@ def test_layer_in_bf16_is_as_close_as_its_type():
     made, x = moe(), torch.randn(2, 5, 16)
     expected = layer(made, x)
     made.experts.bfloat16()
-    made.router.forward = lambda *_, found=made.router(x, None): found  # the same experts
+    found = made.router(x, None)
+    made.router.forward = lambda *_: found  # the same experts
     out = layer(made, x.bfloat16())
     assert out.dtype == torch.bfloat16
     assert (out.float() - expected).norm() < 2**-6 * expected.norm()
@@ -180,7 +183,8 @@ def test_body_of_a_grouped_product_is_one_kernel_on_cuda():
         with Operations() as operations:
             grouped._grouped_mm._init_fn(gradient, weight, ends, transposed=True)
             grouped._grouped_outer._init_fn(gradient, rows, ends)
-    assert operations.seen["aten._grouped_mm.default"] == 2 and operations.seen.total() == 4  # and two transpositions
+    assert operations.seen["aten._grouped_mm.default"] == 2
+    assert operations.seen.total() == 4  # and two transpositions
 
 
 # ---- auxiliary losses
@@ -246,5 +250,6 @@ def test_router_records_a_step_in_parts():
     for _ in range(2):
         _, _, load = router(torch.randn(1, 3, 16), torch.ones(1, 3))
         router.record(load)
-    assert router.step_load.sum() == 2 * 3 * 2 and router.step_loss == 0
+    assert router.step_load.sum() == 2 * 3 * 2
+    assert router.step_loss == 0
     assert set(router.state_dict()) == {"gate.weight", "expert_bias", "load"}

@@ -126,3 +126,21 @@ def test_update_divides_gradients_and_skips_on_the_device(name, reference):
             theirs.step()
         for mine, his in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(mine, his)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 12), (2, 10, 4)])
+def test_muon_updates_each_matrix_of_a_stack_on_its_own(shape):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Module()})
+    stack = model.layers.w1 = nn.Parameter(torch.randn(shape))
+    matrices = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    settings = {"lr": 0.1, "weight_decay": 0.2}
+    ours = build_optimizer([model], Optimizer(name="Muon", **settings))
+    theirs = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)
+    for _ in range(2):
+        stack.grad = torch.randn(shape)
+        for matrix, gradient in zip(matrices, stack.grad, strict=True):
+            matrix.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([m.detach() for m in matrices]), rtol=0, atol=1e-3)

@@ -7,7 +7,7 @@ model's definition and initial values, the order of the data, and the learning-r
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def _balance(routers: Mapping[str, Any], setup: Setup, rate: float) -> Tensor:
 
 def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
-    of_blocks = [p for name, p in named.items() if p.dim() == 2 and name.startswith("layers.")]
+    of_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
     by_muon = of_blocks if settings.name == "Muon" else []
     matrices = [p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)]
     vectors = [p for p in named.values() if p.dim() <= 1]
@@ -211,8 +211,24 @@ def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optim
     if by_muon:
         options = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
         options["ns_steps"] = settings.muon_ns_steps
-        out += [torch.optim.Muon(by_muon, adjust_lr_fn="match_rms_adamw", **options)]
+        out += [_MuonOfEach(by_muon, adjust_lr_fn="match_rms_adamw", **options)]
     return out
+
+
+class _MuonOfEach(torch.optim.Muon):
+    """torch's Muon of matrices, and of each matrix of a stack."""
+
+    def __init__(self, params: Sequence[nn.Parameter], **options: Any):
+        self._stacks = [(p, [nn.Parameter(matrix) for matrix in p.detach()]) for p in params if p.dim() == 3]
+        matrices = [p for p in params if p.dim() == 2]
+        super().__init__([*matrices, *(matrix for _, parts in self._stacks for matrix in parts)], **options)
+
+    def step(self, closure: Any = None) -> None:
+        for stack, matrices in self._stacks:
+            assert stack.grad is not None
+            for matrix, gradient in zip(matrices, stack.grad, strict=True):
+                matrix.grad = gradient
+        super().step()
 
 
 def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None, *, train: bool = False) -> Tensor:

@@ -227,6 +227,23 @@ class _Gather(torch.autograd.Function):
         return of_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1)), of_weights, None, None
 
 
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse), None, None
+
+
+def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """`rows[index]`, where `inverse` is the inverse of the permutation `index`. Deterministic forward and backward."""
+    return _Permute.apply(rows, index, inverse)
+
+
 class Experts(nn.Module):
     """SwiGLU networks of the same size, each for its own rows: `[n, dim] -> [n, dim]`."""
 

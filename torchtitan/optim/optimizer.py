@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from torchtitan.config import schema
+from torchtitan.optim.muon import StackedMuon
 from torchtitan.parallel.collectives import SquaredNorm, local
 from torchtitan.utils.torch_faults import keep_muon_updates_sharded
 
@@ -159,27 +160,30 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) ->
     """Build the optimizer of all parameters.
 
     Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon)
-    updates the matrices of the blocks; AdamW updates embedding, output and vectors.
+    updates the matrices of the blocks, each expert's on its own; AdamW updates embedding, output and vectors.
     """
     named = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
-    groups: dict[tuple[bool, float, float], dict[str, Any]] = {}
+    groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, param in named:
         decay, scale = optimizer.weight_decay if param.dim() > 1 else 0.0, 1.0
         if rule := next((rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern)), None):
             decay, scale = decay if rule.weight_decay is None else rule.weight_decay, rule.lr_scale
-        muon = optimizer.name == "Muon" and param.dim() == 2 and name.startswith("layers.")
+        muon = param.dim() if optimizer.name == "Muon" and param.dim() > 1 and name.startswith("layers.") else 0
         group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr_scale": scale, "muon": muon}
         groups.setdefault((muon, decay, scale), group)["params"].append(param)
     make = partial(_make, optimizer)
     if optimizer.early_step_in_backward:
         return OptimizerInBackward(list(groups.values()), make)
-    kinds = [[group for group in groups.values() if group["muon"] is muon] for muon in (False, True)]
+    kinds = [[group for group in groups.values() if group["muon"] == muon] for muon in (0, 2, 3)]
     made = [make(kind) for kind in kinds if kind]
     return made[0] if len(made) == 1 else _Joined(made)
 
 
 def _make(optimizer: schema.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """One optimizer, for groups that all use Muon or all don't."""
+    """One optimizer, for groups that all have the same "muon": the dimensions of what it updates, 0 for AdamW."""
+    if groups[0]["muon"] == 3:
+        momentum, steps = optimizer.muon_momentum, optimizer.muon_ns_steps
+        return StackedMuon(groups, lr=optimizer.lr, momentum=momentum, ns_steps=steps)
     if groups[0]["muon"]:
         keep_muon_updates_sharded()
         return torch.optim.Muon(
