@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -75,9 +75,6 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "checkpoint.create_seed_checkpoint": NotYet(
         "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
     ),
-    "quantize.grouped_mm.float8.fqns": NotYet("Float8 for experts", ([], "")),
-    "quantize.grouped_mm.mx.recipe_name": Tuning("quantize.grouped_mm.mx.fqns", Literal["mxfp8"]),
-    "quantize.grouped_mm.mx.fqns": NotYet("MXFP8 for experts", ([], "")),
     "comm.mode": NotYet("communication without a real backend", ("default",)),
     "memory_estimation.enable": NotYet("memory estimation", (False,)),
     "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable", bool),

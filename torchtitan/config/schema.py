@@ -6,7 +6,7 @@ follow the TOML convention of TorchTitan 0.2. Imports no torch, so mistakes are 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from torchtitan.config.types import (
     Decay,
@@ -105,12 +105,27 @@ class Model(Section):
     hf_assets_path: LocalPath = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, optionally, Hugging Face weights. A
     relative path that does not exist is also looked up in the project's folder."""
-    converters: list[Literal["float8", "mx", "quantize.linear.float8", "quantize.linear.mx"]] = []
-    """Convert the model before it is distributed: to `float8` or `mx` (see `[quantize.linear.*]`)."""
+    converters: list[
+        Literal[
+            "float8",
+            "mx",
+            "quantize.linear.float8",
+            "quantize.linear.mx",
+            "quantize.grouped_mm.float8",
+            "quantize.grouped_mm.mx",
+        ]
+    ] = []
+    """Convert the model before it is distributed: linear layers to `float8` or `mx` (see `[quantize.linear.*]`), and
+    experts by `quantize.grouped_mm.float8` or `quantize.grouped_mm.mx`."""
     print_after_conversion: bool = False
     """Print the model's modules after conversion."""
     overrides: dict[str, Any] = {}
     """Replace fields of the flavor, as a table: `[model.overrides]` then `n_layers = 4`."""
+
+
+def _split(value: Any) -> Any:
+    """A string is a list of names with commas between them."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 class Float8(Section):
@@ -151,10 +166,40 @@ class QuantizedLinear(Section):
     mx: MXFP8 = MXFP8()
 
 
+class GroupedFloat8(Section):
+    """Experts in Float8, with one scale per row. Enabled by `model.converters = ["quantize.grouped_mm.float8"]`."""
+
+    fqns: list[Name] = []
+    """Convert experts whose module name contains one of these, for example `experts`."""
+    emulate: bool = False
+    """Round to Float8 but multiply in the original type: the same numbers without Float8 hardware, slowly."""
+
+    _commas = field_validator("fqns", mode="before")(_split)
+
+
+class GroupedMXFP8(Section):
+    """Experts in MXFP8. Enabled by `model.converters = ["quantize.grouped_mm.mx"]`."""
+
+    recipe_name: Literal["mxfp8", "mxfp8_emulated"] = "mxfp8"
+    """`mxfp8` needs a Blackwell GPU; `mxfp8_emulated` runs anywhere, slowly, and multiplies in bf16."""
+    fqns: list[Name] = []
+    """Convert experts whose module name contains one of these, for example `experts`."""
+
+    _commas = field_validator("fqns", mode="before")(_split)
+
+
+class QuantizedGroups(Section):
+    """Low-precision types of experts."""
+
+    float8: GroupedFloat8 = GroupedFloat8()
+    mx: GroupedMXFP8 = GroupedMXFP8()
+
+
 class Quantize(Section):
     """Low-precision matrix products."""
 
     linear: QuantizedLinear = QuantizedLinear()
+    grouped_mm: QuantizedGroups = QuantizedGroups()
 
 
 class ParamGroup(Section):

@@ -1,6 +1,6 @@
 """Which settings exclude each other: the table by which validation refuses combinations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torchtitan.config.derive import gradient_accumulation_steps
@@ -9,6 +9,8 @@ from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 FLOAT8 = ("float8", "quantize.linear.float8")
 MX = ("mx", "quantize.linear.mx")
+GROUPED_FLOAT8 = ("quantize.grouped_mm.float8",)
+GROUPED_MX = ("quantize.grouped_mm.mx",)
 """Names in `model.converters`."""
 SMALL_LAYERS = "auto_filter_small_kn"
 """In `quantize.linear.float8.filter_fqns`: skip layers too small to gain."""
@@ -17,6 +19,11 @@ SMALL_LAYERS = "auto_filter_small_kn"
 def uses(config: Config, names: tuple[str, ...]) -> bool:
     """Whether `model.converters` holds one of `names`."""
     return not set(names).isdisjoint(config.model.converters)
+
+
+def names_any(parts: Iterable[str], fqn: str) -> bool:
+    """Whether one of `parts` names the module `fqn`: it is a part of its name."""
+    return any(part in fqn for part in parts)
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,11 @@ CONFLICTS = (
     Conflict(
         lambda c: uses(c, FLOAT8) and uses(c, MX),
         'model.converters: "float8" and "mx" would convert the same layers; keep one',
+    ),
+    Conflict(
+        lambda c: uses(c, GROUPED_FLOAT8) and uses(c, GROUPED_MX),
+        'model.converters: "quantize.grouped_mm.float8" and "quantize.grouped_mm.mx" would convert the same experts; '
+        "keep one",
     ),
     Conflict(
         lambda c: (

@@ -252,7 +252,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        self.product = grouped_mm
+        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm
         """For low precision to replace."""
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:

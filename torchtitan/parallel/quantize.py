@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.config.schema import MXFP8, Config, Float8
-from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.support import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.parallel.quantize_experts import quantize_experts
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_faults import (
@@ -45,6 +46,21 @@ def check_hardware(config: Config, device: torch.device) -> None:
                     "without one"
                 ]
             )
+    grouped = config.quantize.grouped_mm
+    if uses(config, GROUPED_FLOAT8) and not grouped.float8.emulate and capability < (9, 0):
+        raise ConfigError(
+            [
+                "quantize.grouped_mm.float8: needs an NVIDIA GPU of compute capability 9.0 (Hopper) or newer, this is "
+                f"{_name(device)}; set quantize.grouped_mm.float8.emulate = true to try it without one"
+            ]
+        )
+    if uses(config, GROUPED_MX) and grouped.mx.recipe_name != "mxfp8_emulated" and capability < (10, 0):
+        raise ConfigError(
+            [
+                "quantize.grouped_mm.mx: needs an NVIDIA GPU of compute capability 10.0 (Blackwell) or newer, this is "
+                f'{_name(device)}; set quantize.grouped_mm.mx.recipe_name = "mxfp8_emulated" to try it without one'
+            ]
+        )
     if uses(config, MX) and mx.recipe_name != "mxfp8_emulated" and capability < (10, 0):
         raise ConfigError(
             [
@@ -59,12 +75,13 @@ def _name(device: torch.device) -> str:
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
-    """Convert linear layers of `model`, on the meta device and not yet sharded, according to `model.converters`."""
+    """Convert layers of `model`, on the meta device and not yet sharded, according to `model.converters`."""
     silence_false_alarms()
     if uses(config, FLOAT8):
         _to_float8(model, config.quantize.linear.float8, tp_degree)
     if uses(config, MX):
         _to_mx(model, config.quantize.linear.mx, tp_degree)
+    quantize_experts(model, config)
     if config.model.converters and config.model.print_after_conversion:
         logger.info(f"Model after conversion:\n{model}")
 

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
 from torchtitan.config.schema import Config, MoE
 from torchtitan.config.stages import PipelineStages, pipeline_stages
-from torchtitan.config.support import splits_backward
+from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec, import_custom
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
@@ -58,6 +58,7 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
         problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
         problems += check_experts(config, spec.expert_sizes(args))
+        problems += check_quantized_experts(config, spec.expert_sizes(args), spec.hf.names(args))
         problems += _check_patterns(config, spec.hf.names(args))
         stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
     except ConfigError as error:
@@ -128,6 +129,31 @@ def _fsdp_divides(degree: int, sizes: dict[str, int], ranks: int) -> bool:
     count, *widths = sizes.values()
     shards = ranks // degree
     return degree == 1 or not expert_shard_dim(count // degree, shards) or not any(w % shards for w in widths)
+
+
+def check_quantized_experts(config: Config, sizes: dict[str, int], parameters: Iterable[str]) -> Iterator[str]:
+    """Names of experts to convert that match none, and experts whose sizes the 8-bit kernels don't support.
+
+    Args:
+        sizes: `ModelSpec.expert_sizes`.
+    """
+    grouped, model = config.quantize.grouped_mm, f"model.flavor {config.model.flavor} of {config.model.name}"
+    modules = {name.rpartition(".")[0] for name in parameters if ".experts." in name}
+    for converter, fqns, unit in (("float8", grouped.float8.fqns, 16), ("mx", grouped.mx.fqns, 32)):
+        key = f"quantize.grouped_mm.{converter}"
+        if key not in config.model.converters:
+            continue
+        if not sizes:
+            yield f"{key}: {model} has no experts; remove it from model.converters"
+            continue
+        if not fqns:
+            yield f'{key}.fqns names no experts; set it to ["experts"] for those of all blocks'
+        for name in fqns:
+            if not any(names_any([name], module) for module in modules):
+                yield f'{key}.fqns: {brief(name)} is in the name of no experts; set it to ["experts"] for all'
+        if wrong := {name: size for name, size in list(sizes.items())[1:] if size % unit}:
+            sizes_ = ", ".join(f"{name} {size}" for name, size in wrong.items())
+            yield f"{key}: {sizes_} of {model} must be a multiple of {unit}; remove it from model.converters"
 
 
 def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
