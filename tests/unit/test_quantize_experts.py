@@ -152,11 +152,6 @@ def test_what_cannot_be_converted_is_refused(argv, sizes, words):
     assert words in problems[0]
 
 
-def test_two_types_for_the_same_experts_are_refused():
-    with pytest.raises(ConfigError, match="would convert the same experts"):
-        resolve(["--model.converters=quantize.grouped_mm.float8,quantize.grouped_mm.mx"], 1)
-
-
 @pytest.mark.parametrize(
     ("argv", "words", "way_out"),
     [

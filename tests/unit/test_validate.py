@@ -116,6 +116,8 @@ CASES = {
         (2, ["--parallelism.enable_async_tensor_parallel", *TP, "--compile.enable", "--compile.backend=aot_eager"],
          "implemented by inductor", ["--compile.backend=inductor"]),
         (1, ["--model.converters=float8,mx"], "convert the same layers", ["--model.converters=mx"]),
+        (1, ["--model.converters=quantize.grouped_mm.float8,quantize.grouped_mm.mx"], "convert the same experts",
+         ["--model.converters=quantize.grouped_mm.mx"]),
         (1, [*FLOAT8, "--float8.enable_fsdp_float8_all_gather", "--float8.recipe_name=rowwise"],
          "one scale per weight", ["--float8.recipe_name=tensorwise"]),
         (1, [*FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"], "no effect without",
