@@ -128,6 +128,7 @@ class Trainer:
             total_steps=config.training.steps,
             flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+            experts=self.parts.experts is not None,
         )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
@@ -192,6 +193,8 @@ class Trainer:
         if earlier := self.guard.handle_spike():
             self.state.rewind(earlier.train_state)
             self.metrics.rewind(earlier.step)
+            if self.parts.experts is not None:
+                self.parts.experts.take()
             prepare_weights(self.parts, config)
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
@@ -231,6 +234,7 @@ class Trainer:
             lr=result.learning_rate,
             tokens=progress.tokens,
             skipped=progress.skipped,
+            experts=None if self.parts.experts is None else self.parts.experts.take(),
         )
         self.ledger.heartbeat(progress.step)
         self.stragglers.check(record, self.device)
