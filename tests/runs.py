@@ -69,8 +69,13 @@ def storages() -> dict[int, int]:
 
 
 def weights(models) -> dict[str, torch.Tensor]:
-    """The full weights of the whole model, on every rank; under pipeline parallelism each has only some."""
+    """The full weights of the whole model, on every rank; under pipeline parallelism each has only some.
+
+    With the routing biases of experts, and their loads in the last step.
+    """
     own = {name: full(p) for model in models for name, p in model.named_parameters()}
+    routers = ("router.expert_bias", "router.load")
+    own |= {name: full(b) for model in models for name, b in model.named_buffers() if name.endswith(routers)}
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return {name: weight for part in parts for name, weight in part.items()}
