@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import torchtitan
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.config.derive import axis_degrees
+from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.observe.flight_recorder import configure_flight_recorder
@@ -108,7 +108,7 @@ class Trainer:
         comm, folder = self.config.comm, self.config.job.dump_folder
         configure_flight_recorder(comm, folder)
         init_distributed(comm, self.device)
-        return Watch(comm, folder, axis_degrees(self.config.parallelism)) if comm.trace_buf_size else None
+        return Watch(comm, folder, layout_degrees(self.config.parallelism)) if comm.trace_buf_size else None
 
     def _observe(self, about: dict[str, Any], began: float) -> None:
         """Start what measures and reports the run.
