@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_exchange_rows_with_experts(ranks, tmp_path):
     sentence, step = ranks(2, late_exchange, arguments(tmp_path, *MIXTURE))[0]
     found = re.search(
         r"^rank 1 did not enter all_to_all #\d+ of all ranks = dp_shard = ep \(Float \[128, 64\]; ranks 0-1\), where "
-        r"rank 0 waits \(rank 0 sends (\d+), (\d+) rows to these ranks and expects (\d+), \d+ from them\): it has been ",
+        r"rank 0 waits \(rank 0 sends (\d+), (\d+) rows to these ranks and expects (\d+), \d+ from them\): it has ",
         sentence,
     )
     assert found, sentence
