@@ -19,6 +19,16 @@ SAVE = ["--checkpoint.enable", "--checkpoint.interval=3"]
 SCHEDULE = "--lr_scheduler.total_steps=8"
 """Of a run of 8 steps, also if it is stopped before."""
 
+EXPERTS = [
+    "--model.name=qwen3_moe",
+    *(
+        f"--model.overrides.{key}={value}"
+        for key, value in {"n_experts": 8, "experts_per_token": 2, "expert_dim": 32, "head_size": 16}.items()
+    ),
+    "--moe.balance_bias_rate=0.01",
+    "--moe.sequence_balance_loss=0.01",
+]
+"""Flags of a tiny mixture of experts."""
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
 
 
@@ -59,8 +69,13 @@ def storages() -> dict[int, int]:
 
 
 def weights(models) -> dict[str, torch.Tensor]:
-    """The full weights of the whole model, on every rank; under pipeline parallelism each has only some."""
+    """The full weights of the whole model, on every rank; under pipeline parallelism each has only some.
+
+    With the routing biases of experts, and their loads in the last step.
+    """
     own = {name: full(p) for model in models for name, p in model.named_parameters()}
+    routers = ("router.expert_bias", "router.load")
+    own |= {name: full(b) for model in models for name, b in model.named_buffers() if name.endswith(routers)}
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return {name: weight for part in parts for name, weight in part.items()}

@@ -29,7 +29,7 @@ def degrees(**layout):
 
 def compared(argv, cache=None):
     """Problems of the run against one process, the number of graphs compiled, and what of tensor parallelism fused."""
-    from torchtitan.lab.compare import Tolerances
+    from torchtitan.lab.difference import Tolerances
     from torchtitan.lab.parity import compare
 
     if cache:

@@ -11,12 +11,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan.lab import parity
+from torchtitan.lab.difference import Difference, Tolerances
+from torchtitan.models.moe import Experts, Router
+from torchtitan.optim.expert_balance import ExpertBalance
+from torchtitan.parallel import expert
 from torchtitan.train import build
 from torchtitan.train.compute import Compute
 
 REAL_PARALLELIZE = build.parallelize
 REAL_PART = Compute.own_part
 REAL_ALL_REDUCE = dist.all_reduce
+REAL_BALANCE = ExpertBalance.step
+REAL_BY_EXPERT = expert._by_expert
 
 
 def after_build(change):
@@ -63,6 +69,47 @@ def shifted_labels(self, rows, calls=[]):  # noqa: B006 - tokens and labels come
     return part.roll(1, 1) if len(calls) % 2 == 0 and part.shape[1] < rows.shape[1] else part
 
 
+def on_experts(kind, change):
+    """Let `change(module)` spoil the modules of a kind where experts are on several ranks."""
+
+    def spoil(models, mesh):
+        for module in (module for model in models for module in model.modules()):
+            if mesh.ep is not None and isinstance(module, kind):
+                change(module)
+
+    return after_build(spoil)
+
+
+def scaled_experts(experts):
+    """As if gradients were summed over ep once more."""
+    for weight in experts.parameters():
+        weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+
+
+def counted_padding(router):
+    """Every token has a weight."""
+    router.register_forward_pre_hook(lambda _, args: (args[0], args[1].clamp(min=1e-30)))
+
+
+def doubled_bias(router):
+    """The routing bias is updated twice in each step."""
+    router.doubled = True
+
+
+def balance_twice(self, skip=None):
+    before = {layer: router.expert_bias.clone() for layer, router in self.routers.items()}
+    REAL_BALANCE(self, skip)
+    for layer, router in self.routers.items():
+        if hasattr(router, "doubled"):
+            router.expert_bias += router.expert_bias - before[layer]
+
+
+def wrong_inverse(received, rows):
+    """Rows return from the experts in the order in which they came to them, instead of its inverse."""
+    order, _ = REAL_BY_EXPERT(received, rows)
+    return order, order
+
+
 @contextmanager
 def planted(bug):
     with ExitStack() as stack:
@@ -70,6 +117,15 @@ def planted(bug):
             stack.enter_context(mock.patch.object(Compute, "own_part", shifted_labels))
         elif bug == "dropped_all_reduce":
             stack.enter_context(mock.patch.object(dist, "all_reduce", dropped_all_reduce))
+        elif bug == "wrong inverse":
+            stack.enter_context(mock.patch.object(expert, "_by_expert", wrong_inverse))
+        elif bug == "scaled experts":
+            stack.enter_context(on_experts(Experts, scaled_experts))
+        elif bug == "counted padding":
+            stack.enter_context(on_experts(Router, counted_padding))
+        elif bug == "doubled bias":
+            stack.enter_context(on_experts(Router, doubled_bias))
+            stack.enter_context(mock.patch.object(ExpertBalance, "step", balance_twice))
         elif bug:
             stack.enter_context(after_build(globals()[bug]))
         yield
@@ -123,10 +179,66 @@ def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
     assert ("so the forward is wrong too" in text) == (bug == "shifted labels"), text
 
 
+MIXTURE = ["--model.name=qwen3_moe", "--moe.balance_bias_rate=1e-3", "--parallelism.expert_parallel_degree=2"]
+
+
+@pytest.mark.parametrize(
+    ("bug", "sentence"),
+    [
+        ("scaled experts", "FAIL: layers.1.moe.experts.w3: gradient is 2.00x, along ep (6 of"),
+        ("doubled bias", "FAIL: layers.0.moe.router.expert_bias: is 2.00x after step 1, along ep (the first step's"),
+        ("counted padding", "FAIL: layers.0.moe.router: counts 256 rows in step 1 instead of 192, along ep"),
+        pytest.param("wrong inverse", ", so the forward is wrong too)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_of_expert_parallelism_is_named(ranks, bug, sentence):
+    argv = ["--training.local_batch_size=2", "--training.global_batch_size=4", *MIXTURE]
+    for passed, text in ranks(2, check, argv, bug, timeout=240):
+        assert not passed
+        assert sentence in text, text
+        assert "along ep" in text
+        assert "2 ranks, dp_shard 2 x ep 2, against one process; 3 steps of 4 x 32 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "degrees", "axes"),
+    [
+        ({"ep"}, {"dp_shard": 4, "ep": 2}, ["ep"]),
+        ({"ep", "tp"}, {"dp_shard": 2, "tp": 2, "ep": 2}, ["tp", "ep"]),
+        ({"ep", "pp"}, {"pp": 2, "dp_shard": 2, "ep": 2}, ["pp", "ep"]),
+        ({"ep", "dp_replicate"}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, ["dp_replicate", "ep"]),
+        ({"tp"}, {"dp_shard": 2, "tp": 2, "ep": 4}, ["tp"]),
+    ],
+)
+def test_the_smallest_set_of_axes_is_found(monkeypatch, fault, degrees, axes):
+    """Of a fault that occurs where all of its axes have several ranks."""
+
+    def compare(argv, tolerances):
+        sizes = dict(flag.removeprefix("--parallelism.").split("=") for flag in argv if "parallelism" in flag)
+        tried = {axis: int(sizes[key]) for axis, key in keys.items()}
+        assert tried["dp_shard"] * tried["tp"] * tried["cp"] % tried["ep"] == 0
+        return mock.Mock(problems=all(tried[axis] > 1 for axis in fault))
+
+    keys = parity.DEGREE_KEYS | {"ep": "expert_parallel_degree"}
+    monkeypatch.setattr(parity, "compare", compare)
+    assert parity.find_axes([], dict.fromkeys(keys, 1) | degrees, 2, Tolerances()) == axes
+
+
+def test_where_tokens_go_astray():
+    """If the first layer's go to the right experts, what is wrong comes after its router."""
+    right = {"grad_norm": 0.0, "weights": {"output.weight": 0.0}, "validation_loss": 0.0, "tokens_differ": False}
+    wrong = {"loss": 0.1, "first_loss": 0.1, "gradients": {"output.weight": 0.1}}
+    astray = {"flips": 3, "first_flip": (1, 1), "miscount": None, "biases": {}}
+    finding = parity.Finding(Difference(**right, **wrong, **astray), ["loss"], "output.weight", None)
+    text = parity.verdict(finding, ["ep"], Tolerances())
+    assert "the forward is wrong too, and from layer 1 on tokens are sent to other experts" in text
+
+
 @pytest.mark.parametrize(
     ("world", "argv"),
     [
         (4, [*SMALL, *degrees(dp_replicate=2, dp_shard=2), "--checkpoint.enable_checkpoint=true"]),
+        (4, [*MIXTURE, *degrees(pp=2), "--moe.sequence_balance_loss=0.01"]),
         (4, [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
         (
             2,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torchtitan.config import resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, divisors
 from torchtitan.config.stages import SCHEDULES
-from torchtitan.lab.compare import tolerances_of, write_corpus
+from torchtitan.lab.compare import write_corpus
+from torchtitan.lab.difference import tolerances_of
 from torchtitan.lab.matrix import NAMED_SCHEDULES
 from torchtitan.lab.parity import compare
 from torchtitan.train.preflight import preflight

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train
+from tests.runs import EXPERTS, SAVE, SCHEDULE, arguments, assert_continues, losses, train
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.staging import Stager
 from torchtitan.config import resolve
@@ -184,6 +184,36 @@ def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode
     assert all(torch.equal(a, b) for a, b in zip(rows, whole["rows"], strict=True))
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(run["weights"][name], weight, rtol=1e-3, atol=2e-5)
+
+
+EXPERT_CHAIN = [
+    (4, {"expert": 2}),
+    (4, {"expert": 4}),
+    (4, {"expert": 2, "tensor": 2}),
+    (4, {"expert": 2, "pipeline": 2}),
+    (1, {}),
+]
+"""Ranks and degrees. What the first saves is in shards of whole experts and of FSDP."""
+
+
+def test_experts_move_between_ranks(ranks, tmp_path):
+    """A step in each layout: the curve, rows, loads, routing biases and weights of one process."""
+    extra = [*EXPERTS, "--lr_scheduler.total_steps=5", "--moe.global_balance_loss=0.1"]  # by the load of the last step
+    whole = ranks(1, recorded, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'whole'}", steps=5))[0]
+    rows = []
+    for step, (world, degrees) in enumerate(EXPERT_CHAIN, 1):
+        layout = [f"--parallelism.{kind}_parallel_degree={degree}" for kind, degree in degrees.items()]
+        argv = arguments(tmp_path, *SAVE, *extra, *layout, steps=step)
+        run = ranks(world, recorded, argv, timeout=100)[0]
+        rows += run["rows"]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(rows, whole["rows"], strict=True))
+    loads = [(tmp_path / name / "expert_load.jsonl").read_text() for name in ("out", "whole")]
+    assert loads[0] == loads[1]
+    for name, weight in whole["weights"].items():
+        exact = {"rtol": 0, "atol": 0} if ".router." in name and not name.endswith("weight") else {}
+        torch.testing.assert_close(run["weights"][name], weight, **({"rtol": 1e-3, "atol": 2e-5} | exact))
+    assert whole["weights"]["layers.0.moe.router.expert_bias"].abs().max() > 0.02
 
 
 def test_an_optimizer_in_the_backward_resumes_as_a_plain_one_and_back(ranks, tmp_path):

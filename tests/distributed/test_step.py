@@ -61,8 +61,10 @@ def test_a_step_of_one_rank_and_of_eight(alone):
     assert kernels["backward"]["div"] == judged["backward"]["div"]
 
 
-def test_the_host_waits_once_for_sliced_rows_and_documents(alone):
-    waits, _ = alone(traced, 8, ["--training.document_mask", f"{P}context_parallel_degree=2"], False)
+def test_the_host_waits_once_for_sliced_rows_documents_and_experts(alone):
+    """The loads of experts are counted on the device."""
+    experts = ["--model.name=qwen3_moe", "--moe.balance_bias_rate=0.001"]
+    waits, _ = alone(traced, 8, [*experts, "--training.document_mask", f"{P}context_parallel_degree=2"], False)
     assert len(waits) == 1, waits
     assert waits[0].startswith("train/step.py")
 

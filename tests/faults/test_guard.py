@@ -6,8 +6,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from tests.runs import arguments, losses, weights
+from tests.runs import EXPERTS, arguments, losses, weights
 from torchtitan.config import resolve
 from torchtitan.data.loader import StepLoader
 from torchtitan.train.preflight import preflight
@@ -23,6 +24,8 @@ LAYOUTS = {
     "dp_replicate x cp": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.context_parallel_degree=2"],
     "fsdp x tp": ["--parallelism.tensor_parallel_degree=2"],
     "cp x tp": ["--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"],
+    "hsdp x ep": [*EXPERTS, *HSDP, "--parallelism.expert_parallel_degree=2"],
+    "tp x ep": [*EXPERTS, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4"],
 }
 
 
@@ -139,8 +142,10 @@ def corrupted(argv, rank, name):
 
     def flip(_):
         if trainer.progress.step == 3 and dist.get_rank() == rank:
-            local = dict(trainer.parts.models[0].named_parameters())[name].to_local()
-            local.detach().view(torch.int32).view(-1)[0] ^= 1
+            model = trainer.parts.models[0]
+            tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
+            bits = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            bits.detach().view(torch.int32).view(-1)[0] ^= 1
 
     trainer.after_step = (flip, *trainer.after_step)
     try:
@@ -152,7 +157,7 @@ def corrupted(argv, rank, name):
     return "ok"
 
 
-SLOW = ("hsdp", "dp_replicate x cp", "fsdp x tp")
+SLOW = ("hsdp", "dp_replicate x cp", "fsdp x tp", "tp x ep")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
@@ -161,11 +166,19 @@ def test_copies_stay_equal_bit_for_bit_in_every_layout(ranks, tmp_path, layout):
     assert ranks(4, corrupted, arguments(tmp_path, *extra, steps=4), rank=-1, name="") == ["ok"] * 4
 
 
+def test_experts_without_copies_are_not_compared(ranks, tmp_path):
+    """Tensor parallelism copies routers and norms to its ranks, but no expert."""
+    argv = arguments(tmp_path, *LAYOUTS["tp x ep"], "--guard.weight_hash_freq=1", steps=4)
+    assert ranks(4, corrupted, argv, rank=3, name="layers.0.moe.experts.w1") == ["ok"] * 4
+
+
 @pytest.mark.parametrize(
     ("layout", "rank", "name", "where"),
     [
         ("hsdp", 2, "layers.0.attention.wq.weight", "along dp_replicate: rank 0 against rank 2"),
         ("pp x tp", 1, "layers.0.attention_norm.weight", "along tp: rank 0 against rank 1"),
+        ("hsdp x ep", 3, "layers.0.moe.experts.w1", "along dp_replicate: rank 1 against rank 3"),
+        ("hsdp x ep", 3, "layers.1.moe.router.expert_bias", "along dp_shard: rank 2 against rank 3"),
     ],
 )
 def test_one_flipped_bit_is_found_before_it_is_saved(ranks, tmp_path, layout, rank, name, where):

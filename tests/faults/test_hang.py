@@ -4,26 +4,30 @@ Where a fault can end again it does, once the sentence is there: so the ranks st
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runs import arguments, losses, read_metrics, train
+from tests.runs import EXPERTS, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
-from torchtitan.config.derive import axis_degrees
+from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Comm
+from torchtitan.lab.ranks import RankError
 from torchtitan.observe import watch as watching
 from torchtitan.observe.evidence import read_case
 from torchtitan.observe.watch import Watch
+from torchtitan.parallel import expert
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.phase import begin
@@ -63,7 +67,7 @@ def train_with(argv, fault):
     folder = config.job.dump_folder
     trainer = Trainer(config, preflight(config))
     fault(trainer, folder)
-    with watched(folder, axis_degrees(config.parallelism)):
+    with watched(folder, layout_degrees(config.parallelism)):
         progress = trainer.train()
         dist.barrier()
     trainer.close()
@@ -144,6 +148,76 @@ def test_a_rank_that_waits_for_data(ranks, tmp_path):
     assert ", and did not enter all_reduce #" in sentence
     assert sentence.endswith("where rank 0 waits")
     assert step == 4
+
+
+def wrong_splits(trainer, folder, change):
+    """Let `change` spoil the splits that rank 1 computes in step 2; those of its first layer, on the way to experts."""
+    real, done = expert._splits, []
+
+    def splits(*args):
+        theirs, ours = real(*args)
+        if dist.get_rank() == 1 and trainer.progress.step == 1 and not done:
+            done.append(True)
+            change(ours)
+        return theirs, ours
+
+    return mock.patch.object(expert, "_splits", splits)
+
+
+def late_exchange(argv):
+    with ExitStack() as stack:
+        return train_with(
+            argv,
+            lambda trainer, folder: stack.enter_context(
+                wrong_splits(trainer, folder, lambda _: until_diagnosed(folder))
+            ),
+        )
+
+
+MIXTURE = [*EXPERTS, "--parallelism.expert_parallel_degree=2"]
+
+
+def test_a_rank_that_does_not_exchange_rows_with_experts(ranks, tmp_path):
+    sentence, step = ranks(2, late_exchange, arguments(tmp_path, *MIXTURE))[0]
+    found = re.search(
+        r"^rank 1 did not enter all_to_all #\d+ of all ranks = dp_shard = ep \(Float \[128, 64\]; ranks 0-1\), where "
+        r"rank 0 waits \(rank 0 sends (\d+), (\d+) rows to these ranks and expects (\d+), \d+ from them\): it has ",
+        sentence,
+    )
+    assert found, sentence
+    own, away, kept = map(int, found.groups())
+    assert own + away == 128, "2 rows of 32 tokens, to 2 experts each"
+    assert kept == own
+    assert step == 4
+
+
+def uneven_exchange(argv):
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+
+    def more(ours):
+        ours[0] += 2
+
+    with watched(config.job.dump_folder) as watch, wrong_splits(trainer, "", more):
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            watch.failed(error)
+            raise
+
+
+def test_ranks_that_disagree_about_the_rows_they_exchange(ranks, tmp_path):
+    """The receiver waits for rows that don't come (NCCL), or continues without them (gloo): one sentence for both."""
+    with pytest.raises(RankError):
+        ranks(2, uneven_exchange, arguments(tmp_path, *MIXTURE))
+    sentence = until_diagnosed(tmp_path / "out")
+    found = re.match(
+        r"rank 0 sends (\d+) rows to rank 1, which expects (\d+), in the exchange #17 of experts' rows among ranks 0-1"
+        r"; rank 1 raised RuntimeError in step 2 while running forward and backward of batch 1 of 2, at torchtitan/",
+        sentence,
+    )
+    assert found, sentence
+    assert int(found[2]) == int(found[1]) + 2
 
 
 def idle_stage(trainer, folder):

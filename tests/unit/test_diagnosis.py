@@ -112,6 +112,38 @@ def test_gathered_parts_may_differ_where_the_operation_allows_it(tmp_path):
     assert sentence(tmp_path).startswith("no rank waits for another")
 
 
+def exchanges(*splits, ranks=(0, 1)):
+    """As a rank writes its last ones."""
+    return [{"number": n, "ranks": ranks, "sent": sent, "expected": expected} for n, (sent, expected) in splits]
+
+
+def test_rows_that_their_receiver_does_not_expect(tmp_path):
+    """The first mismatch counts; with CUDA the host of a rank may be ahead of it."""
+    records = {r: [entry("3", 4, "started", "all_to_all", (9, 64))] for r in range(2)}
+    ahead = exchanges((7, ([4, 5], [4, 3])), (8, ([4, 3], [4, 5])))
+    others = exchanges((7, ([3, 8], [3, 8])), ranks=(2, 3))
+    late = exchanges((7, ([3, 6], [3, 6])))
+    write(
+        tmp_path, records, [state(0, exchanges=ahead), state(1, exchanges=late), state(2, exchanges=others), state(3)]
+    )
+    assert sentence(tmp_path) == (
+        "rank 0 sends 5 rows to rank 1, which expects 3, in the exchange #7 of experts' rows among ranks 0-1; rank 1 "
+        "has been running forward and backward for 75 s in step 7, at /code/run.py:5 in sleep"
+    )
+
+
+def test_splits_of_the_collective_that_hangs(tmp_path):
+    """Of a record that also holds the counts and later exchanges."""
+    kinds = [("all_to_all", (8,)), ("all_to_all", (9, 64)), ("all_reduce", (4, 4)), ("all_to_all", (7, 64))]
+    record = [entry("3", n, "started", op, size, created=n) for n, (op, size) in enumerate(kinds, 4)]
+    noted = exchanges((7, ([4, 5], [4, 3])), (8, ([4, 3], [4, 5])))
+    write(tmp_path, {0: record, 1: record[:1]}, [state(0, exchanges=noted), state(1)])
+    assert sentence(tmp_path).startswith(
+        "rank 1 did not enter all_to_all #5 of tp (BFloat16 [9, 64]; ranks 0-1), where rank 0 waits (rank 0 sends 4, 5 "
+        "rows to these ranks and expects 4, 3 from them): it has been running"
+    )
+
+
 def test_a_receive_whose_send_never_comes(tmp_path):
     """Names in records are ranks of the group; 2 is rank 1 of its pipeline."""
     write(tmp_path, {0: [], 2: [entry("5", 3, "started", "recv 1<-0")]}, [state(r) for r in range(4)])

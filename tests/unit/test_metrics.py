@@ -1,11 +1,15 @@
 """What is recorded, against hand-made runs and the formats' own readers."""
 
 import json
+import math
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from torchtitan.config import schema
+from torchtitan.observe import experts as observed
+from torchtitan.observe.experts import read_loads
 from torchtitan.observe.metrics import Metrics
 from torchtitan.observe.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink
 from torchtitan.utils import phase as phases
@@ -25,10 +29,11 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
 
-def make(folder, start=0, total=20, peak=None, **kwargs):
+def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     job = schema.Job(dump_folder=str(folder))
     config = schema.Metrics(**kwargs)
-    return Metrics(config, job, {}, start_step=start, total_steps=total, flops_per_token=2e9, peak_flops=peak)
+    rates = {"flops_per_token": 2e9, "peak_flops": peak}
+    return Metrics(config, job, {}, start_step=start, total_steps=total, **rates, experts=experts)
 
 
 VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "skipped": 0}
@@ -55,6 +60,47 @@ def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch)
     assert record["tflops"] == pytest.approx(2.8)
     assert record["mfu"] == pytest.approx(1.4)
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [record]
+
+
+LOADS = torch.tensor([[0.0, 0, 0, 0, 0], [8, 0, 4, 4, 0.25], [6, 6, 2, 2, 0.5]])
+"""Of a dense layer and two of 4 experts, with auxiliary losses."""
+
+
+def test_what_is_said_of_experts(one_rank, tmp_path):
+    metrics = make(tmp_path, experts=True, enable_tensorboard=True)
+    with phase("steps", "training", 2):
+        metrics.count(2, 350)
+        record = metrics.log(2, **VALUES, experts=LOADS)
+    metrics.close()
+    assert set(record) - KEYS == {
+        "expert_load_max", "expert_load_max_layer", "expert_entropy", "auxiliary_loss", "dead_experts"
+    }  # fmt: skip
+    assert (record["expert_load_max"], record["expert_load_max_layer"]) == (2.0, 1)
+    entropies = 1.5 * math.log(2), -(0.75 * math.log(3 / 8) + 0.25 * math.log(1 / 8))
+    assert record["expert_entropy"] == pytest.approx(sum(entropies) / 2 / math.log(4))
+    assert (record["auxiliary_loss"], record["dead_experts"]) == (0.75, 0)
+    (line,) = (tmp_path / "expert_load.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 2, "steps": 1, "rows": {"1": [8, 0, 4, 4], "2": [6, 6, 2, 2]}}
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert events.Tags()["histograms"] == ["expert_load/layer 1", "expert_load/layer 2"]
+    (histogram,) = events.Histograms("expert_load/layer 1")
+    assert (histogram.histogram_value.max, sum(histogram.histogram_value.bucket)) == (2.0, 4)
+
+
+def test_a_dead_expert_is_named_once(monkeypatch):
+    """When chance no longer explains it, whatever a record covers; again after it was alive."""
+    monkeypatch.setattr(observed, "DEAD_AFTER", 8)
+    dead = observed.DeadExperts()
+    told = [dead.observe(read_loads(LOADS)) for _ in range(4)]
+    assert [number for number, _ in told] == [0, 1, 1, 1]
+    assert [text for _, text in told if text] == [told[1][1]]
+    assert told[1][1].startswith(
+        "dead experts, to which no token is sent: layer 1 expert 1. Raise moe.balance_bias_rate"
+    )
+    alive = LOADS.clone()
+    alive[1, 1] = 1
+    assert [dead.observe(read_loads(loads))[0] for loads in (alive, LOADS, LOADS)] == [0, 0, 1]
 
 
 def test_first_last_and_every_kth_step_are_due(one_rank, tmp_path):

@@ -262,6 +262,15 @@ def test_elastic_degrees_follow_the_ranks(copies, shards, others, world, expecte
     assert (config.data_parallel_replicate_degree, config.data_parallel_shard_degree) == expected
 
 
+@pytest.mark.parametrize(("world", "expected"), [(16, 4), (8, 4), (6, 2), (4, 4), (2, 2)])
+def test_elastic_runs_share_experts_among_fewer_ranks(world, expected):
+    """By a divisor of the degree, which divides the number of experts like it."""
+    argv = [*ELASTIC, "--checkpoint.enable", "--training.global_batch_size=48", "--model.name=qwen3_moe"]
+    degrees = ["--parallelism.expert_parallel_degree=4", "--parallelism.tensor_parallel_degree=2"]
+    config = resolve([*argv, *degrees, "--parallelism.data_parallel_shard_degree=8"], world).config
+    assert config.parallelism.expert_parallel_degree == expected
+
+
 def test_elastic_other_degrees_stay():
     argv = [
         *ELASTIC,

@@ -5,9 +5,8 @@ model's definition and initial values, the order of the data, and the learning-r
 """
 
 import json
-import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
 from torchtitan.train.build import build_data
 from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
 
 
@@ -47,20 +47,30 @@ class Observation:
     """Parameter, or routing bias of experts, to its value after the last step, in the same form."""
     loads: list[Tensor] = field(default_factory=list)
     """`[layers, experts]`, the rows of each expert in each step; empty for a dense model."""
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    """Routing bias of experts to its value after the first step, in the form of `weights`."""
 
 
-def observe(config: Config, setup: Setup) -> Observation:
-    """Train on all ranks of the default process group. Every rank returns the same observation."""
+def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
+    """Train on all ranks of the default process group. Every rank returns the same observation.
+
+    Args:
+        padded: the last quarter of each row doesn't count.
+    """
     trainer = Trainer(config, setup)
+    if padded:
+        own_rows = trainer.parts.compute.own_rows
+        trainer.parts.compute.own_rows = lambda tokens, labels: own_rows(tokens, _padded(labels))  # type: ignore[method-assign]
     try:
         gradients = _watch_gradients(trainer)
-        loads = _watch_loads(trainer)
+        loads, biases = _watch_experts(trainer)
         trainer.train()
     finally:
         trainer.close()
     weights = {name: _full(value) for model in trainer.parts.models for name, value in _trained(model).items()}
     order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
     out = Observation(gradients=_of_all_ranks(gradients, order), weights=_of_all_ranks(weights, order), loads=loads)
+    out.biases = _of_all_ranks(biases, order)
     for record in _metrics(config):
         if "validation_loss" in record:
             out.validation_losses.append(record["validation_loss"])
@@ -78,6 +88,11 @@ def _metrics(config: Config) -> list[dict[str, Any]]:
         box = [[json.loads(line) for line in lines]]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _padded(labels: Tensor) -> Tensor:
+    end = labels.shape[1] * 3 // 4
+    return F.pad(labels[:, :end], (0, labels.shape[1] - end), value=IGNORE_INDEX)
 
 
 def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
@@ -106,18 +121,28 @@ def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
     return seen
 
 
-def _watch_loads(trainer: Trainer) -> list[Tensor]:
-    """A list that training fills with the experts' loads of each step."""
+def _watch_experts(trainer: Trainer) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A list that training fills with the experts' loads of each step; a dict, with their biases after the first."""
     loads: list[Tensor] = []
-    if (experts := trainer.parts.experts) is not None:
-        trainer.after_step += (lambda _: loads.append(experts.loads.cpu().clone()),)
-    return loads
+    biases: dict[str, Tensor] = {}
+
+    def keep(_: StepResult) -> None:
+        if (experts := trainer.parts.experts) is not None:
+            loads.append(experts.loads.cpu().clone())
+        if not biases:
+            biases.update({name: _full(b) for model in trainer.parts.models for name, b in _biases(model).items()})
+
+    trainer.after_step += (keep,)
+    return loads, biases
+
+
+def _biases(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.named_buffers() if name.endswith("expert_bias")}
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the buffers that training changes and the forward uses."""
-    biases = {name: value for name, value in model.named_buffers() if name.endswith("expert_bias")}
-    return {**dict(model.named_parameters()), **biases}
+    return {**dict(model.named_parameters()), **_biases(model)}
 
 
 def _full(value: Any) -> Tensor:
@@ -139,11 +164,12 @@ def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]
 # ---- the reference
 
 
-def reference(config: Config, setup: Setup) -> Observation:
+def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
     """The same run in plain PyTorch on this process, in fp32 on the CPU.
 
     Args:
         config: resolved for the distributed run; a step here is its global batch.
+        padded: the last quarter of each row doesn't count.
     """
     device = torch.device("cpu")
     model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
@@ -157,7 +183,8 @@ def reference(config: Config, setup: Setup) -> Observation:
         router.balance = balance_of(config)
     out, tokens = Observation(), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
-        loss = _mean_loss(model, batch.tokens, batch.labels, end, train=bool(routers))
+        labels = _padded(batch.labels) if padded else batch.labels
+        loss = _mean_loss(model, batch.tokens, labels, end, train=bool(routers))
         model.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
@@ -172,7 +199,9 @@ def reference(config: Config, setup: Setup) -> Observation:
             optimizer.step()
         if routers:
             out.loads.append(_balance(routers, setup, config.moe.balance_bias_rate))
-        tokens += int((batch.labels != IGNORE_INDEX).sum())
+        if step == 0:
+            out.biases = {name: value.clone()[None] for name, value in _biases(model).items()}
+        tokens += int((labels != IGNORE_INDEX).sum())
         out.losses.append(loss.item())
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
@@ -265,103 +294,6 @@ def run_reference(argv: list[str]) -> Observation:
     return reference(config, preflight(config))
 
 
-# ---- the difference
-
-
-@dataclass(frozen=True)
-class Tolerances:
-    """Largest relative differences that fp32 sums in another order explain."""
-
-    loss: float = 1e-5
-    grad_norm: float = 1e-5
-    gradient: float = 1e-4
-    """Largest difference within a parameter's gradient, relative to its largest element."""
-    weight: float = 1e-2
-    """Largest difference within a weight, relative to the peak learning rate. Adam divides by the gradient's magnitude,
-    so an element whose gradient is almost zero moves by a noticeable fraction of it in either direction."""
-
-
-def tolerances_of(config: Config) -> Tolerances:
-    """Tolerances for the dtypes that `config` computes in; the reference uses fp32 throughout."""
-    if config.model.converters:  # matrix products have operands with 3 bits of mantissa
-        return Tolerances(loss=1e-2, grad_norm=5e-2, gradient=0.5, weight=20)
-    if config.optimizer.name == "Muon" or config.optimizer.state_dtype == "bfloat16":  # updates in bf16
-        return Tolerances(loss=1e-4, grad_norm=1e-3, weight=0.5)
-    return Tolerances()
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far a run is from the reference; relative, as in `Tolerances`."""
-
-    loss: float
-    first_loss: float
-    """In the first step: before any update, so it depends on the forward alone."""
-    grad_norm: float
-    gradients: dict[str, float]
-    weights: dict[str, float]
-    validation_loss: float
-    tokens_differ: bool
-    flips: int
-    """Tokens, at least, that were sent to other experts, over all steps and layers."""
-
-    @property
-    def gradient(self) -> float:
-        return max(self.gradients.values())
-
-    def problems(self, tolerances: Tolerances) -> list[str]:
-        """A phrase for each quantity that is out of tolerance."""
-        checks = {
-            "loss": (max(self.loss, self.validation_loss), tolerances.loss),
-            "gradient norm": (self.grad_norm, tolerances.grad_norm),
-            "gradients": (self.gradient, tolerances.gradient),
-        }
-        if not self.flips:  # an expert that gets another token gets another update
-            checks["weights"] = max(self.weights.values()), tolerances.weight
-        found = [f"{what}: off by {value:.1e}" for what, (value, limit) in checks.items() if not value <= limit]
-        return [*found, *(["token counts differ"] if self.tokens_differ else [])]
-
-
-def difference(run: Observation, expected: Observation, peak_lr: float) -> Difference:
-    """How far `run` is from `expected`.
-
-    Args:
-        peak_lr: learning rate that differences of weights are relative to.
-
-    Raises:
-        AssertionError: the observations are of different models or numbers of steps.
-    """
-    assert run.gradients.keys() == expected.gradients.keys()
-    assert run.weights.keys() == expected.weights.keys()
-    assert len(run.losses) == len(expected.losses)
-    assert len(run.validation_losses) == len(expected.validation_losses)
-    return Difference(
-        loss=_worst(run.losses, expected.losses),
-        first_loss=_worst(run.losses[:1], expected.losses[:1]),
-        grad_norm=_worst(run.grad_norms, expected.grad_norms),
-        gradients={
-            name: _distance(run.gradients[name], grad) / max(grad.abs().max().item(), 1e-30)
-            for name, grad in expected.gradients.items()
-        },
-        weights={name: _distance(run.weights[name], weight) / peak_lr for name, weight in expected.weights.items()},
-        validation_loss=_worst(run.validation_losses, expected.validation_losses),
-        tokens_differ=run.tokens != expected.tokens,
-        flips=sum(int((a - b).abs().sum()) // 2 for a, b in zip(run.loads, expected.loads, strict=True)),
-    )
-
-
-def _worst(values: Iterable[float], expected: Iterable[float]) -> float:
-    return max((_or_inf(abs(a - b) / abs(b)) for a, b in zip(values, expected, strict=True)), default=0.0)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return _or_inf((a - b).abs().max().item())
-
-
-def _or_inf(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 # ---- data
 
 
@@ -371,24 +303,8 @@ _WORDS = "a model reads rows of tokens every rank sees its own part one batch"
 def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     """Write a JSONL file of documents of 3 to 120 words, the same on every machine."""
     rng = random.Random(seed)
-    words = [
-        "a",
-        "model",
-        "reads",
-        "rows",
-        "of",
-        "tokens",
-        "every",
-        "rank",
-        "sees",
-        "its",
-        "own",
-        "part",
-        "one",
-        "batch",
-    ]
     with path.open("w") as file:
         for i in range(documents):
-            text = " ".join(rng.choices(words, k=rng.randint(3, 120)))
+            text = " ".join(rng.choices(_WORDS.split(), k=rng.randint(3, 120)))
             file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
     return path

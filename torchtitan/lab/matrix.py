@@ -13,16 +13,8 @@ import torch.distributed as dist
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
 from torchtitan.config.stages import SCHEDULES
-from torchtitan.lab.compare import (
-    Difference,
-    Observation,
-    Tolerances,
-    difference,
-    observe,
-    run_reference,
-    tolerances_of,
-    write_corpus,
-)
+from torchtitan.lab.compare import Observation, observe, run_reference, write_corpus
+from torchtitan.lab.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.lab.ranks import RankError, RankPool
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError

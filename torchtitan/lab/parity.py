@@ -9,26 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.config import Config, load_config, resolve
 from torchtitan.config.derive import (
     DEGREE_KEYS,
-    axis_degrees,
     data_parallel_degree,
     gradient_accumulation_steps,
+    layout_degrees,
     layout_name,
 )
 from torchtitan.config.render import to_toml
-from torchtitan.lab.compare import (
-    Difference,
-    Observation,
-    Tolerances,
-    difference,
-    observe,
-    reference,
-    tolerances_of,
-    write_corpus,
-)
+from torchtitan.lab.compare import observe, reference, write_corpus
+from torchtitan.lab.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.text import plural
 
@@ -42,15 +35,15 @@ class Finding:
     difference: Difference
     problems: list[str]
     culprit: str | None
-    """The wrong gradient nearest to the loss, which the backward computes first."""
+    """The wrong gradient nearest to the loss, which the backward computes first; or the first wrong routing bias."""
     factor: float | None
-    """The factor its gradient is off by, if that explains the whole difference."""
+    """The factor that it is off by, if that explains the whole difference."""
 
 
 def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
     """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in `folder`."""
     p, training = config.parallelism, config.training
-    degrees = axis_degrees(p)
+    degrees = layout_degrees(p)
     cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
     unit = math.lcm(2 * cp, cp * tp)
     seq_len = unit * max(1, 32 // unit)
@@ -66,6 +59,8 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
         setup.args.n_layers if pp > 1 and split_by_hand else max(2, len(setup.stages.modules) if setup.stages else 2)
     )
     tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
+    if "n_experts" in tiny:
+        tiny["n_experts"] = math.lcm(tiny["n_experts"], degrees["ep"])
     corpus = write_corpus(folder / "corpus.jsonl")
     # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"
@@ -109,22 +104,25 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
     """Run on all ranks, and compare with the reference, which rank 0 runs."""
     config = resolve(list(argv), dist.get_world_size()).config
     setup = preflight(config)
-    run = observe(config, setup)
+    padded = bool(setup.spec.expert_sizes(setup.args))  # padding is routed, but must not count
+    run = observe(config, setup, padded=padded)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        expected = reference(config, setup)
+        expected = reference(config, setup, padded=padded)
         delta = difference(run, expected, config.optimizer.lr)
         wrong = [name for name, value in delta.gradients.items() if not value <= tolerances.gradient]
-        culprit = wrong[-1] if wrong else None
-        factor = _factor(run, expected, culprit) if culprit else None
+        biases = [name for name, value in delta.biases.items() if value]
+        culprit = wrong[-1] if wrong else next(iter(biases), None)
+        runs, references = (run.gradients, expected.gradients) if wrong else (run.biases, expected.biases)
+        factor = _factor(runs[culprit], references[culprit]) if culprit else None
         box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def _factor(run: Observation, expected: Observation, name: str) -> float | None:
-    wanted = expected.gradients[name][0].double()
-    got = max(run.gradients[name].double(), key=lambda copy: (copy - wanted).abs().max().item())
+def _factor(copies: Tensor, expected: Tensor) -> float | None:
+    wanted = expected[0].double()
+    got = max(copies.double(), key=lambda copy: (copy - wanted).abs().max().item())
     factor = ((got * wanted).sum() / (wanted * wanted).sum()).item()
     explained = (got - factor * wanted).norm() <= 1e-3 * got.norm()
     return factor if explained else None
@@ -133,18 +131,26 @@ def _factor(run: Observation, expected: Observation, name: str) -> float | None:
 def find_axes(argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances) -> list[str]:
     """Mesh axes that cause the error: one, or several that cause it only in combination; empty if none is found.
 
-    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks.
+    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks. Expert parallelism
+    is no axis of the mesh: it takes as many of these ranks as it can.
+
+    Args:
+        degrees: of the mesh axes, and of ep.
+        rows: of each data-parallel rank.
     """
-    world = math.prod(degrees.values())
+    world = math.prod(degrees[axis] for axis in DEGREE_KEYS)
 
     def wrong(active: dict[str, int], filler: str) -> bool:
-        tried = dict.fromkeys(DEGREE_KEYS, 1) | active
+        tried = {axis: active.get(axis, 1) for axis in DEGREE_KEYS}
         tried[filler] *= world // math.prod(tried.values())
         data_parallel = tried["dp_replicate"] * tried["dp_shard"]
+        ep = math.gcd(active.get("ep", 1), tried["dp_shard"] * tried["cp"] * tried["tp"])
+        if "ep" in active and ep == 1:
+            return False
         sizes = [f"--parallelism.{DEGREE_KEYS[axis]}={degree}" for axis, degree in tried.items()]
-        return bool(
-            compare([*argv, *sizes, f"--training.global_batch_size={rows * data_parallel}"], tolerances).problems
-        )
+        sizes.append(f"--parallelism.expert_parallel_degree={ep}")
+        sizes.append(f"--training.global_batch_size={rows * data_parallel}")
+        return bool(compare([*argv, *sizes], tolerances).problems)
 
     bad_fillers = [filler for filler in ("dp_shard", "dp_replicate") if wrong({}, filler)]
     if len(bad_fillers) == 2:
@@ -168,23 +174,26 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     along = f", along {' and '.join(axes)}" if axes else ", in this combination of axes only"
     if len(axes) > 1:
         along += " together"
+    if delta.miscount is not None:  # biases and auxiliary losses follow from the counts
+        return f"FAIL: {delta.miscount}{along}"
     if finding.culprit is None:
         return f"FAIL: {'; '.join(finding.problems)}{along} (the first step's gradients are right)"
+    off_by = (delta.gradients | delta.biases)[finding.culprit]
+    how = f"is {finding.factor:.2f}x" if finding.factor is not None else f"is off by {off_by:.1e}"
+    if finding.culprit in delta.biases:
+        return f"FAIL: {finding.culprit}: {how} after step 1{along} (the first step's gradients and loads are right)"
     wrong = sum(not value <= tolerances.gradient for value in delta.gradients.values())
-    how = (
-        f"is {finding.factor:.2f}x"
-        if finding.factor is not None
-        else f"is off by {delta.gradients[finding.culprit]:.1e}"
-    )
     loss = delta.first_loss
     also = "" if loss <= tolerances.loss else f"; the loss is off by {loss:.1e}, so the forward is wrong too"
+    if also and delta.first_flip is not None and delta.first_flip[0] == 1:
+        also += f", and from layer {delta.first_flip[1]} on tokens are sent to other experts"
     return (
         f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} parameters diverge, this "
         f"one nearest to the loss{also})"
     )
 
 
-def _table(delta: Difference, tolerances: Tolerances) -> str:
+def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
     worst = max(delta.gradients, key=lambda name: delta.gradients[name])
     rows = [
         ("loss", delta.loss, tolerances.loss, ""),
@@ -193,7 +202,11 @@ def _table(delta: Difference, tolerances: Tolerances) -> str:
         ("weights", max(delta.weights.values()), tolerances.weight, "  of the learning rate"),
     ]
     lines = [f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}" for name, value, limit, note in rows]
-    return "\n".join([*lines, f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}"])
+    lines.append(f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}")
+    if mixture:
+        first = "" if delta.first_flip is None else ", the first in step {} and layer {}".format(*delta.first_flip)
+        lines.append(f"  {'experts':<14} {plural(delta.flips, 'token')} sent to others{first}")
+    return "\n".join(lines)
 
 
 def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bool, str]:
@@ -209,14 +222,17 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         small = shrink(argv, config, setup, Path(folder))
         used = resolve(small, world).config
-        degrees = axis_degrees(used.parallelism)
+        degrees, mixture = layout_degrees(used.parallelism), bool(setup.spec.expert_sizes(setup.args))
         finding = compare(small, tolerances)
-        axes = find_axes(small, degrees, used.training.local_batch_size, tolerances) if finding.problems else []
+        rows, axes = used.training.local_batch_size, []
+        if finding.problems:
+            axes = find_axes(small, degrees, rows, tolerances)
     layout = layout_name(degrees)
     schedule = f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
     t = used.training
+    table = _table(finding.difference, tolerances, mixture)
     text = (
         f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} steps of {t.global_batch_size} x "
-        f"{t.seq_len} tokens, fp32\n{_table(finding.difference, tolerances)}\n{verdict(finding, axes, tolerances)}"
+        f"{t.seq_len} tokens, fp32\n{table}\n{verdict(finding, axes, tolerances)}"
     )
     return not finding.problems, text

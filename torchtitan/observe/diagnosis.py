@@ -5,11 +5,12 @@ collective it is in, or the other end of a send or receive. The cause is a rank 
 nobody. How many ranks it blocks indirectly doesn't matter.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from signal import SIGKILL, SIGTERM, Signals
 
 from torchtitan.observe.evidence import Case, Collective, Group, Witness, name_ranks
-from torchtitan.utils.phase import CHECKPOINT_GROUP, DATA, SAVING
+from torchtitan.utils.phase import CHECKPOINT_GROUP, DATA, SAVING, Exchange
 
 _EQUAL_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
@@ -23,7 +24,7 @@ def diagnose(case: Case, exits: Mapping[int, int] | None = None) -> str:
     for rank, code in (exits or {}).items():
         if code < 0 and code != -SIGTERM and rank in case.silent:  # torchrun ends the other ranks with SIGTERM
             case.silent[rank] = killed(code)
-    explanations: tuple[Callable[[Case], str | None], ...] = (_raised, _mismatch, _blocked, _silent, _slowest)
+    explanations: tuple[Callable[[Case], str | None], ...] = (_uneven, _raised, _mismatch, _blocked, _silent, _slowest)
     return next((text for explain in explanations if (text := explain(case))), "no collective is unfinished")
 
 
@@ -34,6 +35,24 @@ def killed(code: int) -> str:
 
 
 # ---- explanations, the most certain first
+
+
+def _uneven(case: Case) -> str | None:
+    """A rank sends other numbers of experts' rows than their receiver expects. What follows is undefined."""
+    exchanges: dict[tuple[int, ...], dict[int, Exchange]] = {}
+    for rank, witness in case.witnesses.items():
+        for exchange in witness.exchanges:
+            exchanges.setdefault((exchange.number, *exchange.ranks), {})[rank] = exchange
+    for (number, *ranks), by_rank in sorted(exchanges.items()):
+        for i, j in itertools.product(range(len(ranks)), repeat=2):
+            sender, receiver = by_rank.get(ranks[i]), by_rank.get(ranks[j])
+            if sender and receiver and (sent := sender.sent[j]) != (expected := receiver.expected[i]):
+                doing = case.witnesses[ranks[j]].doing().removeprefix("it ")
+                return (
+                    f"rank {ranks[i]} sends {sent} rows to rank {ranks[j]}, which expects {expected}, in the exchange "
+                    f"#{number} of experts' rows among {name_ranks(ranks)}; rank {ranks[j]} {doing}"
+                )
+    return None
 
 
 def _raised(case: Case) -> str | None:
@@ -88,6 +107,9 @@ def _silent(case: Case) -> str | None:
     if lost := [r for r, w in case.witnesses.items() if w.state.get("error")]:
         witness = case.witnesses[min(lost)]
         text += f"; rank {min(lost)} lost the connection in step {witness.state['step']}, at {witness.place()}"
+        last = max(witness.collectives, key=lambda c: c.created, default=None)
+        if splits := case.describe_splits(min(lost), last):
+            text += f", in {case.describe(last)}, where it {splits}"
     return text
 
 
@@ -168,6 +190,8 @@ def _accuse(case: Case, waits: Waits, cause: int, same: list[int]) -> str:
     first = min((c for c, _ in missing if c), key=lambda c: c.created, default=None)
     waiting = [r for c, r in missing if first is None or (c and (c.group, c.number) == (first.group, first.number))]
     absent = f"did not enter {case.describe(first)}, where {name_ranks(waiting)} wait{'s' * (len(waiting) == 1)}"
+    if splits := case.describe_splits(waiting[0], first):
+        absent += f" (rank {waiting[0]} {splits})"
     if cause in case.silent:
         return f"{case.describe_silent(same)}, and {absent}"
     witness = case.witnesses[cause]

@@ -5,20 +5,22 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.utils.phase import DATA, SAVING
+from torchtitan.utils.phase import DATA, SAVING, Exchange
 from torchtitan.utils.unpickle import safe_loads
 
 STATE = "state-{}.json"
 _MOST_RANKS = 2**20
+_MOST_SPLITS = 8
 
 _LIBRARY = re.compile(r"(site|dist)-packages/(?!torchtitan/)|/lib/python3[\d.]*/(?!(site|dist)-packages/)|^<")
 _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 """Frames between a call of torch.distributed and the operation that waits."""
+_ROWS = re.compile(r" \[(\d+), \d+\]$")
 _PEER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
@@ -59,6 +61,25 @@ class Witness:
     def last(self, group: Group) -> int:
         """Number of the last collective the rank entered in a group."""
         return max((c.number for c in self.collectives if c.group == group and c.peer is None), default=0)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Its last exchanges of experts' rows, oldest first."""
+        return [Exchange(**exchange) for exchange in self.state.get("exchanges", ())]
+
+    def exchange_in(self, collective: Collective) -> Exchange | None:
+        """The exchange that one of its collectives is, if known: both records have the same order."""
+        exchanges = self.exchanges
+        for c in reversed(self.collectives):
+            rows = _ROWS.search(c.tensors)
+            last = exchanges[-1] if exchanges else None
+            if last and rows and c.op.startswith("all_to_all") and c.group.ranks == tuple(last.ranks):
+                if int(rows[1]) != sum(last.sent):
+                    continue
+                if c is collective:
+                    return last
+                exchanges.pop()
+        return None
 
     @property
     def pid(self) -> int | None:
@@ -124,6 +145,12 @@ class Case:
             axis = " = ".join(["all ranks", *(axis for axis, degree in degrees.items() if degree == self.world)])
         name = axis.removeprefix("mesh_")
         return f"{collective.op} #{collective.number} of {name} ({collective.tensors}; {name_ranks(ranks)})"
+
+    def describe_splits(self, rank: int, collective: Collective | None) -> str:
+        """The rows that a rank sends and expects in a collective; empty if it is no exchange of experts' rows."""
+        if collective is None or (exchange := self.witnesses[rank].exchange_in(collective)) is None:
+            return ""
+        return f"sends {_split(exchange.sent)} rows to these ranks and expects {_split(exchange.expected)} from them"
 
     def describe_silent(self, ranks: Iterable[int]) -> str:
         """The first of some silent ranks, and the others about which the same is known."""
@@ -199,6 +226,11 @@ def _place(frames: Iterable[Any]) -> str:
         short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{short}:{line} in {function}"
     return "an unknown place"
+
+
+def _split(rows: Sequence[int]) -> str:
+    """Numbers of rows: `3, 0, 5, 12`, or of many ranks their range."""
+    return ", ".join(map(str, rows)) if len(rows) <= _MOST_SPLITS else f"{min(rows)} to {max(rows)}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.config import schema
+from torchtitan.observe.experts import DeadExperts, ExpertLoads, read_loads
 from torchtitan.observe.sinks import ConsoleSink, JsonlSink, Record, Sink, TensorBoardSink, WandbSink
 from torchtitan.utils.device import peak_memory
+from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import Stopwatch
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
@@ -31,15 +34,24 @@ class Metrics:
         total_steps: int,
         flops_per_token: float,
         peak_flops: float | None,
+        experts: bool = False,
     ):
+        """
+        Args:
+            experts: the model is a mixture of experts.
+        """
         self.freq, self.start, self.total = config.log_freq, start_step, total_steps
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         rank = dist.get_rank()
         folder = Path(job.dump_folder)
         self.console = ConsoleSink(total_steps, start_step, config.disable_color_printing or rank != 0)
         self.sinks: list[Sink] = [self.console]
+        self.loads: JsonlSink | None = None
+        """Loads of single experts. In a file of their own, because they are many."""
         if rank == 0:
             self.sinks.append(JsonlSink(folder / "metrics.jsonl", start_step))
+            if experts:
+                self.loads = JsonlSink(folder / "expert_load.jsonl", start_step)
         if rank == 0 or config.save_for_all_ranks:
             own = f"rank_{rank}" if config.save_for_all_ranks else ""
             if config.enable_tensorboard:
@@ -47,6 +59,7 @@ class Metrics:
             if config.enable_wandb:
                 self.sinks.append(WandbSink(folder, job, about))
         self.new_tokens = self.steps = 0
+        self._dead = DeadExperts()
         self._stopwatch = Stopwatch()
 
     def due(self, step: int) -> bool:
@@ -59,9 +72,23 @@ class Metrics:
         self.console.advance(step)
 
     def log(
-        self, step: int, *, loss: float, max_loss: float, grad_norm: float, lr: float, tokens: int, skipped: int
+        self,
+        step: int,
+        *,
+        loss: float,
+        max_loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        skipped: int,
+        experts: Tensor | None = None,
     ) -> Record:
-        """Record `step`; `tokens` and `skipped` (steps) are totals of the run."""
+        """Record `step`.
+
+        Args:
+            tokens, skipped: totals of the run; the latter in steps.
+            experts: from `ExpertBalance.take`.
+        """
         seconds = self._stopwatch.lap()
         elapsed = sum(seconds[kind] for kind in TRAINING)
         rate = self.new_tokens / elapsed / dist.get_world_size()
@@ -84,13 +111,29 @@ class Metrics:
             "step_time_s": elapsed / max(self.steps, 1),
             "time": time.time(),
         }
+        loads = read_loads(experts) if experts is not None else None
+        if loads is not None:
+            record |= self._log_experts(step, loads)
         self._send(record)
         self.new_tokens = self.steps = 0
         return record
 
+    def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
+        """Record the load of each expert since the last record, and warn of dead ones; what the record says of it."""
+        dead, warning = self._dead.observe(loads)
+        if warning is not None:
+            logger.warning(f"step {step}: {warning}")
+        if self.loads is not None:
+            self.loads.log({"step": step, "steps": self.steps, "rows": loads.rows})
+        for sink in self.sinks:
+            if isinstance(sink, TensorBoardSink):
+                shares = {layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()}
+                sink.log_histograms(step, {f"expert_load/layer {layer}": values for layer, values in shares.items()})
+        return loads.summary() | {"dead_experts": dead}
+
     def rewind(self, step: int) -> None:
         """Drop the steps after `step`, which will be trained again. TensorBoard and W&B keep both versions."""
-        for sink in self.sinks:
+        for sink in (*self.sinks, self.loads):
             if isinstance(sink, JsonlSink):
                 sink.rewind(step)
         self._stopwatch.lap()
@@ -106,5 +149,6 @@ class Metrics:
 
     def close(self) -> None:
         self._stopwatch.close()
-        for sink in self.sinks:
-            sink.close()
+        for sink in (*self.sinks, self.loads):
+            if sink is not None:
+                sink.close()

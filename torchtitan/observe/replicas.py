@@ -1,8 +1,9 @@
 """Whether ranks that hold copies of the same tensor hold the same bytes.
 
-Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor parallelism), and
-all plain tensors. They stay bit-identical in a healthy run, because each rank computes them from the same reduced
-gradients. A difference means a faulty device or a bug in the layout.
+Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor parallelism; experts
+only along dp_replicate), and all plain tensors, such as routing biases. They stay bit-identical in a healthy run,
+because each rank computes them from the same reduced gradients. A difference means a faulty device or a bug in the
+layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

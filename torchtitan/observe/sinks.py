@@ -5,9 +5,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from torchtitan.config import schema
 from torchtitan.utils.errors import UserError
@@ -76,24 +78,45 @@ class TensorBoardSink:
     def __init__(self, folder: Path):
         _require("tensorboard", "metrics.enable_tensorboard")
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.event, self.summary, self.folder = Event, Summary, folder
+        self.event, self.summary, self.histogram, self.folder = Event, Summary, HistogramProto, folder
         self.open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
         self.writer = self.open()
 
     def log(self, record: Record) -> None:
-        if not self.folder.exists():  # deleted
-            self.writer = self.open()
         values = [
             self.summary.Value(tag=key, simple_value=value)
             for key, value in record.items()
             if key not in ("step", "time") and isinstance(value, int | float)
         ]
-        self.writer.add_event(
-            self.event(wall_time=record["time"], step=record["step"], summary=self.summary(value=values))
+        self._add(record["step"], record["time"], values)
+
+    def log_histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Record the distribution of the values of each tag."""
+        self._add(
+            step,
+            time.time(),
+            [self.summary.Value(tag=tag, histo=self._histogram(np.array(of_tag))) for tag, of_tag in values.items()],
         )
+
+    def _histogram(self, values: Any) -> Any:
+        counts, edges = np.histogram(values, bins=30)
+        return self.histogram(
+            min=values.min(),
+            max=values.max(),
+            num=len(values),
+            sum=values.sum(),
+            sum_squares=(values**2).sum(),
+            bucket_limit=edges[1:].tolist(),
+            bucket=counts.tolist(),
+        )
+
+    def _add(self, step: int, at: float, values: list[Any]) -> None:
+        if not self.folder.exists():  # deleted
+            self.writer = self.open()
+        self.writer.add_event(self.event(wall_time=at, step=step, summary=self.summary(value=values)))
 
     def close(self) -> None:
         self.writer.close()

@@ -3,7 +3,7 @@
 It must be a thread: a main thread blocked in a collective runs no Python, not even signal handlers. The files, in
 `<job.dump_folder>/<comm.save_traces_folder>/`, are what `observe/diagnosis.py` reads:
 
-    state-<rank>.json    step, phase, exception, stacks of all threads
+    state-<rank>.json    step, phase, exception, last exchanges of experts' rows, stacks of all threads
     rank_<rank>          the Flight Recorder's collectives, also readable by `torchfrtrace`
     diagnosis.txt        the sentence that names the cause
 
@@ -37,7 +37,7 @@ from torchtitan.observe.flight_recorder import collective_counts, dump_flight_re
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.phase import SAVING, Phase, current
+from torchtitan.utils.phase import SAVING, Phase, current, forget_exchanges, last_exchanges
 from torchtitan.utils.signals import on_signal
 
 PATIENCE = 0.75
@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, comm: Comm, dump_folder: str, degrees: dict[str, int]):
         """
         Args:
-            degrees: degree of each mesh axis, by name.
+            degrees: degree of each mesh axis and of ep, by name.
         """
         self.comm, self.dump_folder, self.degrees = comm, dump_folder, degrees
         self.folder = Path(dump_folder, comm.save_traces_folder)
@@ -79,6 +79,7 @@ class Watch:
         processes = self._store.multi_get([f"process/{rank}" for rank in range(self.world)])
         self._processes = [json.loads(process) for process in processes]
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        forget_exchanges()
         self._lock = threading.Lock()
         self._wake, self._signaled, self._closing = threading.Event(), False, False
         on_signal(SIGUSR2, self._on_signal)
@@ -249,6 +250,7 @@ class Watch:
             "seconds": round(time.monotonic() - position.since, 1),
             "error": error and _error(error),
             "silent": silent or {},
+            "exchanges": [exchange._asdict() for exchange in last_exchanges()],
             "threads": {name: stack for name, stack in frames.items() if name != "watch"},
         }
         write_whole(self.folder / STATE.format(self.rank), json.dumps(state, indent=1).encode())

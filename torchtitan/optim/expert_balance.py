@@ -33,6 +33,7 @@ class ExpertBalance:
         width = torch.tensor(experts, device=device)
         all_reduce(width, dist.group.WORLD, dist.ReduceOp.MAX)  # a stage may have no blocks
         self._table = torch.zeros(n_layers, int(width.item()) + 1, dtype=torch.float64, device=device)
+        self._since = torch.zeros_like(self.loads)
 
     @property
     def loads(self) -> Tensor:
@@ -43,6 +44,15 @@ class ExpertBalance:
     def losses(self) -> Tensor:
         """`[layers]` float64, the auxiliary losses of the last step, with their coefficients."""
         return self._table[:, -1]
+
+    def take(self) -> Tensor:
+        """`[layers, experts + 1]` on the host: the rows of each expert since the last call, and `losses`.
+
+        Makes the host wait for the device.
+        """
+        table = torch.cat([self._since, self.losses[:, None]], dim=1).cpu()
+        self._since.zero_()
+        return table
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
@@ -59,6 +69,7 @@ class ExpertBalance:
             router.step_loss.zero_()
         # Every rank has counted other tokens or other layers: one sum over the world is exact.
         all_reduce(self._table, dist.group.WORLD)
+        self._since += self.loads
         for layer, router in self.routers.items():
             load = self._table[layer, :-1]
             change = self.rate * (load.mean() - load).sign().to(router.expert_bias.dtype)

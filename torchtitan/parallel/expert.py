@@ -19,6 +19,7 @@ from torchtitan.config.schema import Config
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.moe import Balance, Experts, Router, permute
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.utils.phase import note_exchange
 
 
 class ShardedExperts(Experts):
@@ -35,14 +36,23 @@ class ShardedExperts(Experts):
         sent = ends.diff(prepend=ends.new_zeros(1))
         received = all_to_all_single(sent, None, None, self.group).view(self.group.size(), -1)
         theirs, ours = _splits(sent.view_as(received), received, len(rows))
-        arrived = all_to_all_single_autograd(rows, ours, theirs, self.group)
+        arrived = self._exchange(rows, theirs, ours)
         order, place = _by_expert(received, sum(ours))
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         own_ends = received.sum(0).cumsum(0).to(torch.int32)
         own = permute(arrived, order, place)
         torch._dynamo.maybe_mark_dynamic(own, 0)  # one graph for any number of rows
         done = self.compute(own, own_ends, *weights)
-        return all_to_all_single_autograd(permute(done, place, order), theirs, ours, self.group)
+        return self._exchange(permute(done, place, order), ours, theirs)
+
+    def _exchange(self, rows: Tensor, sent: list[int], expected: list[int]) -> Tensor:
+        """Send consecutive `rows` to the ranks of `group`, and receive theirs. A hang is diagnosed from the notes."""
+        ranks = dist.get_process_group_ranks(self.group)
+        note_exchange(ranks, sent, expected)
+        arrived = all_to_all_single_autograd(rows, expected, sent, self.group)
+        if arrived.grad_fn is not None:  # the backward sends gradients the other way
+            arrived.grad_fn.register_prehook(lambda _: note_exchange(ranks, expected, sent))
+        return arrived
 
 
 def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:

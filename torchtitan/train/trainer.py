@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import torchtitan
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.config.derive import axis_degrees
+from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.observe.flight_recorder import configure_flight_recorder
@@ -108,7 +108,7 @@ class Trainer:
         comm, folder = self.config.comm, self.config.job.dump_folder
         configure_flight_recorder(comm, folder)
         init_distributed(comm, self.device)
-        return Watch(comm, folder, axis_degrees(self.config.parallelism)) if comm.trace_buf_size else None
+        return Watch(comm, folder, layout_degrees(self.config.parallelism)) if comm.trace_buf_size else None
 
     def _observe(self, about: dict[str, Any], began: float) -> None:
         """Start what measures and reports the run.
@@ -128,6 +128,7 @@ class Trainer:
             total_steps=config.training.steps,
             flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+            experts=self.parts.experts is not None,
         )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
@@ -192,6 +193,8 @@ class Trainer:
         if earlier := self.guard.handle_spike():
             self.state.rewind(earlier.train_state)
             self.metrics.rewind(earlier.step)
+            if self.parts.experts is not None:
+                self.parts.experts.take()
             prepare_weights(self.parts, config)
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
@@ -231,6 +234,7 @@ class Trainer:
             lr=result.learning_rate,
             tokens=progress.tokens,
             skipped=progress.skipped,
+            experts=None if self.parts.experts is None else self.parts.experts.take(),
         )
         self.ledger.heartbeat(progress.step)
         self.stragglers.check(record, self.device)

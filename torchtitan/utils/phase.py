@@ -7,8 +7,8 @@ Every change of phase is an event. The ledger and the metrics subscribe to add u
 `current()` to say where a rank hangs.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Literal, NamedTuple
@@ -33,11 +33,24 @@ class Phase(NamedTuple):
     """`monotonic()` when this activity began."""
 
 
+class Exchange(NamedTuple):
+    """An all-to-all of rows whose numbers depend on the data. Collectives record only their sums."""
+
+    number: int
+    """Of this process's exchanges. All ranks of a group take part in the same ones in the same order."""
+    ranks: Sequence[int]
+    sent: Sequence[int]
+    """Rows sent to each of `ranks`."""
+    expected: Sequence[int]
+    """Rows that will come from each of `ranks`."""
+
+
 Subscriber = Callable[[Phase, float], None]
 """Called with a phase that ends, or that a nested one interrupts, and `monotonic()` of that moment."""
 
 _current = Phase("start", "starting", 0, monotonic())
 _subscribers: list[Subscriber] = []
+_exchanges: deque[Exchange] = deque(maxlen=64)
 
 
 def current() -> Phase:
@@ -66,6 +79,22 @@ def note(activity: str) -> None:
     """Name the part of the current phase that begins now. Costs a microsecond."""
     global _current
     _current = _current._replace(activity=activity, since=monotonic())
+
+
+def note_exchange(ranks: Sequence[int], sent: Sequence[int], expected: Sequence[int]) -> None:
+    """Remember an exchange that begins now, for the diagnosis of a hang. Costs a microsecond."""
+    number = _exchanges[-1].number + 1 if _exchanges else 1
+    _exchanges.append(Exchange(number, ranks, sent, expected))
+
+
+def last_exchanges() -> list[Exchange]:
+    """The last exchanges, oldest first. With CUDA the host is ahead of the one that runs."""
+    return list(_exchanges)
+
+
+def forget_exchanges() -> None:
+    """Number exchanges from 1 again. For all ranks together."""
+    _exchanges.clear()
 
 
 class Stopwatch:
