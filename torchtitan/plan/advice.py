@@ -102,6 +102,11 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         )
     if part == "communication: cp":
         yield "send keys around a ring", {"parallelism.context_parallel_rotate_method": "alltoall"}
+    if part == "communication: ep":
+        yield "half the expert parallelism", {"parallelism.expert_parallel_degree": max(1, w.ep // 2)}
+    if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
+        # Fewer ranks hold each expert: less to gather, and more rows for it.
+        yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}
     if part == "pipeline bubble":
         if t.local_batch_size > p.pipeline_parallel_microbatch_size:
             size = max(1, p.pipeline_parallel_microbatch_size // 2)

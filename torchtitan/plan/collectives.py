@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from torchtitan.plan.workload import FP8, FP32, Workload
 
 
+INT32 = 4
+"""Bytes of a number of rows."""
+
+
 @dataclass
 class Collectives:
     """Calls and bytes of one rank's collectives in a step, by (mesh axis, operation).
@@ -29,7 +33,22 @@ def tensor_parallel_calls(w: Workload) -> tuple[float, float]:
     gathers its inputs again; recomputing all of it also scatters its results again, and a compiler drops the last of
     those, which nothing reads.
     """
+    if w.experts:  # around attention alone: experts get the tokens of each rank
+        return 2 + w.recompute.pointwise, 2 + w.recompute.attention
     return 4 + 2 * w.recompute.pointwise, 4 + (1 if w.compiled else 2) * w.recompute.attention
+
+
+def exchanges(w: Workload) -> float:
+    """Times that the forward of a block's experts exchanges rows, recomputation included.
+
+    Selection by operation saves what is exchanged, and a compiler's budget doesn't reach it.
+    """
+    return 1 + (w.recompute.attention if w.config.activation_checkpoint.mode in ("full", "selective") else 0)
+
+
+def exchanged_bytes(w: Workload) -> float:
+    """Bytes of the rows that a rank sends to the experts, or gets back, for one microbatch."""
+    return w.element * w.tokens * w.expert_rows * w.dim
 
 
 def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
@@ -47,6 +66,10 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
         ends = sum(stage.has_embedding + stage.has_output for stage in stages)
         for operation in ("all_gather", "reduce_scatter"):  # one in the forward, the other in the backward
             out.add("tp", operation, ends * runs, hidden * w.element)
+    if w.experts and w.ep > 1:
+        there, back = exchanges(w) * layers * runs, layers * runs  # each way twice: to the experts and from them
+        out.add("ep", "all_to_all", 2 * (there + back), exchanged_bytes(w))
+        out.add("ep", "all_to_all", there, INT32 * w.experts)
     if w.cp > 1:
         passes, keys_values = 2 + w.recompute.attention, 2 * w.tokens * w.kv_attended / w.tp
         if w.config.parallelism.context_parallel_rotate_method == "alltoall":
@@ -63,19 +86,27 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
 
 
 def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int) -> None:
-    """FSDP's and HSDP's collectives: one group of parameters per block, and one for embedding, norm and output."""
+    """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they are on other ranks,
+    and one for embedding, norm and output."""
+    apart = layers * w.expert_params * w.experts_apart
     ends = weights - layers * w.block_params
     groups = layers + (ends > 0)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
+    reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
+    # Blocks that were resharded are gathered again for the backward; by default the last one stays gathered.
+    regathered = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
+    gathers = w.accumulation * (layers + regathered)
     if w.fsdp > 1:
-        reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
-        # Blocks that were resharded are gathered again for the backward; by default the last one stays gathered.
-        regathered = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
-        out.add("fsdp", "all_gather", w.accumulation * (layers + regathered), w.block_params * w.gathered)
+        own = w.block_params - w.expert_params * w.experts_apart
+        out.add("fsdp", "all_gather", gathers, own * w.gathered)
         out.add(
             "fsdp", "all_gather", w.accumulation * (groups - layers) * (1 + (reshard == "always")), ends * w.element
         )
-        out.add("fsdp", "reduce_scatter", groups * scatters, weights / groups * w.reduced)
+        out.add("fsdp", "reduce_scatter", groups * scatters, (weights - apart) / groups * w.reduced)
+    if apart and w.efsdp > 1:
+        out.add("efsdp", "all_gather", gathers, w.expert_params * w.element)
+        out.add("efsdp", "reduce_scatter", layers * scatters, w.expert_params * w.reduced)
     if w.dp_replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups * reduces, weights / groups / w.fsdp * w.reduced)
+        out.add("dp_replicate", "all_reduce", groups * reduces, (weights - apart) / groups / w.fsdp * w.reduced)
+        out.add("dp_replicate", "all_reduce", layers * reduces * (apart > 0), w.expert_params / w.efsdp * w.reduced)

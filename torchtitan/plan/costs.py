@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchtitan.config.derive import offloaded_blocks
-from torchtitan.plan.collectives import tensor_parallel_calls
+from torchtitan.plan.collectives import exchanged_bytes, exchanges, tensor_parallel_calls
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import offloaded_per_block
 from torchtitan.plan.schedule import Timeline, program, simulate
@@ -41,6 +41,16 @@ ADAMW_BYTES_FUSED, ADAMW_BYTES = 40, 70
 """Bytes moved per parameter of a shard. Fused: AdamW reads parameter, gradient and two moments and writes all but the
 gradient (28), the norm reads the gradient (4), clipping reads and writes it (8). Not fused: with temporary tensors, an
 estimate."""
+
+EXPERT_TILE = 128
+"""Rows that a grouped product computes at a time. Of each expert's last tile half is empty on average. The tile of
+CUTLASS's kernels for Hopper."""
+ROUTER_BYTES = 60
+"""Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and int64, each read
+and written. Counted."""
+HOST_WAIT = 100e-6
+"""Seconds without work for the device while the host waits for the number of rows from each rank: a copy to the host,
+and the launch of what follows. Estimate."""
 
 Seconds = dict[str, float]
 """Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
@@ -112,12 +122,15 @@ def _peak(w: Workload, hw: Hardware) -> float:
 
 def _product(w: Workload, hw: Hardware, linear: Linear) -> float:
     """Seconds of one linear layer's forward: a roofline (Williams et al., doi:10.1145/1498765.1498785)."""
-    rate, operand = _peak(w, hw) * hw.gemm_bf16, w.element
+    rate, operand, rows = _peak(w, hw) * hw.gemm_bf16, w.element, w.tokens * linear.rows
+    if linear.experts:
+        rate /= 1 + EXPERT_TILE / 2 / (rows / linear.experts)
+    elif linear.fp32:
+        rate, operand = hw.fp32 * hw.gemm_bf16, FP32
     if linear.eight_bit:
         rate = hw.fp8 * (hw.gemm_fp8 if w.tensorwise or w.mx else hw.gemm_fp8_rowwise) or hw.bf16 * hw.gemm_bf16
         operand = FP8
-    moved = operand * (w.tokens * linear.inputs + linear.inputs * linear.outputs)
-    moved += w.element * w.tokens * linear.outputs
+    moved = operand * (rows * linear.inputs + linear.params) + w.element * rows * linear.outputs
     return max(w.tokens * linear.flops / rate, moved / hw.bytes_per_s)
 
 
@@ -132,7 +145,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
 
     pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)
-    tensor, context = _tensor_parallel(w, hw), _context_parallel(w, hw, attention)
+    tensor, context, expert = _tensor_parallel(w, hw), _context_parallel(w, hw, attention), _expert_parallel(w, hw)
     return _Pass(
         {
             "matrix products": forward,
@@ -141,6 +154,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
             "8-bit casts": casts[0],
             "communication: tp": tensor[0],
             "communication: cp": context[0],
+            "communication: ep": expert[0],
         },
         {
             "matrix products": BACKWARD_PRODUCTS * forward + recomputed,
@@ -149,6 +163,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
             "8-bit casts": casts[1],
             "communication: tp": tensor[1],
             "communication: cp": context[1],
+            "communication: ep": expert[1],
         },
         weights=forward,
     )
@@ -156,8 +171,14 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
 
 def _pointwise_bytes(w: Workload) -> float:
     """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in elements per token:
-    norms 4 d, residual additions 5 d, rotary embedding 4 q + 4 kv, gated activation 3 f."""
-    return w.element * w.tokens / w.tp * (9 * w.dim + 4 * w.q + 4 * w.kv + 3 * w.ffn)
+    norms 4 d, residual additions 5 d, rotary embedding 4 q + 4 kv, gated activation 3 f. Of experts, for each row, also
+    its copies: 2 d to sort it, d to sum it, and 4 d around the exchange."""
+    tokens = w.tokens / w.tp
+    own = w.element * tokens * (9 * w.dim + 4 * w.q + 4 * w.kv)
+    if not w.experts:
+        return own + w.element * tokens * 3 * w.ffn
+    copies = 3 + 4 * (w.ep > 1)
+    return own + tokens * (w.top_k * w.element * (copies * w.dim + 3 * w.ffn) + ROUTER_BYTES * w.experts)
 
 
 def _ends(w: Workload, hw: Hardware) -> _Pass:
@@ -199,7 +220,8 @@ def _tensor_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
     share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
     gather, scatter = share * (FP8 if w.tensorwise else w.element) + hw.launch, share * w.element + hw.launch
     gathers, scatters = tensor_parallel_calls(w)
-    forward, backward = 2 * (gather + scatter), (gathers - 2) * gather + (scatters - 2) * scatter
+    once = 1 if w.experts else 2
+    forward, backward = once * (gather + scatter), (gathers - once) * gather + (scatters - once) * scatter
     exposed = 1 - hw.async_tp if w.async_tp else 1.0
     return forward * exposed, backward * exposed
 
@@ -221,6 +243,15 @@ def _context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[floa
     else:
         exposed = max(0.0, keys_values - attention / w.cp)  # a gather hides behind attention to the rank's own keys
     return exposed, exposed * (1 + w.recompute.attention) + gradients
+
+
+def _expert_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Seconds to exchange one block's rows, forward and backward: nothing else can run meanwhile."""
+    if w.ep == 1:
+        return 0.0, 0.0
+    rows = hw.exchange(exchanged_bytes(w), w.ep)
+    there = 2 * rows + hw.exchange(0.0, w.ep) + HOST_WAIT  # the rows go and come; before that, their number
+    return there, 2 * rows + (exchanges(w) - 1) * there
 
 
 def _transfer(w: Workload, hw: Hardware) -> float:
@@ -258,14 +289,19 @@ def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
     doi:10.1016/j.jpdc.2008.09.002).
     """
     gather = scatter = reduce = 0.0
-    if w.fsdp > 1:
-        bandwidth, share = hw.bandwidth(w.fsdp, w.tp), (w.fsdp - 1) / w.fsdp
-        latency = hw.latency * (w.fsdp - 1) if w.fsdp * w.tp > hw.gpus_per_node else hw.launch
-        gather = w.block_params * w.gathered * share / bandwidth + latency
-        scatter = w.block_params * w.reduced * share / bandwidth + latency
-    if w.dp_replicate > 1:
-        bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
-        reduce = 2 * w.reduced * w.block_params / w.fsdp * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
+    own = w.block_params - w.expert_params * w.experts_apart
+    units = [(own, w.fsdp, w.tp, w.gathered)]
+    if w.experts_apart:
+        units.append((w.expert_params, w.efsdp, w.ep, w.element))
+    for params, ranks, stride, gathered in units:
+        if ranks > 1:
+            bandwidth, share = hw.bandwidth(ranks, stride), (ranks - 1) / ranks
+            latency = hw.latency * (ranks - 1) if ranks * stride > hw.gpus_per_node else hw.launch
+            gather += params * gathered * share / bandwidth + latency
+            scatter += params * w.reduced * share / bandwidth + latency
+        if w.dp_replicate > 1:
+            bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
+            reduce += 2 * w.reduced * params / ranks * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
     return gather, scatter, reduce
 
 
@@ -298,7 +334,7 @@ def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Sec
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
     if w.config.training.enable_cpu_offload:  # per batch two gathers read from the host; gradients are written to it
-        shard = sum(map(w.params, w.stages_of(stage.rank))) / w.fsdp
+        shard = sum(map(w.shard, w.stages_of(stage.rank)))
         written = 1 if w.sums_whole_gradients else batches
         out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
     return out
@@ -315,14 +351,17 @@ def _activation_offload(w: Workload, hw: Hardware, block: _Pass, pp_rank: int) -
 def _optimizer(w: Workload, hw: Hardware) -> float:
     """Seconds of clipping and the update, on the pipeline rank with the most parameters."""
     optimizer = w.config.optimizer
-    shard = max(sum(map(w.params, w.stages_of(rank))) for rank in range(w.pp)) / w.fsdp
+    shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in range(w.pp))
     moved = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":
         layers = max(sum(stage.layers for stage in w.stages_of(rank)) for rank in range(w.pp))
-        flops = sum(_newton_schulz_flops(x.inputs, x.outputs) for x in w.linears) * optimizer.muon_ns_steps * layers
-        seconds += flops / w.fsdp / (hw.bf16 * hw.gemm_bf16)
+        flops = sum(
+            _newton_schulz_flops(x.inputs, x.outputs) * max(1, x.experts) / (w.efsdp if x.experts else w.fsdp)
+            for x in w.linears
+        )
+        seconds += flops * optimizer.muon_ns_steps * layers / (hw.bf16 * hw.gemm_bf16)
     return seconds
 
 

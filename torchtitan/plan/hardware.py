@@ -71,6 +71,16 @@ class Hardware(BaseModel):
         inside = max(1, self.gpus_per_node // stride)
         return min(link, self.network * self.network_efficiency * min(inside, ranks))
 
+    def exchange(self, size: float, ranks: int) -> float:
+        """Seconds of an all-to-all among ranks next to each other, each of which sends `size` bytes, as many to each.
+
+        What stays within the node takes the link, the rest at the same time the rank's own network port.
+        """
+        inside = min(ranks, self.gpus_per_node)
+        link = size * (inside - 1) / ranks / (self.link * self.link_efficiency)
+        network = size * (ranks - inside) / ranks / (self.network * self.network_efficiency)
+        return max(link, network) + self.launch + self.latency * (ranks - inside)
+
 
 @cache
 def load_hardware(path: Path = FILE) -> dict[str, Hardware]:

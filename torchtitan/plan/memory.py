@@ -35,6 +35,8 @@ LOGIT_HOLE_BYTES = {"compiled": 0, "eager": 2, "sharded": 4}
 CHUNK_GRADIENT_BYTES = 8
 """Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32 (4), a chunk's
 gradient in bf16 (2), and the result in bf16 (2)."""
+ROUTER_BYTES = 70
+"""Bytes per row of an expert for its place in both orders, weight and expert, on its way there and back. As traced."""
 COMPILED_PIPELINE_HOLES = 0.5
 """Bytes that a compiled pipeline holds beyond its tensors, per byte of a block's working set: alternating forwards and
 backwards leave holes. Adjusted."""
@@ -69,7 +71,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     ends = w.element * (total - layers * w.block_params)  # embedding, last norm, output projection
     has_output = any(stage.has_output for stage in stages)
     logits, hole = _logits(w) if has_output else (0.0, 0.0)
-    working = _working_bytes(w) * w.tokens * (layers > 0)
+    working = (_working_bytes(w) * w.tokens + _expert_gradients(w)) * (layers > 0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
         kept = _kept_bytes(w) * w.tokens * layers - _offloaded_bytes(w, layers) + _in_transit_bytes(w, layers)
@@ -77,13 +79,14 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         never = w.config.parallelism.fsdp_reshard_after_forward == "never"
         blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
         parts["unsharded"] = ends + w.gathered * blocks * w.block_params
-        if w.fsdp > 1:
-            reduced = w.reduced * w.block_params / w.fsdp
+        if w.fsdp > 1 or w.experts_apart:
+            own = w.block_params - w.expert_params
+            reduced = w.reduced * (own / w.fsdp + w.expert_params / w.efsdp)
             parts["communication"] = ends + GATHER_COPIES * w.gathered * w.block_params + reduced
         if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
             parts["unsharded"] += FP32 * total
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
-            parts["communication"] += FP32 * total / w.fsdp
+            parts["communication"] += FP32 * sum(map(w.shard, stages))
         return Memory(parts)
     kept, transfers = in_flight(w, pp_rank)
     parts["activations"] = kept + max(0.0, working - logits)
@@ -102,15 +105,16 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
 def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
     """Parameters, gradients and optimizer state of a rank's shard."""
     optimizer = w.config.optimizer
-    shard = 0.0 if w.config.training.enable_cpu_offload else 1 / w.fsdp
-    total = sum(map(w.params, stages))
-    moments = 2 * total
+    on_device = not w.config.training.enable_cpu_offload
+    shard = sum(map(w.shard, stages)) * on_device
+    moments = 2 * shard
     if optimizer.name == "Muon":  # keeps one moment of a block's matrices, and AdamW's two of the rest
-        moments -= sum(stage.layers * (w.block_params - 2 * w.dim) for stage in stages)
+        matrices = sum(x.params / (w.efsdp if x.experts else w.fsdp) for x in w.linears)
+        moments -= sum(stage.layers for stage in stages) * matrices * on_device
     return {
-        "parameters": w.stored * total * shard,
-        "gradients": 0.0 if optimizer.early_step_in_backward else FP32 * total * shard,
-        "optimizer": BYTES[optimizer.state_dtype] * moments * shard,
+        "parameters": w.stored * shard,
+        "gradients": 0.0 if optimizer.early_step_in_backward else FP32 * shard,
+        "optimizer": BYTES[optimizer.state_dtype] * moments,
     }
 
 
@@ -158,7 +162,19 @@ def _log_sum_exp_bytes(w: Workload) -> float:
 def _block_bytes(w: Workload) -> float:
     """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v, log-sum-exp."""
     d, q, f, tp = w.dim, w.q / w.tp, w.ffn / w.tp, w.tp
-    return w.element * (2 * d / tp + 2 * d + 2 * q + 2 * w.kv_attended / tp + 4 * f) + _log_sum_exp_bytes(w)
+    attention = w.element * (2 * q + 2 * w.kv_attended / tp) + _log_sum_exp_bytes(w)
+    if getattr(w.args, "qk_norm", False):  # what the norms of heads read
+        attention += w.element * (q + w.kv / tp) + FP32 * (w.args.n_heads + w.args.n_kv_heads) / tp
+    if not w.experts:
+        return w.element * (2 * d / tp + 2 * d + 4 * f) + attention
+    # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows that they return.
+    network = FP32 * d / tp + _routing_bytes(w) + w.element * w.expert_rows * (2 * d + 2 * w.ffn)
+    return w.element * (2 * d / tp + d) + attention + network
+
+
+def _routing_bytes(w: Workload) -> float:
+    """Bytes per token of its probabilities in fp32 and of what is known about its rows."""
+    return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
 
 
 def _kept_bytes(w: Workload) -> float:
@@ -168,6 +184,14 @@ def _kept_bytes(w: Workload) -> float:
     boundary, everything = w.element * d / tp, _block_bytes(w)
     if ac.mode == "full":
         return boundary
+    if w.checkpoints_operations() and w.experts:
+        # Of the block's products wq, wv, the router's, and w3; or, if it is in three regions, what goes from one to the
+        # next, and w1 and w2.
+        rows = w.element * w.expert_rows * (w.ffn if not w.experts_apart else 3 * d + w.ffn + (0 if w.compiled else d))
+        regions = (boundary + _routing_bytes(w)) * w.experts_apart
+        sums = w.element * d / tp if tp > 1 else 0
+        attention = w.element * (2 * q + kv) + _log_sum_exp_bytes(w) + sums
+        return boundary + attention + FP32 * w.experts / tp + rows + regions
     if w.checkpoints_operations():
         # Every second product: wq, wv, w1 and w2, whose result is not yet summed over the ranks; attention; the sums.
         # No gradient needs w2's: a compiler drops it.
@@ -204,7 +228,10 @@ def _working_bytes(w: Workload) -> float:
     The numbers of d, q and f are adjusted: tensors that the compiled and the eager backward hold at its peak.
     """
     d, q, f = w.dim, w.q / w.tp, w.ffn / w.tp
-    if w.compiled:
+    if w.experts:  # gradients of an expert's rows and of its products; and copies before and after the exchange
+        rows = (3 * d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
+        block = _block_bytes(w) + w.element * w.expert_rows * rows
+    elif w.compiled:
         gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
         block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
     else:
@@ -214,6 +241,16 @@ def _working_bytes(w: Workload) -> float:
     # Keys and values of all ranks, and their gradients in fp32.
     ring = 2 * w.kv_attended / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
     return block + ring
+
+
+def _expert_gradients(w: Workload) -> float:
+    """Bytes of a block's gradients in a backward: those of its experts, and of the block before as they are reduced.
+
+    In a dense block they are small against the activations.
+    """
+    if not w.experts:
+        return 0.0
+    return w.element * w.expert_params + (w.reduced * w.block_params if w.pipeline is None else 0.0)
 
 
 def _logits(w: Workload) -> tuple[float, float]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan.config.derive import axis_degrees, derive
+from torchtitan.config.derive import axis_degrees, derive, layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.config.stages import pipeline_stages
 from torchtitan.config.validate import validate
@@ -13,7 +13,7 @@ from torchtitan.plan.costs import StepTime, step_time
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import GIB, TRACED_BATCHES, Memory, memory_of
 from torchtitan.plan.workload import Workload
-from torchtitan.train.preflight import check_tensor_parallel
+from torchtitan.train.preflight import check_experts, check_tensor_parallel
 from torchtitan.utils.errors import ConfigError
 
 MEMORY_BAND = 0.10
@@ -43,8 +43,8 @@ class Plan:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Degree of each mesh axis."""
-        return axis_degrees(self.config.parallelism)
+        """Degree of each mesh axis; of a mixture of experts, also that of expert parallelism."""
+        return (layout_degrees if self.workload.experts else axis_degrees)(self.config.parallelism)
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,7 +91,9 @@ def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
     config, _ = derive(config, world)
     validate(config, world)
     args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
-    if problems := list(check_tensor_parallel(config, spec.tensor_parallel_sizes(args))):
+    problems = [*check_tensor_parallel(config, spec.tensor_parallel_sizes(args))]
+    problems += check_experts(config, spec.expert_sizes(args))
+    if problems:
         raise ConfigError(problems)
     stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
     return Workload(config, args, stages)
@@ -100,10 +102,12 @@ def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
     """Time and memory by the closed forms."""
     memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
-    notes: tuple[str, ...] = ()
+    notes = []
     if workload.float8 and not hardware.fp8:
-        notes = (f"{hardware.name} has no 8-bit matrix products, so a run would refuse model.converters",)
-    return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=notes)
+        notes.append(f"{hardware.name} has no 8-bit matrix products, so a run would refuse model.converters")
+    if workload.experts:
+        notes.append("all experts are assumed to get equally many tokens; uneven loads take more time and memory")
+    return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))
 
 
 # ---- traced memory

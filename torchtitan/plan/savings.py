@@ -41,9 +41,10 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     Args:
         config: derived and validated for `world` ranks.
     """
-    before = predict_memory(derived_workload(config, spec, world)).reserved / GIB
+    now = derived_workload(config, spec, world)
+    before = predict_memory(now).reserved / GIB
     found = []
-    for settings, ranks in _candidates(config, world):
+    for settings, ranks in _candidates(config, world, mixture=now.experts > 0):
         changed = config
         for key, value in settings.items():
             changed = replace(changed, key, value)
@@ -56,8 +57,12 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     return sorted(found, key=lambda saving: (not saving.settings.keys().isdisjoint(_CHANGES_TRAINING), saving.after))
 
 
-def _candidates(config: Config, world: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Changes that may lower the peak, and the ranks that they need. The global batch stays as it is."""
+def _candidates(config: Config, world: int, *, mixture: bool) -> Iterator[tuple[dict[str, Any], int]]:
+    """Changes that may lower the peak, and the ranks that they need. The global batch stays as it is.
+
+    Args:
+        mixture: the model is a mixture of experts.
+    """
     p, t, ac = config.parallelism, config.training, config.activation_checkpoint
     mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     if ac.mode == "none":
@@ -77,6 +82,10 @@ def _candidates(config: Config, world: int) -> Iterator[tuple[dict[str, Any], in
         yield {"parallelism.fsdp_reduce_once_per_step": False}, world
     if p.fsdp_reshard_after_forward == "never":
         yield {"parallelism.fsdp_reshard_after_forward": "default"}, world
+    if mixture:
+        # More ranks that share the experts gather less of them; fewer copy fewer rows.
+        for degree in (2 * p.expert_parallel_degree, p.expert_parallel_degree // 2):
+            yield {"parallelism.expert_parallel_degree": max(1, degree)}, world
     yield from _more_shards(config, world)
     if not t.enable_cpu_offload:
         yield {"training.enable_cpu_offload": True}, world

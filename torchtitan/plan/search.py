@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, axis_degrees, divisors, replace
+from torchtitan.config.derive import DEGREE_KEYS, divisors, layout_degrees, replace
 from torchtitan.config.schema import Config
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import compiles_blocks
@@ -20,6 +20,7 @@ from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import GIB, predict_memory
 from torchtitan.plan.predict import Plan, predict
 from torchtitan.plan.workload import Workload
+from torchtitan.train.preflight import check_experts
 from torchtitan.utils.errors import ConfigError
 
 _CHECKPOINTING = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
@@ -56,7 +57,7 @@ def search(config: Config, spec: ModelSpec, args: Any, world: int, hardware: Har
     seen = 0
     pipelines: dict[tuple[Any, ...], PipelineStages | None] = {}
     for layout in _layouts(config, spec, args, world, hardware.gpus_per_node):
-        degrees = tuple(axis_degrees(layout.parallelism).values())
+        degrees = tuple(layout_degrees(layout.parallelism).values())
         for batch in _batches(layout):
             for w in _by_checkpointing(batch, spec, args, world, pipelines):
                 seen += 1
@@ -80,6 +81,8 @@ def _layouts(config: Config, spec: ModelSpec, args: Any, world: int, node: int) 
     """Every split of `world` ranks into degrees. Tensor parallelism stays within a node; replicas span whole nodes."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
     max_pp = 1 if spec.tied_modules(args) else _MAX_DEGREE
+    sizes = spec.expert_sizes(args)
+    experts = next(iter(sizes.values()), 0)
     for tp in (d for d in divisors(world, node) if tp_multiple % d == 0):
         for cp in divisors(world // tp, _MAX_DEGREE):
             for pp in divisors(world // tp // cp, max_pp):
@@ -93,7 +96,11 @@ def _layouts(config: Config, spec: ModelSpec, args: Any, world: int, node: int) 
                     for axis, degree in degrees.items():
                         layout = replace(layout, f"parallelism.{DEGREE_KEYS[axis]}", degree)
                     async_tp = tp > 1 and compiles_blocks(config) and config.compile.backend == "inductor"
-                    yield replace(layout, "parallelism.enable_async_tensor_parallel", async_tp)
+                    layout = replace(layout, "parallelism.enable_async_tensor_parallel", async_tp)
+                    for ep in divisors(math.gcd(experts, shard * cp * tp)) if experts else [1]:
+                        split = replace(layout, "parallelism.expert_parallel_degree", ep)
+                        if not list(check_experts(split, sizes)):
+                            yield split
 
 
 def _batches(config: Config) -> Iterator[Config]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config.derive import gradient_accumulation_steps, replace
 from torchtitan.config.schema import Config
 from torchtitan.config.support import MX, compiles_blocks, uses
+from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import accumulation
@@ -152,7 +153,7 @@ def _record(
     optimizer state."""
     eager = _eager(config, cuda)
     device = torch.device("cpu")
-    mesh = build_mesh(config, device.type)
+    mesh = build_mesh(config, device.type, experts=bool(setup.spec.expert_sizes(setup.args)))
     shapes: dict[str, tuple[int, ...]] = {}
 
     def fill(model: nn.Module, *_: Any) -> None:
@@ -170,7 +171,8 @@ def _record(
     )
     if compiles_blocks(config):
         for block in (block for model in models for block in model.layers.values()):
-            block.register_forward_hook(tracer.drop_unneeded)
+            if not isinstance(block, MoEBlock):  # its gradients need everything that is kept
+                block.register_forward_hook(tracer.drop_unneeded)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
         compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
@@ -225,12 +227,12 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
 
 
 def _gathered_shape(param: Tensor) -> tuple[int, ...]:
-    """Shape of a weight in compute: split by tensor parallelism, gathered by FSDP."""
+    """Shape of a weight in compute: split by tensor or expert parallelism, gathered by FSDP."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         for axis, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=True):
-            if axis == "tp" and isinstance(placement, Shard):
-                shape[placement.dim] //= param.device_mesh["tp"].size()
+            if axis in ("tp", "ep") and isinstance(placement, Shard):
+                shape[placement.dim] //= param.device_mesh[axis].size()
     return tuple(shape)
 
 
@@ -246,14 +248,19 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
     return {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
 
 
-def _axes(mesh: Mesh) -> dict[str, str]:
-    """Mesh axis by the name of its process group. FSDP's is dp_shard x cp; of groups that coincide, the last wins."""
-    groups = {"loss": mesh.loss_group, "batch": mesh.batch_group}
-    groups |= {axis: g for axis in ("pp", "dp_replicate", "cp", "tp") if (g := mesh.group(axis)) is not None}
-    fsdp = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-    shared = "cp" in groups and fsdp.group_name == groups["cp"].group_name
-    groups["cp, fsdp" if shared else "fsdp"] = fsdp
-    return {group.group_name: axis for axis, group in groups.items() if group.size() > 1}
+def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Mesh axes by the name of their process group. FSDP's is dp_shard x cp, for experts dp_shard x cp x tp / ep."""
+    parts = {axis: g for axis in ("pp", "dp_replicate", "cp", "tp") if (g := mesh.group(axis)) is not None}
+    parts["fsdp"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
+    if mesh.expert_fsdp is not None:
+        parts["efsdp"] = mesh.expert_fsdp.get_group(mesh.expert_fsdp.ndim - 1)
+    if mesh.ep is not None:
+        parts["ep"] = mesh.ep.get_group()
+    named = {"loss": mesh.loss_group, "batch": mesh.batch_group}
+    axes = {group.group_name: (axis,) for axis, group in named.items() if group.size() > 1}
+    for name in {group.group_name for group in parts.values() if group.size() > 1}:
+        axes[name] = tuple(axis for axis, group in parts.items() if group.group_name == name)
+    return axes
 
 
 # ---- from events to bytes

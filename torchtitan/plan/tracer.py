@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(
         self,
-        axes: Mapping[str, str],
+        axes: Mapping[str, Collection[str]],
         *,
         weights: Iterable[tuple[int, ...]],
         vocabulary: Iterable[int],
@@ -75,7 +75,7 @@ class Tracer(TorchDispatchMode):
     ):
         """
         Args:
-            axes: mesh axis of each process group's name.
+            axes: mesh axes of each process group's name; of those that share a group, all.
             weights: shapes of gathered weights, which distinguish their gradients from activations.
             vocabulary: widths that logits can have.
             eight_bit: type of 8-bit operands, by the shape of the gathered weight.
@@ -152,7 +152,7 @@ class Tracer(TorchDispatchMode):
             return "communication"
         if tensor.dim() > 1 and tensor.shape[-1] in self.vocabulary:
             return "logits"
-        if tensor.dim() == 2 and tensor.shape in self.weights and _in_backward():
+        if tensor.dim() > 1 and tensor.shape in self.weights and _in_backward():
             return "unsharded"
         return "activations"
 
@@ -179,7 +179,7 @@ class Tracer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        if func.namespace == "torchtitan":  # our own operator, composed of others
+        if func.namespace == "torchtitan" and func.name() in _INSIDE:
             with self:
                 return _INSIDE[func.name()](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -218,10 +218,8 @@ class Tracer(TorchDispatchMode):
         kind = next((kind for text, kind in _COLLECTIVES if text in name), None)
         if kind is None:
             return
-        axis = self.axes.get(_group_name(args), "other")
-        if axis == "cp, fsdp":  # one group for both: FSDP calls c10d itself, the ring uses functional collectives
-            axis = "fsdp" if namespace == "c10d" or kind == "all_reduce" else "cp"
         inputs, outputs = list(_tensors(args)), list(_tensors(out))
+        axis = _axis(self.axes.get(_group_name(args), ()), namespace, kind, inputs)
         if kind in ("send", "receive") and (inputs[0].numel() == 1 or not inputs[0].is_floating_point()):
             return  # torch before 2.13 tests connections and sends shapes in its first step
         if namespace == "c10d":  # the result is an argument
@@ -230,7 +228,7 @@ class Tracer(TorchDispatchMode):
             size = max(sum(map(_nbytes, inputs)), sum(map(_nbytes, outputs)))
         self.counts.calls[axis, kind] += 1
         self.counts.bytes[axis, kind] += size
-        if namespace == "c10d" and axis in ("fsdp", "dp_replicate"):
+        if namespace == "c10d" and axis in ("fsdp", "efsdp", "dp_replicate"):
             for tensor in inputs:
                 found = self._alive.get(tensor.untyped_storage()._cdata)
                 if found and self.blocks[found[1]].part == "activations":
@@ -238,7 +236,21 @@ class Tracer(TorchDispatchMode):
 
 
 _INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
-"""Implementations of our own operators by name; their fake versions would hide what they do."""
+"""Implementations of our own operators that are composed of others; their fake versions would hide what they do."""
+
+
+def _axis(axes: Collection[str], namespace: str, kind: str, inputs: Sequence[Tensor]) -> str:
+    """Which of the axes that share a process group a collective is for."""
+    if len(axes) < 2:
+        return next(iter(axes), "other")
+    if kind == "all_to_all":  # a ring of context parallelism sends flat buffers; experts get rows, and their numbers
+        rows = inputs[0].dim() == 2 or not inputs[0].is_floating_point()
+        order = ("ep", "cp") if rows else ("cp", "ep")
+    elif namespace == "c10d":  # FSDP calls c10d itself, the others use functional collectives
+        order = ("efsdp", "fsdp")
+    else:
+        order = ("tp", "fsdp", "efsdp") if kind == "all_reduce" else ("tp", "cp")
+    return next((axis for axis in order if axis in axes), "other")
 
 
 def _in_backward() -> bool:

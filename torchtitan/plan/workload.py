@@ -1,8 +1,9 @@
 """A configuration reduced to the quantities that the planner's formulas take.
 
 Notation of `costs.py` and `memory.py`: d is the width of the residual stream, q and kv the widths of all query heads
-and of all key (or value) heads, f the inner width of the feed-forward network, V the vocabulary, S the sequence
-length, T the tokens of one microbatch on one rank before tensor parallelism splits them.
+and of all key (or value) heads, f the inner width of the feed-forward network or of an expert, V the vocabulary, S the
+sequence length, T the tokens of one microbatch on one rank before tensor parallelism splits them, E the experts of a
+block, and k those of a token. All experts are assumed to get equally many tokens.
 """
 
 from collections.abc import Iterator
@@ -48,11 +49,21 @@ class Linear:
     """Its operands are rounded to 8 bits."""
     recomputed: float
     """Share of the blocks whose backward recomputes it."""
+    rows: float = 1.0
+    """Rows that it multiplies per token."""
+    experts: int = 0
+    """Weights of a grouped product; 0: it is none."""
+    fp32: bool = False
+    """Computes in fp32, whatever the type of the activations."""
 
     @property
     def flops(self) -> float:
         """FLOPs of the forward per token."""
-        return 2.0 * self.inputs * self.outputs
+        return 2.0 * self.inputs * self.outputs * self.rows
+
+    @property
+    def params(self) -> int:
+        return self.inputs * self.outputs * max(1, self.experts)
 
 
 @dataclass(frozen=True)
@@ -96,12 +107,23 @@ class Workload:
                 f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
                 f"{config.model.name} has no {', '.join(missing)}"
             )
+        self.experts, self.top_k = getattr(args, "n_experts", 0), getattr(args, "experts_per_token", 0)
+        if self.experts and args.n_dense_layers:
+            raise UserError(
+                "model.overrides.n_dense_layers: the planner's closed forms need blocks that are alike; plan with 0"
+            )
         t, p = config.training, config.parallelism
         self.config, self.args, self.pipeline = config, args, stages
         self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (axis_degrees(p)[axis] for axis in AXES)
         self.fsdp = self.dp_shard * self.cp
         self.world = self.pp * self.dp_replicate * self.fsdp * self.tp
-        self.dim, self.vocab, self.ffn, self.seq_len = args.dim, args.vocab_size, args.ffn_dim, t.seq_len
+        self.ep = p.expert_parallel_degree
+        self.efsdp = self.fsdp * self.tp // self.ep
+        """Ranks over which FSDP shards an expert."""
+        self.experts_apart = self.experts > 0 and (self.tp > 1 or self.ep > 1)
+        """FSDP gathers the experts of a block apart from it."""
+        self.dim, self.vocab, self.seq_len = args.dim, args.vocab_size, t.seq_len
+        self.ffn = args.expert_dim if self.experts else args.ffn_dim
         self.q, self.kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.kv_attended = self.q if kv_repeated else self.kv
         """Width of the keys (or values) that attention reads and context parallelism sends."""
@@ -129,8 +151,10 @@ class Workload:
         """Bytes of a block's parameter in FSDP's all-gather."""
         self.recompute = self._recompute()
         self.linears = list(self._linears())
-        self.block_params = sum(x.inputs * x.outputs for x in self.linears) + 2 * self.dim
-        """Parameters of one block on one tensor-parallel rank, its two norms included."""
+        self.expert_params = sum(x.params for x in self.linears if x.experts)
+        """Parameters of one block's experts on one expert-parallel rank."""
+        self.block_params = sum(x.params for x in self.linears) + self._vector_params()
+        """Parameters of one block on one tensor- and expert-parallel rank."""
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or of the output projection, on one tensor-parallel rank."""
         self.output = Linear(
@@ -151,10 +175,20 @@ class Workload:
         return 2.0 * self.seq_len * self.q / self.tp
 
     def params(self, stage: Stage) -> int:
-        """Parameters of a stage on one tensor-parallel rank, before FSDP shards them."""
+        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP shards them."""
         tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
         ends = stage.has_embedding + (stage.has_output and not tied)
         return stage.layers * self.block_params + ends * self.vocab_params + stage.has_output * self.dim
+
+    def shard(self, stage: Stage) -> float:
+        """Parameters of a stage on one rank."""
+        experts = stage.layers * self.expert_params
+        return (self.params(stage) - experts) / self.fsdp + experts / self.efsdp
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows per token that a rank sends to the experts; and with equal loads, that it gets for its own."""
+        return self.top_k / self.tp
 
     def stages_of(self, pp_rank: int) -> list[Stage]:
         return [stage for stage in self.stages if stage.rank == pp_rank]
@@ -180,26 +214,43 @@ class Workload:
     def _linears(self) -> Iterator[Linear]:
         """The linear layers in the order in which a block runs them: checkpointing by operation keeps every second."""
         d, q, kv, f, tp = self.dim, self.q, self.kv, self.ffn, self.tp
+        network = "moe.experts" if self.experts else "feed_forward"
         sizes = {
             "attention.wq": (d, q),
             "attention.wk": (d, kv),
             "attention.wv": (d, kv),
             "attention.wo": (q, d),
-            "feed_forward.w1": (d, f),
-            "feed_forward.w3": (d, f),
-            "feed_forward.w2": (f, d),
+            **({"moe.router.gate": (d, self.experts)} if self.experts else {}),
+            f"{network}.w1": (d, f),
+            f"{network}.w3": (d, f),
+            f"{network}.w2": (f, d),
         }
         forced = self.config.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
         counted = 0
         for name, (inputs, outputs) in sizes.items():
-            row_parallel = name.endswith(("wo", "w2"))
-            local = (inputs // tp, outputs) if row_parallel else (inputs, outputs // tp)
-            may_be_kept = not any(part in name for part in forced)
+            of_experts, of_router = name.startswith("moe.experts"), name == "moe.router.gate"
+            if name == "moe.experts.w1" and self.experts_apart:
+                counted = 0  # a region of its own
+            may_be_kept = of_experts or of_router or not any(part in name for part in forced)
             counted += may_be_kept
             kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
             unused = name == "feed_forward.w2" and self.compiled  # no gradient needs it, and the compiler drops it
             recomputed = 0.0 if kept or unused else self.recompute.products
-            yield Linear(name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed)
+            if of_experts:
+                rows, experts = self.expert_rows, self.experts // self.ep
+                yield Linear(name, inputs, outputs, False, recomputed, rows, experts)
+            elif of_router:
+                yield Linear(name, inputs, outputs, False, recomputed, 1 / tp, fp32=True)
+            else:
+                row_parallel = name.endswith(("wo", "w2"))
+                local = (inputs // tp, outputs) if row_parallel else (inputs, outputs // tp)
+                yield Linear(name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed)
+
+    def _vector_params(self) -> int:
+        """Norms, of heads too, and biases of a block."""
+        heads = 2 * self.args.head_dim if getattr(self.args, "qk_norm", False) else 0
+        biases = (self.q + 2 * self.kv) // self.tp if getattr(self.args, "qkv_bias", False) else 0
+        return 2 * self.dim + heads + biases
 
     def _eight_bit(self, name: str, inputs: int, outputs: int) -> bool:
         """Whether `model.converters` changes the linear layer of this name and size."""
@@ -229,7 +280,7 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
     products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
     out: dict[tuple[str, str], float] = {}
     for linear, count in products:
-        key = "matmul", "float8" if linear.eight_bit else dtype
+        key = "matmul", "float8" if linear.eight_bit else "float32" if linear.fp32 else dtype
         flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
     attention = (1 + BACKWARD_ATTENTION + w.recompute.attention) * w.attention_flops * w.args.n_layers
