@@ -60,7 +60,7 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     )
     tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
     if "n_experts" in tiny:
-        tiny["n_experts"] = math.lcm(tiny["n_experts"], degrees["ep"])
+        tiny["n_experts"] = math.lcm(tiny["n_experts"], dist.get_world_size())  # divides under every layout tried
     corpus = write_corpus(folder / "corpus.jsonl")
     # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"
