@@ -189,7 +189,7 @@ def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode
 EXPERT_CHAIN = [
     (4, {"expert": 2}),
     (4, {"expert": 4}),
-    (4, {"expert": 2, "tensor": 2}),
+    (2, {"expert": 2, "tensor": 2}),
     (4, {"expert": 2, "pipeline": 2}),
     (1, {}),
 ]

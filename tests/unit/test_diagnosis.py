@@ -144,6 +144,22 @@ def test_splits_of_the_collective_that_hangs(tmp_path):
     )
 
 
+def test_a_rank_that_died_of_rows_it_did_not_expect(tmp_path):
+    """gloo aborts it; the other loses the connection, and its half of the splits is known."""
+    lost = {"type": "RuntimeError", "text": "Connection closed", "cause": False, "frames": [["/code/a.py", 3, "f"]]}
+    noted = exchanges((7, ([4, 5], [4, 3])))
+    silent = {"1": "is gone (process 5 on b)"}
+    write(
+        tmp_path,
+        {0: [entry("3", 5, op="all_to_all", size=(9, 64))]},
+        [state(0, error=lost, exchanges=noted, silent=silent), state(2), state(3)],
+    )
+    assert sentence(tmp_path, exits={1: -6}) == (
+        "rank 1 was killed by SIGABRT; rank 0 lost the connection in step 7, at /code/a.py:3 in f, in all_to_all #5 of "
+        "tp (BFloat16 [9, 64]; ranks 0-1), where it sends 4, 5 rows to these ranks and expects 4, 3 from them"
+    )
+
+
 def test_a_receive_whose_send_never_comes(tmp_path):
     """Names in records are ranks of the group; 2 is rank 1 of its pipeline."""
     write(tmp_path, {0: [], 2: [entry("5", 3, "started", "recv 1<-0")]}, [state(r) for r in range(4)])
