@@ -110,6 +110,11 @@ class Feature:
 _COMPILE = ("--compile.enable",)
 _AC_BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 _FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.emulate")
+_FLOAT8_EXPERTS = (
+    "--model.converters=float8,quantize.grouped_mm.float8",
+    "--quantize.grouped_mm.float8.fqns=experts",
+    "--quantize.grouped_mm.float8.emulate",
+)
 _WIDER = ("--model.overrides.dim=128", "--model.overrides.ffn_dim=128")  # MXFP8 takes multiples of 32 on each rank
 
 FEATURES = {
@@ -231,12 +236,14 @@ class Cell:
             **(self._experts() if self.ep else {}),
             **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
         }
-        return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments]
+        low = _FLOAT8_EXPERTS if self.ep and self.feature == "float8" else ()
+        return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments, *low]
 
     def _experts(self) -> dict[str, Any]:
         sizes = {f"model.overrides.{name}": value for name, value in EXPERTS.items()}
         balance = {f"moe.{name}": value for name, value in BALANCE.items()}
-        return {"model.name": "qwen3_moe", "parallelism.expert_parallel_degree": self.ep} | sizes | balance
+        own = {"model.name": "qwen3_moe", "parallelism.expert_parallel_degree": self.ep}
+        return own | sizes | balance
 
     @property
     def tolerances(self) -> Tolerances:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from torchtitan.plan.workload import FP8, FP32, Workload
 
-
 INT32 = 4
 """Bytes of a number of rows."""
 
