@@ -203,6 +203,7 @@ def uneven_exchange(argv):
             trainer.train()
         except RuntimeError as error:
             watch.failed(error)
+            until_diagnosed(config.job.dump_folder)  # the pool kills the ranks soon after the first error
             raise
 
 
