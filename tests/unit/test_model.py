@@ -270,3 +270,14 @@ def test_flash_attention_3_replaces_2_on_hopper_if_installed(monkeypatch, instal
     attention_backend("cuda")
     layers._activate_flash_attention_3.cache_clear()
     assert activated == expected
+
+
+def test_rms_norm_is_torchs():
+    torch.manual_seed(0)
+    ours, theirs = layers.RMSNorm(16, eps=1e-6), torch.nn.RMSNorm(16, eps=1e-6)
+    ours.weight = theirs.weight
+    torch.nn.init.normal_(theirs.weight)
+    x, upstream = torch.randn(2, 3, 16, requires_grad=True), torch.randn(2, 3, 16)
+    results = [(out, *torch.autograd.grad(out, (x, theirs.weight), upstream)) for out in (ours(x), theirs(x))]
+    torch.testing.assert_close(*results)
+    assert ours(x.bfloat16()).dtype == theirs(x.bfloat16()).dtype == torch.bfloat16

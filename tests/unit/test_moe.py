@@ -242,7 +242,7 @@ def test_recomputed_or_compiled_block_is_the_same_and_counts_once():
     for ours, theirs in zip(recomputed, expected, strict=True):
         assert torch.equal(ours, theirs)
     compiled = run(torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager"))
-    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)  # norms are other operations in a graph
 
 
 def test_router_records_a_step_in_parts():

@@ -14,6 +14,7 @@ from torchtitan.models.layers import (
     Attend,
     FeedForward,
     Mask,
+    RMSNorm,
     apply_rope,
     rope_cache,
     rope_frequencies,
@@ -33,8 +34,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[b, s, h, d]`, keys and values `[b, s, k, d]` of `x`, before rotary positions.
@@ -61,9 +62,9 @@ class Block(nn.Module):
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = self.attention_class(args, attend)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
@@ -79,9 +80,9 @@ class MoEBlock(nn.Module):
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = Attention(args, attend)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.moe = MoE(args)
 
     def forward(
@@ -130,7 +131,7 @@ class Decoder(nn.Module):
         # A dictionary, because a layer keeps its index on every pipeline stage.
         kinds = [MoEBlock if args.has_experts(i) else self.block_class for i in range(args.n_layers)]
         self.layers = nn.ModuleDict({str(i): kind(args, attend) for i, kind in enumerate(kinds)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Linear | TiedOutput | None = (
             TiedOutput() if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
