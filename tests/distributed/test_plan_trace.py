@@ -12,6 +12,7 @@ from tests.runs import arguments, storages, train
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
+from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import PARTS, memory_of
 from torchtitan.plan.trace import trace_ranks
 from torchtitan.plan.workload import Workload, hardware_flops
@@ -41,6 +42,16 @@ LAYOUTS = {
     "accumulated, every second block": (
         2,
         ["--training.global_batch_size=32", "--activation_checkpoint.mode=selective"],
+    ),
+    "experts": (
+        2,
+        ["--model.name=qwen3_moe", "--model.overrides.expert_dim=64", "--debug.moe_force_load_balance"]
+        + [f"{P}expert_parallel_degree=2"],
+    ),
+    "experts, tensor, full": (
+        4,
+        ["--model.name=qwen3_moe", "--model.overrides.expert_dim=64", "--debug.moe_force_load_balance"]
+        + [f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2", *FULL],
     ),
     "optimizer in backward": (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0"]),
 }
@@ -272,6 +283,32 @@ def test_closed_forms_agree_with_a_trace(argv, world):
     assert memory_of(w, 0).reserved == pytest.approx(trace.peak_reserved, rel=0.10)
     if w.pp == 1:
         assert hardware_flops(w) == pytest.approx(trace.flops, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--training.local_batch_size=4", f"{P}expert_parallel_degree=8"],
+        pytest.param(
+            [*OP, "--training.local_batch_size=4", f"{P}expert_parallel_degree=4", f"{P}tensor_parallel_degree=2"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([*OP, "--training.local_batch_size=4"], marks=pytest.mark.slow),
+    ],
+)
+def test_closed_forms_of_experts_agree_with_a_trace(extra):
+    """For 4 layers of Qwen3 30B-A3B: reserved memory nearly, FLOPs and collectives exactly."""
+    shape = ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.overrides.n_layers=4"]
+    config = resolve([*shape, "--training.seq_len=4096", *FULL, "--compile.enable", *extra], 16).config
+    setup = preflight(config, output=False)
+    w = Workload(config, setup.args, setup.stages)
+    (trace,) = trace_ranks(config, 16, [0])
+    assert memory_of(w, 0).reserved == pytest.approx(trace.peak_reserved, rel=0.10)
+    assert hardware_flops(w) == pytest.approx(trace.flops, rel=1e-3)
+    made = collectives(w)
+    for (axis, operation), calls in made.calls.items():
+        size = made.bytes[axis, operation]
+        assert trace.collectives[axis][operation] == pytest.approx((calls, size), rel=1e-3), (axis, operation)
 
 
 def test_written_file_trains_as_it_is(ranks, tmp_path, capsys):

@@ -87,8 +87,8 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
 def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int) -> None:
     """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they are on other ranks,
     and one for embedding, norm and output."""
-    apart = layers * w.expert_params * w.experts_apart
-    ends = weights - layers * w.block_params
+    ends, padded = weights - layers * w.block_params, w.expert_params * w.expert_padding
+    own = w.block_params - w.expert_params + padded * (not w.experts_apart)
     groups = layers + (ends > 0)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
@@ -97,15 +97,14 @@ def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int)
     regathered = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
     gathers = w.accumulation * (layers + regathered)
     if w.fsdp > 1:
-        own = w.block_params - w.expert_params * w.experts_apart
         out.add("fsdp", "all_gather", gathers, own * w.gathered)
         out.add(
             "fsdp", "all_gather", w.accumulation * (groups - layers) * (1 + (reshard == "always")), ends * w.element
         )
-        out.add("fsdp", "reduce_scatter", groups * scatters, (weights - apart) / groups * w.reduced)
-    if apart and w.efsdp > 1:
-        out.add("efsdp", "all_gather", gathers, w.expert_params * w.element)
-        out.add("efsdp", "reduce_scatter", layers * scatters, w.expert_params * w.reduced)
+        out.add("fsdp", "reduce_scatter", groups * scatters, (layers * own + ends) / groups * w.reduced)
+    if w.experts_apart and w.efsdp > 1:
+        out.add("efsdp", "all_gather", gathers, padded * w.element)
+        out.add("efsdp", "reduce_scatter", layers * scatters, padded * w.reduced)
     if w.dp_replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups * reduces, (weights - apart) / groups / w.fsdp * w.reduced)
-        out.add("dp_replicate", "all_reduce", layers * reduces * (apart > 0), w.expert_params / w.efsdp * w.reduced)
+        out.add("dp_replicate", "all_reduce", groups * reduces, (layers * own + ends) / groups / w.fsdp * w.reduced)
+        out.add("dp_replicate", "all_reduce", layers * reduces * w.experts_apart, padded / w.efsdp * w.reduced)

@@ -289,10 +289,11 @@ def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
     doi:10.1016/j.jpdc.2008.09.002).
     """
     gather = scatter = reduce = 0.0
-    own = w.block_params - w.expert_params * w.experts_apart
-    units = [(own, w.fsdp, w.tp, w.gathered)]
+    padded = w.expert_params * w.expert_padding
+    own = w.block_params - w.expert_params
+    units = [(own + padded * (not w.experts_apart), w.fsdp, w.tp, w.gathered)]
     if w.experts_apart:
-        units.append((w.expert_params, w.efsdp, w.ep, w.element))
+        units.append((padded, w.efsdp, w.ep, w.element))
     for params, ranks, stride, gathered in units:
         if ranks > 1:
             bandwidth, share = hw.bandwidth(ranks, stride), (ranks - 1) / ranks

@@ -80,9 +80,9 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
         parts["unsharded"] = ends + w.gathered * blocks * w.block_params
         if w.fsdp > 1 or w.experts_apart:
-            own = w.block_params - w.expert_params
-            reduced = w.reduced * (own / w.fsdp + w.expert_params / w.efsdp)
-            parts["communication"] = ends + GATHER_COPIES * w.gathered * w.block_params + reduced
+            own, padded = w.block_params - w.expert_params, w.expert_params * w.expert_padding
+            reduced = w.reduced * (own / w.fsdp + padded / w.efsdp)
+            parts["communication"] = ends + GATHER_COPIES * w.gathered * (own + padded) + reduced
         if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
             parts["unsharded"] += FP32 * total
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
@@ -109,7 +109,7 @@ def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
     shard = sum(map(w.shard, stages)) * on_device
     moments = 2 * shard
     if optimizer.name == "Muon":  # keeps one moment of a block's matrices, and AdamW's two of the rest
-        matrices = sum(x.params / (w.efsdp if x.experts else w.fsdp) for x in w.linears)
+        matrices = sum(x.params / (w.efsdp / w.expert_padding if x.experts else w.fsdp) for x in w.linears)
         moments -= sum(stage.layers for stage in stages) * matrices * on_device
     return {
         "parameters": w.stored * shard,
@@ -250,7 +250,8 @@ def _expert_gradients(w: Workload) -> float:
     """
     if not w.experts:
         return 0.0
-    return w.element * w.expert_params + (w.reduced * w.block_params if w.pipeline is None else 0.0)
+    block = w.block_params + w.expert_params * (w.expert_padding - 1)
+    return w.element * w.expert_params + (w.reduced * block if w.pipeline is None else 0.0)
 
 
 def _logits(w: Workload) -> tuple[float, float]:

@@ -257,7 +257,7 @@ def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     if mesh.ep is not None:
         parts["ep"] = mesh.ep.get_group()
     named = {"loss": mesh.loss_group, "batch": mesh.batch_group}
-    axes = {group.group_name: (axis,) for axis, group in named.items() if group.size() > 1}
+    axes: dict[str, tuple[str, ...]] = {group.group_name: (axis,) for axis, group in named.items() if group.size() > 1}
     for name in {group.group_name for group in parts.values() if group.size() > 1}:
         axes[name] = tuple(axis for axis, group in parts.items() if group.group_name == name)
     return axes

@@ -245,7 +245,7 @@ def _axis(axes: Collection[str], namespace: str, kind: str, inputs: Sequence[Ten
         return next(iter(axes), "other")
     if kind == "all_to_all":  # a ring of context parallelism sends flat buffers; experts get rows, and their numbers
         rows = inputs[0].dim() == 2 or not inputs[0].is_floating_point()
-        order = ("ep", "cp") if rows else ("cp", "ep")
+        order: tuple[str, ...] = ("ep", "cp") if rows else ("cp", "ep")
     elif namespace == "c10d":  # FSDP calls c10d itself, the others use functional collectives
         order = ("efsdp", "fsdp")
     else:

@@ -6,6 +6,7 @@ sequence length, T the tokens of one microbatch on one rank before tensor parall
 block, and k those of a token. All experts are assumed to get equally many tokens.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -153,6 +154,8 @@ class Workload:
         self.linears = list(self._linears())
         self.expert_params = sum(x.params for x in self.linears if x.experts)
         """Parameters of one block's experts on one expert-parallel rank."""
+        self.expert_padding = self._expert_padding()
+        """What FSDP gathers and reduces of experts, relative to their parameters."""
         self.block_params = sum(x.params for x in self.linears) + self._vector_params()
         """Parameters of one block on one tensor- and expert-parallel rank."""
         self.vocab_params = self.vocab * self.dim // self.tp
@@ -183,7 +186,7 @@ class Workload:
     def shard(self, stage: Stage) -> float:
         """Parameters of a stage on one rank."""
         experts = stage.layers * self.expert_params
-        return (self.params(stage) - experts) / self.fsdp + experts / self.efsdp
+        return (self.params(stage) - experts) / self.fsdp + experts * self.expert_padding / self.efsdp
 
     @property
     def expert_rows(self) -> float:
@@ -245,6 +248,12 @@ class Workload:
                 row_parallel = name.endswith(("wo", "w2"))
                 local = (inputs // tp, outputs) if row_parallel else (inputs, outputs // tp)
                 yield Linear(name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed)
+
+    def _expert_padding(self) -> float:
+        """Whole matrices are padded where the ranks don't divide their number: the first ranks then hold more."""
+        own = max(1, self.experts // self.ep)
+        splits_matrices = self.experts_apart and not any(width % self.efsdp for width in (self.dim, self.ffn))
+        return 1.0 if splits_matrices or not self.experts else math.ceil(own / self.efsdp) * self.efsdp / own
 
     def _vector_params(self) -> int:
         """Norms, of heads too, and biases of a block."""

@@ -1,0 +1,129 @@
+"""The planner's formulas for a mixture of experts, against the real model, real layouts and hand arithmetic."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.plans import FULL, H100, NONE, OP
+from torchtitan.config import load_config, resolve
+from torchtitan.config.derive import layout_degrees
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.plan.collectives import collectives
+from torchtitan.plan.costs import EXPERT_TILE, HOST_WAIT, step_time
+from torchtitan.plan.memory import memory_of
+from torchtitan.plan.predict import derived_workload, predict
+from torchtitan.plan.savings import savings
+from torchtitan.plan.search import search
+from torchtitan.plan.workload import hardware_flops
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError, UserError
+
+SPEC = get_spec("qwen3_moe")
+LARGE = ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--training.seq_len=4096", "--training.local_batch_size=1"]
+PARAMETERS = 30_532_122_624
+ATTENTION, EXPERTS, ROUTER = 2048 * 128 * (2 * 32 + 2 * 4), 8 * 3 * 2048 * 768, 2048 * 128
+"""Of a block, the parameters that a token passes."""
+EP, TP = "--parallelism.expert_parallel_degree=", "--parallelism.tensor_parallel_degree="
+
+
+def workload(*argv, world=1):
+    return derived_workload(load_config(list(argv)).config, SPEC, world)
+
+
+def test_parameters_are_those_of_the_model():
+    w = workload(*LARGE)
+    with torch.device("meta"):
+        model = SPEC.build(w.args, attention_backend("cpu"))
+    assert w.params(w.stages[0]) == sum(p.numel() for p in model.parameters()) == PARAMETERS
+    experts = 48 * 128 * 3 * 2048 * 768
+    for argv, kept in (([EP + "8"], experts / 8), ([EP + "4", TP + "2"], experts / 4), ([TP + "2"], experts)):
+        split = workload(*LARGE, *argv, world=16)
+        assert 48 * split.expert_params == kept
+        assert split.shard(split.stages[0]) == pytest.approx(PARAMETERS / 16, rel=2e-3)  # norms, router: whole on tp
+
+
+def test_whole_experts_are_padded():
+    """FSDP gives each of 256 ranks a whole one of 128 matrices or none, unless it may split them."""
+    whole, split = (workload(*LARGE, *argv, world=256) for argv in ([], [TP + "2"]))
+    assert (whole.expert_padding, split.expert_padding) == (2.0, 1.0)
+    state = [memory_of(w, 0).parts["parameters"] for w in (whole, split)]
+    assert state[0] > 1.9 * state[1]
+
+
+@pytest.mark.parametrize("mode", [[NONE], OP, [FULL]])
+def test_flops_are_those_that_run(mode):
+    """Products of one eager step: the router's in fp32, and those of a token's own experts alone."""
+    sizes = {"dim": 64, "n_layers": 2, "vocab_size": 512, "n_experts": 8, "experts_per_token": 2, "expert_dim": 48}
+    shape = ["--training.seq_len=32", "--training.local_batch_size=2", "--training.mixed_precision_param=float32"]
+    tiny = [f"--model.overrides.{key}={value}" for key, value in sizes.items()]
+    w = workload("--model.name=qwen3_moe", "--model.flavor=debugmodel", *tiny, *shape, *mode)
+    torch.manual_seed(0)
+    model = SPEC.build(w.args, attention_backend("cpu"))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    apply_activation_checkpoint(model, w.config.activation_checkpoint, save_attention=False)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(0, 512, (2, 32))).square().sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for operation, n in counted.items() if str(operation).endswith((".mm", "grouped_mm", "_outer")))
+    assert hardware_flops(w)["matmul", "float32"] == products
+
+
+def test_exchanges_by_hand():
+    """Rows go to the experts and back in each pass; full checkpointing repeats the forward's, selection keeps them."""
+    rows = 2 * 4096 * 8 * 2048  # bytes of a microbatch's rows in bf16
+    for mode, forwards in (([NONE], 1), (OP, 1), ([FULL], 2)):
+        made = collectives(workload(*LARGE, *mode, EP + "8", world=8))
+        assert made.calls["ep", "all_to_all"] == 48 * (3 * forwards + 2)
+        assert made.bytes["ep", "all_to_all"] == 48 * (2 * (forwards + 1) * rows + forwards * 4 * 128)
+    halved = collectives(workload(*LARGE, NONE, EP + "4", TP + "2", world=8))
+    assert halved.bytes["ep", "all_to_all"] == 48 * (4 * rows / 2 + 4 * 128)
+    within = workload(*LARGE, NONE, EP + "8", world=16)
+    link, port = H100.link * H100.link_efficiency, H100.network * H100.network_efficiency
+    expected = 48 * (4 * rows * 7 / 8 / link + 5 * H100.launch + HOST_WAIT)
+    assert step_time(within, H100).parts["communication: ep"] == pytest.approx(expected)
+    across = workload(*LARGE, NONE, EP + "16", world=16)
+    expected = 48 * (4 * rows * 8 / 16 / port + 5 * (H100.launch + 8 * H100.latency) + HOST_WAIT)
+    assert step_time(across, H100).parts["communication: ep"] == pytest.approx(expected)
+
+
+def test_products_of_experts_by_hand():
+    """1,024 rows for each expert, and half an empty tile; the router computes in fp32."""
+    w = workload(*LARGE, NONE, "--training.local_batch_size=4", world=8)
+    seconds = (ATTENTION + EXPERTS * (1 + EXPERT_TILE / 2 / 1024)) / H100.bf16 + ROUTER / H100.fp32
+    by_hand = 48 * 6 * 4 * 4096 * seconds / H100.gemm_bf16
+    assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
+
+
+def test_search_tries_expert_parallelism():
+    """Each proposal is what the trainer accepts. With little work to hide gathers behind, experts are spread."""
+    argv = [*LARGE, "--training.global_batch_size=8", "--compile.enable", "--training.loss_chunks=8"]
+    config = resolve(argv, 8).config
+    found = search(config, SPEC, preflight(config, output=False).args, 8, H100)
+    assert found.best[0].layout["ep"] > 1
+    for plan in found.best:
+        degrees = layout_degrees(plan.config.parallelism)
+        assert degrees == plan.layout
+        preflight(plan.config, output=False)
+    assert any("equally many tokens" in note for note in found.best[0].notes)
+
+
+def test_refusals_are_the_trainers():
+    with pytest.raises(ConfigError, match="24 does not divide n_experts 128"):
+        workload(*LARGE, EP + "24", world=24)
+    with pytest.raises(UserError, match="blocks that are alike"):
+        workload(*LARGE, "--model.overrides.n_dense_layers=1")
+
+
+def test_savings_name_expert_parallelism():
+    config = workload(*LARGE, FULL, world=8).config
+    keys = [key for saving in savings(config, SPEC, 8) for key in saving.settings]
+    assert "parallelism.expert_parallel_degree" in keys
+
+
+def test_utilization_counts_active_experts():
+    plan = predict(workload(*LARGE, NONE, EP + "8", world=8), SPEC, H100)
+    flops = 6 * (48 * (ATTENTION + EXPERTS + ROUTER) + 2048 * 151936) + 12 * 48 * 4096 * 4096
+    assert plan.mfu == pytest.approx(flops * plan.tokens_per_second / H100.bf16)
