@@ -152,7 +152,9 @@ def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
     started = ranks(2, train, argv)[0]
     assert started["initial"].keys() == run["weights"].keys()
     for name, weight in run["weights"].items():
-        assert torch.equal(started["initial"][name], weight.bfloat16().float()), name
+        # Hugging Face has no place for the loads of experts, which are integers.
+        expected = weight.bfloat16().float() if weight.is_floating_point() else torch.zeros_like(weight)
+        assert torch.equal(started["initial"][name], expected), name
 
 
 def test_each_weight_keeps_its_own_type(tmp_path, run):
