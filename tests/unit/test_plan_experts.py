@@ -95,6 +95,12 @@ def test_products_of_experts_by_hand():
     seconds = (ATTENTION + EXPERTS * (1 + EXPERT_TILE / 2 / 1024)) / H100.bf16 + ROUTER / H100.fp32
     by_hand = 48 * 6 * 4 * 4096 * seconds / H100.gemm_bf16
     assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
+    float8 = ["--model.converters=quantize.grouped_mm.float8", "--quantize.grouped_mm.float8.fqns=experts"]
+    rounded = workload(*LARGE, NONE, "--training.local_batch_size=4", *float8, world=8)
+    assert hardware_flops(rounded)["matmul", "float8"] == 48 * 6 * EXPERTS * 4 * 4096
+    time = step_time(rounded, H100)
+    assert time.parts["matrix products"] < by_hand < sum(time.parts.values())
+    assert time.parts["8-bit casts"] > 0
 
 
 def test_search_tries_expert_parallelism():

@@ -123,13 +123,14 @@ def _peak(w: Workload, hw: Hardware) -> float:
 def _product(w: Workload, hw: Hardware, linear: Linear) -> float:
     """Seconds of one linear layer's forward: a roofline (Williams et al., doi:10.1145/1498765.1498785)."""
     rate, operand, rows = _peak(w, hw) * hw.gemm_bf16, w.element, w.tokens * linear.rows
-    if linear.experts:
-        rate /= 1 + EXPERT_TILE / 2 / (rows / linear.experts)
-    elif linear.fp32:
+    if linear.fp32:
         rate, operand = hw.fp32 * hw.gemm_bf16, FP32
     if linear.eight_bit:
-        rate = hw.fp8 * (hw.gemm_fp8 if w.tensorwise or w.mx else hw.gemm_fp8_rowwise) or hw.bf16 * hw.gemm_bf16
+        rowwise = linear.experts or not (w.tensorwise or w.mx)
+        rate = hw.fp8 * (hw.gemm_fp8_rowwise if rowwise else hw.gemm_fp8) or hw.bf16 * hw.gemm_bf16
         operand = FP8
+    if linear.experts:
+        rate /= 1 + EXPERT_TILE / 2 / (rows / linear.experts)
     moved = operand * (rows * linear.inputs + linear.params) + w.element * rows * linear.outputs
     return max(w.tokens * linear.flops / rate, moved / hw.bytes_per_s)
 
@@ -202,9 +203,14 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds to round a block's 8-bit operands: inputs in the forward, gradients and inputs again in the backward."""
     eight_bit = [x for x in w.linears if x.eight_bit]
     # wq, wk and wv share an input, and so do w1 and w3.
-    inputs = {(x.name.rpartition(".")[0] if x.name[-2:] not in ("wo", "w2") else x.name): x.inputs for x in eight_bit}
-    outputs = sum(x.outputs for x in eight_bit)
-    per_byte = (1 if w.tensorwise else SCALINGS_ROWWISE) * w.tokens / hw.bytes_per_s
+    inputs: dict[str, float] = {}
+    outputs = 0.0
+    for x in eight_bit:
+        shared = x.name if x.name[-2:] in ("wo", "w2") else x.name.rpartition(".")[0]
+        elements = x.rows * (1 if w.tensorwise and not x.experts else SCALINGS_ROWWISE)
+        inputs[shared] = x.inputs * elements
+        outputs += x.outputs * elements
+    per_byte = w.tokens / hw.bytes_per_s
     forward = CAST_INPUT_BYTES * sum(inputs.values()) * per_byte
     backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * sum(inputs.values())) * per_byte
     return forward, backward + forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.derive import gradient_accumulation_steps, replace
 from torchtitan.config.schema import Config
-from torchtitan.config.support import MX, compiles_blocks, uses
+from torchtitan.config.support import GROUPED_MX, MX, compiles_blocks, uses
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
@@ -36,6 +36,7 @@ from torchtitan.plan.allocator import Event, reserved
 from torchtitan.plan.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.plan.memory import PARTS, TRACED_BATCHES
 from torchtitan.plan.tracer import Block, Tracer
+from torchtitan.plan.workload import Workload
 from torchtitan.train.build import build_compute
 from torchtitan.train.compute import Compute
 from torchtitan.train.preflight import Setup, preflight
@@ -245,7 +246,11 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
     quantize(model, config, config.parallelism.tensor_parallel_degree)
     kind = "mxfp8" if uses(config, MX) else "float8"
     changed = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
-    return {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
+    found = {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
+    if Workload(config, setup.args, setup.stages).eight_bit_experts:
+        kind = "mxfp8" if uses(config, GROUPED_MX) else "float8"
+        found |= {shape: kind for name, shape in shapes.items() if ".moe.experts." in name}
+    return found
 
 
 def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:

@@ -20,7 +20,17 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.schema import Config
 from torchtitan.config.stages import PipelineStages
-from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, compiles_blocks, gains_by_float8, uses
+from torchtitan.config.support import (
+    FLOAT8,
+    GROUPED_FLOAT8,
+    GROUPED_MX,
+    MX,
+    SMALL_LAYERS,
+    compiles_blocks,
+    gains_by_float8,
+    names_any,
+    uses,
+)
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -150,6 +160,12 @@ class Workload:
         self.float8_gather = self.float8 and config.quantize.linear.float8.enable_fsdp_float8_all_gather
         self.gathered = FP8 if self.float8_gather else self.element
         """Bytes of a block's parameter in FSDP's all-gather."""
+        grouped, experts = config.quantize.grouped_mm, "layers.0.moe.experts"
+        self.eight_bit_experts = self.experts > 0 and (
+            (uses(config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts))
+            or (uses(config, GROUPED_MX) and names_any(grouped.mx.fqns, experts))
+        )
+        """Grouped products round their operands to 8 bits."""
         self.recompute = self._recompute()
         self.linears = list(self._linears())
         self.expert_params = sum(x.params for x in self.linears if x.experts)
@@ -241,7 +257,7 @@ class Workload:
             recomputed = 0.0 if kept or unused else self.recompute.products
             if of_experts:
                 rows, experts = self.expert_rows, self.experts // self.ep
-                yield Linear(name, inputs, outputs, False, recomputed, rows, experts)
+                yield Linear(name, inputs, outputs, self.eight_bit_experts, recomputed, rows, experts)
             elif of_router:
                 yield Linear(name, inputs, outputs, False, recomputed, 1 / tp, fp32=True)
             else:
