@@ -167,8 +167,8 @@ def _block_bytes(w: Workload) -> float:
         attention += w.element * (q + w.kv / tp) + FP32 * (w.args.n_heads + w.args.n_kv_heads) / tp
     if not w.experts:
         return w.element * (2 * d / tp + 2 * d + 4 * f) + attention
-    # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows that they return; those
-    # that compute in 8 bits also what the third reads, and what that is made of.
+    # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows they return. Those
+    # that compute in 8 bits also keep what the third reads, and what that is made of.
     inner = (4 if w.eight_bit_experts else 2) * w.ffn
     network = FP32 * d / tp + _routing_bytes(w) + w.element * w.expert_rows * (2 * d + inner)
     return w.element * (2 * d / tp + d) + attention + network
