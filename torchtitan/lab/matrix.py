@@ -149,8 +149,8 @@ FEATURES = {
 """Column of the matrix to what it measures."""
 EXPERT_FEATURES = {
     "plain": 16,
-    "accumulation": 16,
-    "AC full": 16,
+    "accumulation": 8,
+    "AC full": 8,
     "document mask": 8,
     "validation": 8,
     "async checkpoint": 8,
