@@ -94,7 +94,8 @@ class MoEBlock(nn.Module):
         """
         x, routed = self.before_experts(x, cos, sin, mask, token_weights)
         rows = self.moe.experts(routed.rows, routed.ends)
-        return self.after_experts(x, rows, routed), routed.load
+        # Not both rows: checkpointing keeps what a part is given.
+        return self.after_experts(x, routed._replace(rows=rows)), routed.load
 
     def before_experts(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, token_weights: Tensor | None
@@ -102,8 +103,8 @@ class MoEBlock(nn.Module):
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x, self.moe.dispatch(self.ffn_norm(x), token_weights)
 
-    def after_experts(self, x: Tensor, rows: Tensor, routed: Routed) -> Tensor:
-        return x + self.moe.combine(rows, routed, like=x)
+    def after_experts(self, x: Tensor, routed: Routed) -> Tensor:
+        return x + self.moe.combine(routed.rows, routed, like=x)
 
 
 class TiedOutput(nn.Module):

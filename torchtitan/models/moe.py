@@ -48,7 +48,7 @@ class Load(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Tokens on their way to the experts."""
+    """Tokens on their way to the experts, or back."""
 
     rows: Tensor
     """`[n, dim]`, sorted by expert."""
