@@ -138,7 +138,7 @@ def test_completion(tmp_path, monkeypatch):
     assert complete("t") == ["train", "tokenize"]
     assert complete("train", "--nproc") == ["--nproc-per-node"]
     assert complete("train", "--training.st") == ["--training.steps"]
-    assert complete("config", "m") == ["mine.toml"]
+    assert complete("config", "min") == ["mine.toml"]
     assert complete("submit", "llama3_8") == ["llama3_8b"]
     assert complete("ckpt", "ver") == ["verify"]
     assert complete("ckpt", "prune", "--keep-l") == ["--keep-latest"]
