@@ -77,7 +77,8 @@ The same for a tiny Qwen3-MoE ({experts}), whose experts are balanced by a
 routing bias, by auxiliary losses of each row and of the global batch, and by the router z-loss, all at once. `ep` is
 `parallelism.expert_parallel_degree`, whose ranks are those of dp_shard, cp and tp. The routing biases are compared
 too. "moved" counts tokens, at least, that were sent to another expert than on one process, over all steps and layers:
-then later weights differ, and are not compared. Slow columns are measured on up to four ranks.
+then later weights differ, and are not compared. Most columns are measured on up to four ranks. In "float8" the
+products of experts are rounded too.
 
 {_table(EXPERT_LAYOUTS, EXPERT_FEATURES, "feature", results)}
 
