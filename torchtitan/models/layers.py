@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.models.documents import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
@@ -148,7 +149,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32
+        plain = x.device.type == "cpu" and x.dtype == torch.float32 and not is_traceable_wrapper_subclass(x)
         if not plain or torch.compiler.is_compiling() or torch_is_before_2_13():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
