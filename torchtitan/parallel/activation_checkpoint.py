@@ -72,12 +72,13 @@ def apply_activation_checkpoint(
     for number, block in enumerate(model.layers.values(), 1):
         if number % every:
             continue
-        parts = regions(block, apart=experts_apart)
+        parts, own = regions(block, apart=experts_apart), options
         if len(parts) > 1 and not by_operation:
-            parts, options = [(block, "forward")], {k: v for k, v in options.items() if k != "context_fn"}
+            # Around the graphs of the parts, so no operation in them can be selected.
+            parts, own = [(block, "forward")], {key: value for key, value in options.items() if key != "context_fn"}
         for owner, name in parts:
             forward = getattr(owner, name).__func__
-            setattr(owner, name, MethodType(forwards.setdefault(forward, _recomputing(forward, options)), owner))
+            setattr(owner, name, MethodType(forwards.setdefault(forward, _recomputing(forward, own)), owner))
 
 
 def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
