@@ -16,23 +16,21 @@ class ExpertBalance:
     The counts are integers, so the biases are the same under every layout.
     """
 
-    def __init__(self, models: Sequence[nn.Module], n_layers: int, rate: float, device: torch.device):
+    def __init__(self, models: Sequence[nn.Module], n_layers: int, n_experts: int, rate: float, device: torch.device):
         """
         Args:
             models: this rank's pipeline stages.
             n_layers: blocks of the whole model.
+            n_experts: of each block.
             rate: `moe.balance_bias_rate`.
         """
-        self.rate, self.device = rate, device
+        self.rate = rate
         self.routers: dict[int, Router] = {}
         for model in models:
             for name, module in model.named_modules():
                 if isinstance(module, Router):
                     self.routers[int(name.split(".")[1])] = module
-        experts = max((router.n_experts for router in self.routers.values()), default=0)
-        width = torch.tensor(experts, device=device)
-        all_reduce(width, dist.group.WORLD, dist.ReduceOp.MAX)  # a stage may have no blocks
-        self._table = torch.zeros(n_layers, int(width.item()) + 1, dtype=torch.float64, device=device)
+        self._table = torch.zeros(n_layers, n_experts + 1, dtype=torch.float64, device=device)
         self._since = torch.zeros_like(self.loads)
 
     @property

@@ -42,8 +42,7 @@ def set_determinism(debug: Debug) -> None:
 
 def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     """Everything the trainer works with. The default process group must exist."""
-    mixture = bool(setup.spec.expert_sizes(setup.args))
-    mesh = build_mesh(config, device.type, experts=mixture)
+    mesh = build_mesh(config, device.type, experts=setup.n_experts > 0)
     share = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
     loader = build_data(config, "training", setup.tokenizer, **share)
     held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
@@ -54,12 +53,11 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     validation = None
     if held_out is not None:
         validation = held_out, build_compute(config, setup, mesh, device, models, config.validation)
-    experts = ExpertBalance(models, _blocks(setup), config.moe.balance_bias_rate, device) if mixture else None
+    experts = None
+    if setup.n_experts:
+        blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
+        experts = ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
     return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts)
-
-
-def _blocks(setup: Setup) -> int:
-    return sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
 
 
 def build_data(
@@ -128,6 +126,5 @@ def build_compute(
         pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
-    mixture = bool(setup.spec.expert_sizes(setup.args))
-    options = {"document_end": document_end, "dtype": dtype, "pin": pin, "weighs_tokens": mixture}
+    options = {"document_end": document_end, "dtype": dtype, "pin": pin, "weighs_tokens": setup.n_experts > 0}
     return Compute(models, positions, pipeline, model_loss, accumulation(config), **options)

@@ -38,6 +38,11 @@ class Setup:
     stages: PipelineStages | None
     """None without pipeline parallelism."""
 
+    @property
+    def n_experts(self) -> int:
+        """Experts of each block that has some; 0 for a dense model."""
+        return next(iter(self.spec.expert_sizes(self.args).values()), 0)
+
 
 def preflight(config: Config, *, output: bool = True) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names.
