@@ -81,7 +81,7 @@ class Meter:
 
 def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
-    from torchtitan.config.schema import DataLoader
+    from torchtitan.config.data import DataLoader
     from torchtitan.data.loader import build_loader
     from torchtitan.data.sources import DataSpec
     from torchtitan.data.tokenizer import build_tokenizer

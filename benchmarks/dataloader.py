@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from torchtitan.commands import tokenize
-from torchtitan.config.schema import DataLoader
+from torchtitan.config.data import DataLoader
 from torchtitan.data.documents import DemoDocuments
 from torchtitan.data.loader import build_loader
 from torchtitan.data.sources import DataSpec

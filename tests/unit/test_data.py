@@ -13,7 +13,7 @@ import torch
 
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
-from torchtitan.config.schema import DataLoader
+from torchtitan.config.data import DataLoader
 from torchtitan.data.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows import IGNORE_INDEX, merge_states

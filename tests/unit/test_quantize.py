@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchtitan.config import resolve
-from torchtitan.config.schema import Quantize
+from torchtitan.config.quantize import Quantize
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.quantize import check_hardware, quantize

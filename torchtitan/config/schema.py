@@ -6,14 +6,15 @@ follow the TOML convention of TorchTitan 0.2. Imports no torch, so mistakes are 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
+from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
+from torchtitan.config.quantize import Quantize
+from torchtitan.config.section import Section
 from torchtitan.config.types import (
     Decay,
     Degree,
     Factor,
-    Few,
-    FewOrZero,
     FilePrefix,
     Fraction,
     InDumpFolder,
@@ -33,14 +34,6 @@ from torchtitan.config.types import (
 )
 
 Dtype = Literal["bfloat16", "float32"]
-
-
-class Section(BaseModel):
-    """A group of keys: strict (unknown keys and wrong types are errors) and immutable."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class Job(Section):
@@ -123,85 +116,6 @@ class Model(Section):
     """Replace fields of the flavor, as a table: `[model.overrides]` then `n_layers = 4`."""
 
 
-def _split(value: Any) -> Any:
-    """A string is a list of names with commas between them."""
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
-
-
-class Float8(Section):
-    """Linear layers in Float8. Enabled by `model.converters = ["float8"]`."""
-
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """How values are scaled to Float8's range: one scale per tensor (`tensorwise`, the default and fastest), one per
-    row (`rowwise`, more accurate), or `rowwise` with weight gradients in bf16 (`rowwise_with_gw_hp`)."""
-    enable_fsdp_float8_all_gather: bool = False
-    """Gather FSDP's weights in Float8, which halves the bytes sent. `tensorwise` only."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights in a single reduction after each update. Needs
-    `enable_fsdp_float8_all_gather`."""
-    filter_fqns: list[Name] = []
-    """Skip linear layers whose name contains one of these, for example `output`. `auto_filter_small_kn` skips layers
-    too small to gain. Layers whose sizes aren't multiples of 16 (x tensor-parallel degree) are always skipped."""
-    emulate: bool = False
-    """Round to Float8 but multiply in the original type: the same numbers without Float8 hardware, slowly."""
-
-
-class MXFP8(Section):
-    """Linear layers in MXFP8. Enabled by `model.converters = ["mx"]`."""
-
-    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
-    """`mxfp8_cublas` needs a Blackwell GPU; `mxfp8_cublas_rceil` also rounds scales up; `mxfp8_emulated` runs anywhere,
-    slowly."""
-    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
-    """Kernel that quantizes along columns."""
-    filter_fqns: list[Name] = ["output"]
-    """Skip linear layers whose name contains one of these. Layers whose sizes aren't multiples of 32 (x tensor-parallel
-    degree) are always skipped."""
-
-
-class QuantizedLinear(Section):
-    """Low-precision types of linear layers."""
-
-    float8: Float8 = Float8()
-    mx: MXFP8 = MXFP8()
-
-
-class GroupedFloat8(Section):
-    """Experts in Float8, with one scale per row. Enabled by `model.converters = ["quantize.grouped_mm.float8"]`."""
-
-    fqns: list[Name] = []
-    """Convert experts whose module name contains one of these, for example `experts`."""
-    emulate: bool = False
-    """Round to Float8 but multiply in the original type: the same numbers without Float8 hardware, slowly."""
-
-    _commas = field_validator("fqns", mode="before")(_split)
-
-
-class GroupedMXFP8(Section):
-    """Experts in MXFP8. Enabled by `model.converters = ["quantize.grouped_mm.mx"]`."""
-
-    recipe_name: Literal["mxfp8", "mxfp8_emulated"] = "mxfp8"
-    """`mxfp8` needs a Blackwell GPU; `mxfp8_emulated` runs anywhere, slowly, and multiplies in bf16."""
-    fqns: list[Name] = []
-    """Convert experts whose module name contains one of these, for example `experts`."""
-
-    _commas = field_validator("fqns", mode="before")(_split)
-
-
-class QuantizedGroups(Section):
-    """Low-precision types of experts."""
-
-    float8: GroupedFloat8 = GroupedFloat8()
-    mx: GroupedMXFP8 = GroupedMXFP8()
-
-
-class Quantize(Section):
-    """Low-precision matrix products."""
-
-    linear: QuantizedLinear = QuantizedLinear()
-    grouped_mm: QuantizedGroups = QuantizedGroups()
-
-
 class ParamGroup(Section):
     """A group of parameters with its own learning rate or weight decay."""
 
@@ -262,27 +176,6 @@ class LRScheduler(Section):
     """Final learning rate, as a fraction of the peak."""
 
 
-class DataLoader(Section):
-    """Prefetching of data. Batches don't depend on these settings."""
-
-    num_workers: FewOrZero = 0
-    """Worker processes per rank. 0: a background thread prepares the next batches."""
-    persistent_workers: bool = False
-    """Keep the workers alive between validations."""
-    pin_memory: bool = False
-    """Copy batches to pinned memory, so the copy to the GPU overlaps with compute (CUDA only)."""
-    prefetch_factor: Few | None = None
-    """Batches that each worker prepares ahead. Default: 2."""
-    retries: Annotated[int, Field(ge=0, le=20)] = 3
-    """Retry a read this many times if it fails or returns invalid text."""
-    retry_pause_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
-    """Wait this long before the first retry, then twice as long before each further one."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
-    """Fail, naming the source, after waiting this long for data. Default: half of `comm.train_timeout_seconds`, so that
-    it precedes the timeouts of other ranks' collectives. The first batch may take half of
-    `comm.init_timeout_seconds`."""
-
-
 class Training(Section):
     """Data, batch, precision and length of the run."""
 
@@ -292,6 +185,15 @@ class Training(Section):
     dataset_path: LocalPath | None = None
     """Read local files instead of downloading: a file, folder or glob of JSONL, text or Parquet (also compressed), or
     of token files written by `torchtitan tokenize`."""
+    text_column: Name = "text"
+    """The column or JSON key that holds the text. Others are not read."""
+    sources: Annotated[list[Source], Field(max_length=1000)] = []
+    """Mix several sources, instead of `dataset` and `dataset_path`: `[[training.sources]]` tables."""
+    stages: Annotated[list[Stage], Field(max_length=1000)] = []
+    """Change weights, batch size or learning rate from a step on: `[[training.stages]]` tables, in order."""
+    on_bad_document: Literal["stop", "skip"] = "stop"
+    """When a document can't be decoded or its text is missing: `stop` with its file and line, or `skip` it, counted by
+    kind in the log and in `run.json`. Applies to validation too."""
     local_batch_size: Rows = 8
     """Rows per forward and backward pass on each data-parallel rank."""
     global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1
@@ -523,6 +425,10 @@ class Validation(Section):
     """As `training.dataset`; also `demo_validation`, a part of the demo text that training never sees."""
     dataset_path: LocalPath | None = None
     """As `training.dataset_path`."""
+    text_column: Name = "text"
+    """As `training.text_column`."""
+    sets: Annotated[list[ValidationSet], Field(max_length=1000)] = []
+    """Validate on several sets, instead of `dataset` and `dataset_path`: `[[validation.sets]]` tables."""
     local_batch_size: Rows = 8
     """Rows per forward pass on each data-parallel rank."""
     seq_len: SeqLen = 2048

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
-from torchtitan.config import schema
+from torchtitan.config.data import DataLoader
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
@@ -30,7 +30,7 @@ class Retry:
     """`training` or `validation`."""
     source: str
     """The dataset's name or path."""
-    options: schema.DataLoader
+    options: DataLoader
     doing: str = field(default="opening it", init=False)
     """The read in progress, for the error about a stall."""
 

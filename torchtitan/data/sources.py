@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config import schema
+from torchtitan.config.data import DataLoader
 from torchtitan.data.documents import Documents, find_files, open_documents
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import Cursor, DocumentCursor, Lane, LaneReader, RowReader, TokenReader, lanes_of
@@ -28,7 +28,7 @@ class DataSpec:
     seed: int
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
-    options: schema.DataLoader
+    options: DataLoader
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
 

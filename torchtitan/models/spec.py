@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.messages import explain_errors
-from torchtitan.config.schema import Section
+from torchtitan.config.section import Section
 from torchtitan.config.types import SeqLen, VocabSize, Width
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief, cut

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.config.schema import MXFP8, Config, Float8
+from torchtitan.config.quantize import MXFP8, Float8
+from torchtitan.config.schema import Config
 from torchtitan.config.support import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, SMALL_LAYERS, gains_by_float8, uses
 from torchtitan.parallel.quantize_experts import quantize_experts
 from torchtitan.utils.errors import ConfigError
