@@ -81,14 +81,13 @@ class Meter:
 
 def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
-    from torchtitan.config.data import DataLoader
+    from torchtitan.config.data import DataLoader, Source
     from torchtitan.data.loader import build_loader
     from torchtitan.data.sources import DataSpec
     from torchtitan.data.tokenizer import build_tokenizer
 
     spec = DataSpec(
-        dataset="demo",
-        dataset_path=None,
+        sources=[Source(name="data", dataset="demo")],
         tokenizer=build_tokenizer("./tests/assets/tokenizer"),
         seq_len=SEQ_LEN,
         rows_per_step=BATCH,

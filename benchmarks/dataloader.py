@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from torchtitan.commands import tokenize
-from torchtitan.config.data import DataLoader
+from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import DemoDocuments
 from torchtitan.data.loader import build_loader
 from torchtitan.data.sources import DataSpec
@@ -25,8 +25,7 @@ ROWS, SEQ_LEN = 8, 2048
 def measure(path: Path | None, steps: int) -> tuple[float, float]:
     """Tokens per wall second and per CPU-second, after the first step (which opens the files)."""
     spec = DataSpec(
-        dataset="demo",
-        dataset_path=None if path is None else str(path),
+        sources=[Source(name="data", dataset="demo", dataset_path=None if path is None else str(path))],
         tokenizer=build_tokenizer("./tests/assets/tokenizer"),
         seq_len=SEQ_LEN,
         rows_per_step=ROWS,

@@ -13,7 +13,7 @@ import torch
 
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
-from torchtitan.config.data import DataLoader
+from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows import IGNORE_INDEX, merge_states
@@ -29,8 +29,7 @@ SEQ, ROWS = 24, 8
 
 def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files", **options):
     spec = DataSpec(
-        dataset=dataset,
-        dataset_path=None if path is None else str(path),
+        sources=[Source(name="data", dataset=dataset, dataset_path=None if path is None else str(path))],
         tokenizer=TOKENIZER,
         seq_len=options.pop("seq_len", SEQ),
         rows_per_step=rows,

@@ -1,8 +1,9 @@
 """This rank's batch of every step, read ahead of training.
 
-DataSpec -> open_source -> Source.reader -> RowReader -> StepLoader -> StepBatch
+DataSpec -> open_source -> Source.reader -> StepReader -> StepLoader -> StepBatch
 """
 
+import math
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.read_ahead import ReadAhead
-from torchtitan.data.rows import Row, blank_row, split_rows
+from torchtitan.data.reader import Rows, StepReader
+from torchtitan.data.rows import Share, blank_row
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
@@ -29,17 +31,17 @@ class StepBatch:
     """`[rows, seq]` int64."""
     labels: Tensor
     """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
+    sources: Tensor
+    """`[rows]` int64: the source of each row, by its index in the configuration."""
+    epochs: list[float]
+    """How often each source has been read; of text, on this rank."""
+    count: int
+    """Rows of the step over all ranks."""
     state: dict[str, Any]
     """This rank's part of the position after the step."""
 
 
-_KEYS = {
-    "contents": "{section}.dataset",
-    "tokenizer": "model.hf_assets_path",
-    "seed": "debug.seed",
-    "rows_per_step": "{section}.global_batch_size",
-    "lanes": "{section}.dataset",
-}
+_KEYS = {"tokenizer": "model.hf_assets_path", "seed": "debug.seed"}
 """The configuration key behind an entry of a fingerprint, where their names differ."""
 
 
@@ -60,58 +62,83 @@ def build_loader(
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
-    rows = split_rows(range(spec.rows_per_step), dp_degree)[dp_rank]
-    batches = -(-spec.rows_per_step // (dp_degree * local_batch_size))
     later = spec.options.timeout_seconds or limits[1]
-    return StepLoader(spec, rows, batches * local_batch_size, (max(limits[0], later), later))
+    return StepLoader(spec, ((dp_rank, dp_degree),), local_batch_size, (max(limits[0], later), later))
 
 
 class StepLoader:
     """Iterates over steps. Training data never ends; a finite pass restarts with every iteration."""
 
-    def __init__(self, spec: DataSpec, rows: range, size: int, limits: tuple[float, float]):
+    def __init__(self, spec: DataSpec, share: Share, local_batch_size: int, limits: tuple[float, float]):
         """
         Args:
-            rows: the rows of each step that this rank reads.
-            size: number of rows in a batch; rows without labels fill it up.
+            share: the rows of each step that this rank reads.
+            local_batch_size: rows without labels fill up a batch to a multiple of it.
             limits: seconds to wait for the first batch and for each later one.
         """
-        self.spec, self.rows, self.size = spec, rows, size
+        self.spec, self.share, self.local_batch_size = spec, share, local_batch_size
         self.limit, self.later_limit = limits
         self.name = spec.name
-        self.retry = spec.retry()
-        self.source = open_source(spec, self.retry)
-        self._warn_of_repeats()
+        self.retries = {source.name: spec.retry(source) for source in spec.sources}
+        self.sources = {source.name: open_source(spec, source, self.retries[source.name]) for source in spec.sources}
+        self._warn_of_shared_lanes()
         self.fingerprint: dict[str, Any] = {
-            "dataset": spec.name,
-            "contents": self.source.fingerprint,
+            "sources": {
+                source.name: {
+                    "dataset": source.dataset_path or source.dataset,
+                    "contents": self.sources[source.name].fingerprint,
+                }
+                for source in spec.sources
+            },
             "tokenizer": spec.tokenizer.fingerprint,
             "seq_len": spec.seq_len,
             "seed": spec.seed,
         }
-        if self.source.lanes:
-            self.fingerprint |= {"rows_per_step": spec.rows_per_step, "lanes": self.source.lanes}
         self.start: dict[str, Any] | None = None
         self._ahead: ReadAhead[StepBatch] | None = None
         self._workers: Workers | None = None
 
+    def size(self, step: int) -> int:
+        """Rows of this rank's batch at a step, counted from 0."""
+        ranks = math.prod(count for _, count in self.share)
+        return -(-self.spec.at(step)[0] // (ranks * self.local_batch_size)) * self.local_batch_size
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a merged position, on any number of ranks and workers.
+        """Continue from a merged position, on any number of ranks and workers, with other weights or batch sizes.
 
         Raises:
             UserError: it is a position in other data.
         """
         saved = state["fingerprint"]
-        for name in self.fingerprint | saved:
-            old, new = saved.get(name), self.fingerprint.get(name)
-            if old != new and name != "dataset":  # files may have moved, if their contents are the same
-                key = _KEYS.get(name, "{section}." + name).format(section=self.spec.section)
-                raise UserError(
-                    f"{key}: the checkpoint's data position is for {name} {old}, but this run has {new}.\n"
-                    f'Set {key} back, or restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
-                )
+        for name in self.fingerprint.keys() - {"sources"}:
+            self._check_same(name, _KEYS.get(name, f"{self.spec.section}.{name}"), saved[name], self.fingerprint[name])
+        for source in self.spec.sources:
+            if old := saved["sources"].get(source.name):  # files may have moved, if their contents are the same
+                now = self.fingerprint["sources"][source.name]
+                what = "contents" if len(self.spec.sources) == 1 else f"contents of {source.name}"
+                self._check_same(what, f"{self.spec.key(source)}.dataset", old["contents"], now["contents"])
+        self._announce_changes(set(saved["sources"]))
         self.start = state
         self._workers = None
+
+    def begin(self, step: int) -> None:
+        """Start the sources from their beginnings, but the stages at `step`, counted from 0."""
+        self.start = {"step": step}
+
+    @staticmethod
+    def _check_same(what: str, key: str, old: object, now: object) -> None:
+        if old != now:
+            raise UserError(
+                f"{key}: the checkpoint's data position is for {what} {old}, but this run has {now}.\n"
+                f'Set {key} back, or restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
+            )
+
+    def _announce_changes(self, saved: set[str]) -> None:
+        now = set(self.sources)
+        if added := sorted(now - saved):
+            logger.info(f"{self.spec.section}.sources: from here on also {', '.join(added)}")
+        if removed := sorted(saved - now):
+            logger.info(f"{self.spec.section}.sources: no longer {', '.join(removed)}; their positions are kept")
 
     def __iter__(self) -> Iterator[StepBatch]:
         """
@@ -144,36 +171,39 @@ class StepLoader:
 
     def _batches(self) -> Iterator[StepBatch]:
         if self.spec.options.num_workers:
-            self._workers = self._workers or Workers(self.spec, self.rows, self.start)
+            self._workers = self._workers or Workers(self.spec, self.share, self.start)
             steps = self._workers.steps()
         else:
-            reader = self.source.reader(self.rows)
-            if self.start is not None:
-                reader.load_state_dict(self.start)
-            steps = reader.steps()
-        for rows, state in steps:
-            yield self._batch(rows, state)
+            steps = StepReader(self.spec, self.sources, self.share, self.start).steps()
+        first = self.start["step"] if self.start is not None else 0
+        for step, rows in enumerate(steps, first):
+            yield self._batch(step, rows)
 
-    def _batch(self, rows: list[Row], state: dict[str, Any]) -> StepBatch:
-        blanks = [blank_row(self.spec.seq_len)] * (self.size - len(rows))
-        ids = torch.from_numpy(np.stack(rows + blanks))
+    def _batch(self, step: int, rows: Rows) -> StepBatch:
+        missing = self.size(step) - len(rows.rows)
+        ids = torch.from_numpy(np.stack(rows.rows + [blank_row(self.spec.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
         tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
-        return StepBatch(tokens, labels, state | {"fingerprint": self.fingerprint})
+        sources = torch.tensor(rows.sources + [0] * missing)
+        state = rows.state | {"fingerprint": self.fingerprint}
+        return StepBatch(tokens, labels, sources, rows.epochs, self.spec.at(step)[0], state)
 
     def _stalled(self) -> str:
         section, workers = self.spec.section, self.spec.options.num_workers
-        doing = f"{workers} worker processes don't answer" if workers else f"still {self.retry.doing}"
+        reading = "; ".join(retry.doing for retry in self.retries.values())
+        doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"
         return (
             f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. Check whether its storage or "
             f"network hangs, or raise {section}.dataloader.timeout_seconds (keep it below comm.train_timeout_seconds)."
         )
 
-    def _warn_of_repeats(self) -> None:
-        source, spec = self.source, self.spec
-        if spec.infinite and isinstance(source, DocumentSource) and len(source.documents) < source.lanes:
-            logger.warning(
-                f"{spec.section}.dataset_path: {plural(len(source.documents), 'document')} for {source.lanes} rows per "
-                "step: rows of the same step will repeat each other. Split the text into more documents, or convert it "
-                "to token files with torchtitan tokenize, whose rows are windows at different positions"
-            )
+    def _warn_of_shared_lanes(self) -> None:
+        rows = max(self.spec.batch_sizes)
+        for config, source in zip(self.spec.sources, self.sources.values(), strict=True):
+            if self.spec.infinite and isinstance(source, DocumentSource) and source.lanes < rows:
+                logger.warning(
+                    f"{self.spec.key(config)}.dataset_path: {plural(source.lanes, 'document')} for {rows} rows per "
+                    "step: a step has consecutive rows of a document, and ranks that share a document all tokenize it. "
+                    "Split the text into more documents, or convert it to token files with torchtitan tokenize, whose "
+                    "rows are windows at different positions"
+                )

@@ -27,7 +27,7 @@ class Retry:
     """Retries the reads of one data source, with growing pauses, unless its contents are at fault."""
 
     section: str
-    """`training` or `validation`."""
+    """`training`, `validation`, or a table of sources below one of them."""
     source: str
     """The dataset's name or path."""
     options: DataLoader
@@ -71,7 +71,8 @@ class Retry:
             last = error.last_attempt
             raise UserError(
                 f"{self.section}.dataset: reading failed: {what} of {self.source}: {first_line(last.exception())} "
-                f"({last.attempt_number} attempts). Repair the source, or raise {self.section}.dataloader.retries."
+                f"({last.attempt_number} attempts). Repair the source, or raise "
+                f"{self.section.split('.')[0]}.dataloader.retries."
             ) from last.exception()
 
 

@@ -1,26 +1,31 @@
 """The one global order of rows, whichever rank reads them.
 
-A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows overlap by one id, so
-every id is predicted once. Missing ids at the end of finite data are `IGNORE_INDEX`. A reader delivers a range of the
-step's rows; the contents of a row depend neither on that range nor on the layout.
+A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows of a source overlap by one
+id, so every id is predicted once. Missing ids at the end of finite data are `IGNORE_INDEX`. `mixture` says which rows
+of a step come from which source; a source's reader delivers those that its rank reads. The contents of a row depend
+neither on the other rows that a rank reads nor on the layout.
 
-    token files   row r of step s is window permutation(s * G + r); the position is one number
-    text          G rows are spread over L lanes; a lane reads its own documents, one after another, and cuts rows from
+    token files   the source's k-th row is window permutation(k); the position is one number
+    text          the source has L lanes; a lane reads its own documents, one after another, and cuts rows from
                   [bos] text [eos] [bos] text [eos] ...; the position is one small record per lane
 
-Random-access text has one lane per row. A stream has as many as its shards allow; a reader that needs only some rows
-of a lane reads past the others.
+The place of a row in its step decides its lane, so a rank needs only the lanes of its own places; of a lane that it
+shares with another rank, it reads past the other's rows. Random-access text has as many lanes as the batch has rows, a
+stream as many as its shards allow.
 """
 
 import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.documents import Documents
+from torchtitan.data.mixture import Slots
 from torchtitan.data.retry import Retry
 from torchtitan.data.shuffle import permute
 from torchtitan.data.token_files import TokenFiles
@@ -30,14 +35,42 @@ IGNORE_INDEX = -100
 """Label of positions that are not predicted."""
 
 Row = NDArray[np.int64]
+Share = tuple[tuple[int, int], ...]
+"""Which rows of a step a reader delivers: part `index` of `count` equal ones, and of that part, again, a part."""
 
 
-class RowReader(ABC):
-    """Reads some rows of every step, in order."""
+@dataclass(frozen=True)
+class StepRows:
+    """A step, as the reader of a share sees it."""
+
+    index: int
+    """From 0."""
+    count: int
+    """Rows of the step, over all ranks."""
+    own: range
+    """Those of this reader."""
+
+
+class SourceReader(ABC):
+    """Reads the rows of one source."""
 
     @abstractmethod
-    def step(self) -> list[Row] | None:
-        """The next step's rows; None at the end of a finite pass."""
+    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
+        """The step's rows at those of the places `slots` that this reader delivers; without those after the end.
+
+        Args:
+            slots: all places of the step whose rows come from this source.
+        """
+
+    @property
+    def left(self) -> int | None:
+        """Rows until the source ends; None if it doesn't."""
+        return None
+
+    @property
+    @abstractmethod
+    def epochs(self) -> float:
+        """How often the source has been read; of text, the mean over this reader's lanes."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -47,54 +80,54 @@ class RowReader(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a merged position."""
 
-    def steps(self) -> Iterator[tuple[list[Row], dict[str, Any]]]:
-        """The rows of each remaining step, and the position after it."""
-        while (rows := self.step()) is not None:
-            yield rows, self.state_dict()
 
-
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The layout-free position that the positions of all readers of a step make up."""
-    lanes: dict[str, Any] = {}
-    for state in states:
-        lanes |= state.get("lanes", {})
-    return states[0] | ({"lanes": lanes} if "lanes" in states[0] else {})
-
-
-class TokenReader(RowReader):
+class TokenReader(SourceReader):
     """Rows of token files."""
 
-    def __init__(self, files: TokenFiles, rows: range, rows_per_step: int, seed: int, infinite: bool, retry: Retry):
-        self.files, self.rows, self.per_step, self.seed, self.infinite = files, rows, rows_per_step, seed, infinite
-        self.retry = retry
+    def __init__(self, files: TokenFiles, seed: int, epochs: int | None, retry: Retry, *, shuffled: bool):
+        """
+        Args:
+            epochs: read the files this often; None: without end.
+        """
+        self.files, self.seed, self.retry, self.shuffled = files, seed, retry, shuffled
+        self.limit = None if epochs is None else epochs * len(files)
         self.consumed = 0
 
-    def step(self) -> list[Row] | None:
-        first = self.consumed + (self.rows[0] if len(self.rows) else 0)
-        if not self.infinite and first >= len(self.files):
-            return None
-        out = [self._row(self.consumed + row) for row in self.rows]
-        self.consumed += self.per_step
-        return out
+    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
+        first, after = np.searchsorted(slots, [step.own.start, step.own.stop])
+        rows = {}
+        for i in range(first, after):
+            if self.limit is None or self.consumed + i < self.limit:
+                rows[int(slots[i])] = self._row(self.consumed + i)
+        self.consumed += len(slots)
+        return rows
 
     def _row(self, index: int) -> Row:
         epoch, slot = divmod(index, len(self.files))
-        if not self.infinite:
-            return _padded(self._window(slot), self.files.seq_len) if epoch == 0 else blank_row(self.files.seq_len)
-        return _padded(self._window(permute(slot, len(self.files), self.seed, epoch)), self.files.seq_len)
+        window = permute(slot, len(self.files), self.seed, epoch) if self.shuffled else slot
+        return _padded(self.retry(f"window {window}", lambda: self.files.window(window)), self.files.seq_len)
 
-    def _window(self, index: int) -> Row:
-        return self.retry(f"window {index}", lambda: self.files.window(index))
+    @property
+    def left(self) -> int | None:
+        return None if self.limit is None else self.limit - self.consumed
+
+    @property
+    def epochs(self) -> float:
+        return self.consumed / len(self.files)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self.consumed}
+        return {"rows": self.consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consumed = state["consumed"]
+        self.consumed = state["rows"]
 
 
 class Cursor(Protocol):
     """The sequence of documents of a lane."""
+
+    @property
+    def epochs(self) -> float:
+        """How often the lane's documents have been read."""
 
     def next(self) -> str | None: ...
 
@@ -107,7 +140,8 @@ class DocumentCursor:
     """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled differently."""
 
     def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool, retry: Retry):
-        self.documents, self.position, self.lanes, self.seed = documents, lane, lanes, seed
+        self.documents, self.lane, self.lanes, self.seed = documents, lane, lanes, seed
+        self.position = lane
         self.infinite, self.retry = infinite, retry
 
     def next(self) -> str | None:
@@ -117,6 +151,10 @@ class DocumentCursor:
         self.position += self.lanes
         index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
         return self.retry(f"document {index}", lambda: self.documents[index])
+
+    @property
+    def epochs(self) -> float:
+        return (self.position - self.lane) / len(self.documents)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -176,34 +214,77 @@ class Lane:
             self.offset = state["offset"]
 
 
-class LaneReader(RowReader):
-    """Rows of text: of each step, `rows_per_lane` consecutive ones from each lane."""
+class LaneReader(SourceReader):
+    """Rows of text, cut from lanes."""
 
-    def __init__(self, lanes: dict[int, Lane], rows: range, rows_per_lane: int):
-        self.lanes, self.rows, self.rows_per_lane = lanes, rows, rows_per_lane
+    def __init__(self, lanes: dict[int, Lane], count: int):
+        """
+        Args:
+            lanes: those that this reader delivers any row of.
+            count: of the source's lanes.
+        """
+        self.lanes, self.count = lanes, count
+        self.consumed = 0
 
-    def step(self) -> list[Row] | None:
-        out: list[Row] = []
-        left = False
-        for index, lane in self.lanes.items():
-            for row in range(index * self.rows_per_lane, (index + 1) * self.rows_per_lane):
-                ids = lane.row()
-                left |= ids is not None
-                if row in self.rows:
-                    out.append(blank_row(lane.seq_len) if ids is None else ids)
-        return out if left else None
+    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
+        lanes = lanes_of(slots, step, self.count)
+        rows = {}
+        for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
+            if lane in self.lanes:
+                row = self.lanes[lane].row()
+                if slot in step.own and row is not None:
+                    rows[slot] = row
+        self.consumed += len(slots)
+        return rows
+
+    @property
+    def epochs(self) -> float:
+        return sum(lane.cursor.epochs for lane in self.lanes.values()) / max(len(self.lanes), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lanes": {str(index): lane.state_dict() for index, lane in self.lanes.items()}}
+        lanes = {str(index): lane.state_dict() for index, lane in self.lanes.items()}
+        return {"rows": self.consumed, "lane_count": self.count, "lanes": lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.consumed = state["rows"]
         for index, lane in self.lanes.items():
             lane.load_state_dict(state["lanes"][str(index)])
 
 
-def lanes_of(rows: range, rows_per_lane: int) -> range:
-    """Lanes that hold any of `rows`."""
-    return range(rows.start // rows_per_lane, -(-rows.stop // rows_per_lane)) if len(rows) else range(0)
+def lanes_of(slots: Slots, step: StepRows, lanes: int) -> Slots:
+    """The lane of each place of a step.
+
+    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If the number of rows
+    isn't a multiple of that of lanes, the lanes take turns, and over some steps all give the same number of rows.
+    """
+    unit = math.gcd(step.count, lanes)
+    turn = step.index % (lanes // unit) * unit
+    return (slots * lanes + turn) // step.count
+
+
+def lanes_within(own: range, count: int, lanes: int) -> range:
+    """Lanes that any of the places `own` of steps of `count` rows may have."""
+    if not own:
+        return range(0)
+    return range(own.start * lanes // count, ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count + 1)
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The layout-free position that the positions of all readers of a step make up."""
+    merged = dict(states[0])
+    merged["sources"] = {name: dict(source) for name, source in merged["sources"].items()}
+    for name, source in merged["sources"].items():
+        if "lanes" in source:
+            source["lanes"] = {k: lane for state in states for k, lane in state["sources"][name]["lanes"].items()}
+    return merged
+
+
+def own_rows(count: int, share: Share) -> range:
+    """The rows of a step of `count` that a share delivers."""
+    rows = range(count)
+    for index, of in share:
+        rows = split_rows(rows, of)[index]
+    return rows
 
 
 def split_rows(rows: range, count: int) -> list[range]:

@@ -1,5 +1,8 @@
 """A shuffle without a table: the order of an epoch as a function, evaluated where it is needed."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 _ROUNDS = 4
 _GOLDEN = 0x9E3779B97F4A7C15
 _64_BITS = 2**64 - 1
@@ -11,6 +14,17 @@ def _mix(x: int, key: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _64_BITS
     return x ^ (x >> 31)
+
+
+def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
+    """A hash of each of `values`, another one for other `keys`."""
+    key = 0
+    for part in keys:
+        key = _mix(part & _64_BITS, key)
+    x = (values.astype(np.uint64) + np.uint64(key)) * np.uint64(_GOLDEN)  # as _mix, modulo 2^64
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def permute(index: int, size: int, seed: int, epoch: int) -> int:

@@ -1,43 +1,83 @@
-"""The three kinds of data source: token files, documents and streams. Each makes a reader of any rows of a step."""
+"""The three kinds of data source: token files, documents and streams. Each makes readers of its rows."""
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config.data import DataLoader
+from torchtitan.config import data as config
 from torchtitan.data.documents import Documents, find_files, open_documents
 from torchtitan.data.retry import Retry
-from torchtitan.data.rows import Cursor, DocumentCursor, Lane, LaneReader, RowReader, TokenReader, lanes_of
+from torchtitan.data.rows import (
+    Cursor,
+    DocumentCursor,
+    Lane,
+    LaneReader,
+    Share,
+    SourceReader,
+    TokenReader,
+    lanes_within,
+    own_rows,
+)
 from torchtitan.data.streams import StreamCursor, open_stream
 from torchtitan.data.token_files import TokenFiles
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.utils.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
     """What to read, as plain values: worker processes get a copy."""
 
-    dataset: str
-    dataset_path: str | None
+    sources: Sequence[config.Source]
+    stages: Sequence[config.Stage] = ()
     tokenizer: Tokenizer
     seq_len: int
     rows_per_step: int
-    """Over all ranks; at least one each."""
+    """Over all ranks, before the first stage that changes it; at least one each."""
     seed: int
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
-    options: DataLoader
+    options: config.DataLoader
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
 
     @property
     def name(self) -> str:
-        return self.dataset_path or self.dataset
+        return ", ".join(source.dataset_path or source.dataset for source in self.sources)
 
-    def retry(self) -> Retry:
-        return Retry(self.section, self.name, self.options)
+    @cached_property
+    def _changes(self) -> list[tuple[int, int, dict[str, Fraction]]]:
+        """(first step, rows, weights) of each stage; steps are counted from 0."""
+        weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
+        changes = [(0, self.rows_per_step, weights)]
+        for stage in self.stages:
+            _, rows, weights = changes[-1]
+            weights = weights | {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
+            changes.append((stage.from_step - 1, stage.global_batch_size or rows, weights))
+        return changes
+
+    def at(self, step: int) -> tuple[int, dict[str, Fraction]]:
+        """Rows of a step, counted from 0, and the sources' weights."""
+        _, rows, weights = self._changes[bisect_right(self._changes, step, key=lambda change: change[0]) - 1]
+        return rows, weights
+
+    @property
+    def batch_sizes(self) -> set[int]:
+        """Rows of any step."""
+        return {rows for _, rows, _ in self._changes}
+
+    def key(self, source: config.Source) -> str:
+        """The section or table of the configuration that names a source."""
+        return self.section if len(self.sources) == 1 else f"{self.section}.sources.{source.name}"
+
+    def retry(self, source: config.Source) -> Retry:
+        return Retry(self.key(source), source.dataset_path or source.dataset, self.options)
 
 
 class Source(Protocol):
@@ -45,33 +85,42 @@ class Source(Protocol):
 
     fingerprint: str
     """Changes when the contents do."""
-    lanes: int
-    """Number of sequences of documents that rows are cut from; 0 if every row can be read by itself."""
 
-    def reader(self, rows: range) -> RowReader:
-        """A reader of these rows of every step."""
+    def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
+        """A reader of a share of the rows.
+
+        Args:
+            lanes: how many a saved position has.
+        """
 
 
-def open_source(spec: DataSpec, retry: Retry) -> Source:
+def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     """Open token files (`.bin`), local documents, or else a stream from the Hugging Face hub.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
-    return retry("the beginning", lambda: _open(spec, retry))
+    return retry("the beginning", lambda: _open(spec, source, retry))
 
 
-def _open(spec: DataSpec, retry: Retry) -> Source:
-    if spec.dataset_path is not None and (pattern := _token_files(spec.dataset_path)):
-        key = f"{spec.section}.dataset_path"
-        return TokenSource(TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key), spec, retry)
-    documents = open_documents(spec.dataset, spec.dataset_path, spec.section)
+def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
+    section = spec.key(source)
+    if source.dataset_path is not None and (pattern := token_files(source.dataset_path)):
+        key = f"{section}.dataset_path"
+        files = TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key)
+        return TokenSource(files, spec, source, retry)
+    if source.max_epochs is not None:
+        raise UserError(
+            f"{section}.max_epochs: the end of a text is known only from its tokens; write token files with "
+            f"`torchtitan tokenize` and name them as {section}.dataset_path, or remove max_epochs"
+        )
+    documents = open_documents(source.dataset, source.dataset_path, section)
     if documents is not None:
         return DocumentSource(documents, spec, retry)
-    return StreamSource(open_stream(spec.dataset, spec.section), spec, retry)
+    return StreamSource(open_stream(source.dataset, section), spec, source.dataset, retry)
 
 
-def _token_files(path: str) -> str | None:
+def token_files(path: str) -> str | None:
     """The glob of the token files that `path` names, a folder of them included."""
     folder = Path(path).expanduser()
     if folder.is_dir() and any(folder.glob("*.bin")):
@@ -82,19 +131,17 @@ def _token_files(path: str) -> str | None:
 class TokenSource:
     """Rows are windows of token files."""
 
-    lanes = 0
-
-    def __init__(self, files: TokenFiles, spec: DataSpec, retry: Retry):
+    def __init__(self, files: TokenFiles, spec: DataSpec, source: config.Source, retry: Retry):
         self.files, self.spec, self.retry = files, spec, retry
         self.fingerprint = files.fingerprint
+        self.epochs = source.max_epochs if spec.infinite else 1
 
-    def reader(self, rows: range) -> RowReader:
-        spec = self.spec
-        return TokenReader(self.files, rows, spec.rows_per_step, spec.seed, spec.infinite, self.retry)
+    def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
+        return TokenReader(self.files, self.spec.seed, self.epochs, self.retry, shuffled=self.spec.infinite)
 
 
 class _LaneSource(ABC):
-    """Rows are cut from lanes of documents, the same number of consecutive rows from each lane."""
+    """Rows are cut from lanes of documents."""
 
     fingerprint: str
 
@@ -102,35 +149,34 @@ class _LaneSource(ABC):
         self.lanes, self.spec, self.retry = lanes, spec, retry
 
     @abstractmethod
-    def cursor(self, lane: int) -> Cursor:
+    def cursor(self, lane: int, lanes: int) -> Cursor:
         """The documents of a lane."""
 
-    def reader(self, rows: range) -> RowReader:
-        per_lane = self.spec.rows_per_step // self.lanes
-        lanes = {
-            lane: Lane(self.cursor(lane), self.spec.tokenizer, self.spec.seq_len) for lane in lanes_of(rows, per_lane)
-        }
-        return LaneReader(lanes, rows, per_lane)
+    def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
+        spec, lanes = self.spec, lanes or self.lanes
+        own = {lane for rows in spec.batch_sizes for lane in lanes_within(own_rows(rows, share), rows, lanes)}
+        made = {lane: Lane(self.cursor(lane, lanes), spec.tokenizer, spec.seq_len) for lane in sorted(own)}
+        return LaneReader(made, lanes)
 
 
 class DocumentSource(_LaneSource):
-    """Documents that can be read in any order; one lane per row."""
+    """Documents that can be read in any order; one lane per row, if there are enough."""
 
     def __init__(self, documents: Documents, spec: DataSpec, retry: Retry):
-        super().__init__(spec.rows_per_step, spec, retry)
+        super().__init__(min(max(spec.batch_sizes), len(documents)), spec, retry)
         self.documents, self.fingerprint = documents, documents.fingerprint
 
-    def cursor(self, lane: int) -> Cursor:
-        return DocumentCursor(self.documents, lane, self.lanes, self.spec.seed, self.spec.infinite, self.retry)
+    def cursor(self, lane: int, lanes: int) -> Cursor:
+        return DocumentCursor(self.documents, lane, lanes, self.spec.seed, self.spec.infinite, self.retry)
 
 
 class StreamSource(_LaneSource):
     """A stream of documents; as many lanes as its shards allow."""
 
-    def __init__(self, stream: Any, spec: DataSpec, retry: Retry):
+    def __init__(self, stream: Any, spec: DataSpec, dataset: str, retry: Retry):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read the whole stream.
-        super().__init__(math.gcd(spec.rows_per_step, stream.num_shards), spec, retry)
-        self.stream, self.fingerprint = stream, f"stream of {spec.dataset}"
+        super().__init__(math.gcd(max(spec.batch_sizes), stream.num_shards), spec, retry)
+        self.stream, self.fingerprint = stream, f"stream of {dataset}"
 
-    def cursor(self, lane: int) -> Cursor:
-        return StreamCursor(self.stream, lane, self.lanes, self.spec.infinite, self.retry)
+    def cursor(self, lane: int, lanes: int) -> Cursor:
+        return StreamCursor(self.stream, lane, lanes, self.spec.infinite, self.retry)

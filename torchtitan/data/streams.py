@@ -56,6 +56,11 @@ class StreamCursor:
         self.has_text = False
         """Whether any document of this epoch has text, as far as it was read; assumed after a resume within it."""
 
+    @property
+    def epochs(self) -> float:
+        """Whole epochs: how long one is, a stream doesn't know."""
+        return float(self.epoch)
+
     def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
         while True:

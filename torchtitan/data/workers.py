@@ -1,13 +1,16 @@
 """Worker processes that read a rank's rows."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from torchtitan.data.rows import Row, blank_row, merge_states, split_rows
+from torchtitan.data.reader import Rows, StepReader
+from torchtitan.data.rows import Share, blank_row, merge_states, own_rows
 from torchtitan.data.sources import DataSpec, open_source
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
@@ -17,13 +20,15 @@ from torchtitan.utils.torch_faults import replaced
 class Workers:
     """`num_workers` processes, each of which reads a consecutive share of the rank's rows."""
 
-    def __init__(self, spec: DataSpec, rows: range, start: dict[str, Any] | None):
+    def __init__(self, spec: DataSpec, share: Share, start: dict[str, Any] | None):
         """
         Args:
+            share: the rank's.
             start: merged position to continue from; None: from the beginning.
         """
         options = spec.options
-        self.shares, self.seq_len = split_rows(rows, options.num_workers), spec.seq_len
+        self.spec, self.shares = spec, [(*share, (i, options.num_workers)) for i in range(options.num_workers)]
+        self.first = start["step"] if start is not None else 0
         self.loader = DataLoader(
             _WorkerRows(spec, self.shares, start),
             batch_size=None,
@@ -35,28 +40,31 @@ class Workers:
             multiprocessing_context="forkserver",
         )
 
-    def steps(self) -> Iterator[tuple[list[Row], dict[str, Any]]]:
-        """Rows and position of each step. DataLoader takes an item from each worker in turn, so one round is a step."""
+    def steps(self) -> Iterator[Rows]:
+        """The rank's part of each step. DataLoader takes an item from each worker in turn, so one round is a step."""
         with helpers_shielded():
             items = iter(self.loader)
-        while True:
-            parts = [next(items) for _ in self.shares]
+        for step in itertools.count(self.first):
+            parts: list[Rows | str | None] = [next(items) for _ in self.shares]
             for part in parts:
                 if isinstance(part, str):
                     raise UserError(part)
-            if all(rows is None for rows, _ in parts):
+            found = [part for part in parts if isinstance(part, Rows)]
+            if not found:
                 return
-            rows: list[Row] = []
-            for (part, _), share in zip(parts, self.shares, strict=True):
+            whole = Rows([], [], [sum(e) / len(found) for e in zip(*(part.epochs for part in found), strict=True)], {})
+            for part, share in zip(parts, self.shares, strict=True):
                 # A worker whose lanes end before the others' has none.
-                rows += part or [blank_row(self.seq_len)] * len(share)
-            yield rows, merge_states([state for _, state in parts])
+                missing = 0 if isinstance(part, Rows) else len(own_rows(self.spec.at(step)[0], share))
+                whole.rows.extend(part.rows if isinstance(part, Rows) else [blank_row(self.spec.seq_len)] * missing)
+                whole.sources.extend(part.sources if isinstance(part, Rows) else [0] * missing)
+            yield replace(whole, state=merge_states([part.state for part in found]))
 
 
 class _WorkerRows(IterableDataset):
-    """A worker's share of the rows, step by step, with its position. At the end of a finite pass the rows are None."""
+    """A worker's share of the rows, step by step, with its position. At the end of a finite pass, None."""
 
-    def __init__(self, spec: DataSpec, shares: list[range], start: dict[str, Any] | None):
+    def __init__(self, spec: DataSpec, shares: list[Share], start: dict[str, Any] | None):
         self.spec, self.shares, self.start = spec, shares, start
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,14 +72,13 @@ class _WorkerRows(IterableDataset):
         assert info is not None
         become_stoppable()
         try:
-            reader = open_source(self.spec, self.spec.retry()).reader(self.shares[info.id])
-            if self.start is not None:
-                with _undivided():
-                    reader.load_state_dict(self.start)
+            sources = {one.name: open_source(self.spec, one, self.spec.retry(one)) for one in self.spec.sources}
+            with _undivided():
+                steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
             while True:
                 with _undivided():
-                    rows = reader.step()
-                yield rows, reader.state_dict()
+                    rows = next(steps, None)
+                yield rows
         except UserError as error:
             # DataLoader re-raises only exceptions that take a single string, with a traceback as their text.
             while True:

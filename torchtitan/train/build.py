@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.config.data import Source
 from torchtitan.config.derive import data_parallel_degree
 from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
@@ -70,13 +71,18 @@ def build_data(
 ) -> StepLoader:
     """The loader of `[training]` or `[validation]`. By default this rank reads every row of a step."""
     section: Training | Validation = getattr(config, key)
+    one = Source(
+        name="data", dataset=section.dataset, dataset_path=section.dataset_path, text_column=section.text_column
+    )
     if isinstance(section, Training):
         rows, first = section.global_batch_size, config.comm.init_timeout_seconds
+        sources, stages = section.sources or [one], section.stages
     else:
         rows, first = section.local_batch_size * data_parallel_degree(config), config.comm.train_timeout_seconds
+        sources, stages = [one], []
     spec = DataSpec(
-        dataset=section.dataset,
-        dataset_path=section.dataset_path,
+        sources=sources,
+        stages=stages,
         tokenizer=tokenizer,
         seq_len=section.seq_len,
         rows_per_step=rows,

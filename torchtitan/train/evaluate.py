@@ -35,7 +35,7 @@ def evaluate(
         if batch is not None:
             tokens, labels = batch.tokens, batch.labels
         else:
-            tokens = torch.zeros(loader.size, loader.spec.seq_len, dtype=torch.int64)
+            tokens = torch.zeros(loader.size(0), loader.spec.seq_len, dtype=torch.int64)
             labels = torch.full_like(tokens, IGNORE_INDEX)
         rows = compute.own_rows(tokens, labels).to(device)
         loss += compute.forward(rows).double()

@@ -1,0 +1,107 @@
+"""Which source each row of each step comes from: a function of (seed, weights, step, row) alone.
+
+At every step, each source has had its share of the rows since its weights last changed, to within one row. That is the
+chairman assignment problem (Tijdeman, "The chairman assignment problem", 1980): the k-th row of a source may come once
+its share exceeds k - 1, and must have come when its share reaches k. Giving each place to the source whose row is due
+first always succeeds (Steiner and Yeomans, "Level schedules for mixed-model, just-in-time processes", 1993).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.shuffle import mixed
+
+Slots = NDArray[np.int64]
+"""Rows of a step, by their index in it, ascending."""
+
+
+@dataclass
+class Shares:
+    """Divides rows among sources by weight, exactly: counts and weights are integers."""
+
+    weights: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    """Divided since the weights last changed."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Rows of each source since then."""
+
+    def aim(self, weights: Mapping[str, Fraction]) -> None:
+        """Divide by `weights` from now on."""
+        whole = _whole(weights)
+        if whole != self.weights:
+            self.weights, self.rows, self.counts = whole, 0, dict.fromkeys(whole, 0)
+
+    def take(self, rows: int) -> dict[str, int]:
+        """The next `rows` rows: how many of each source."""
+        self.rows += rows
+        total = sum(self.weights.values())
+        now = {name: max(self.counts[name], weight * self.rows // total) for name, weight in self.weights.items()}
+        due = [name for name, weight in self.weights.items() if now[name] * total < weight * self.rows]
+        due.sort(key=lambda name: Fraction(now[name] + 1, self.weights[name]))
+        for name in due[: self.rows - sum(now.values())]:
+            now[name] += 1
+        taken = {name: now[name] - self.counts[name] for name in now}
+        self.counts = now
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "rows": self.rows, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights, self.rows, self.counts = state["weights"], state["rows"], state["counts"]
+
+
+def _whole(weights: Mapping[str, Fraction]) -> dict[str, int]:
+    """Integers in the ratio of `weights`, without sources of weight zero."""
+    used = {name: weight for name, weight in weights.items() if weight > 0}
+    unit = Fraction(1)
+    if used:
+        unit = Fraction(np.gcd.reduce([w.numerator for w in used.values()], dtype=object)) / Fraction(
+            np.lcm.reduce([w.denominator for w in used.values()], dtype=object)
+        )
+    return {name: int(weight / unit) for name, weight in used.items()}
+
+
+def divide(shares: Shares, weights: Mapping[str, Fraction], rows: int, left: Mapping[str, int]) -> dict[str, int]:
+    """How many of the next `rows` rows come from each source.
+
+    Args:
+        weights: of all sources, at this step.
+        left: rows that a source still has, for those that end. From the step in which one ends, the others share its
+            weight.
+
+    Returns:
+        Fewer than `rows` in total if all sources end.
+    """
+    left, taken = dict(left), dict.fromkeys(weights, 0)
+    while rows:
+        shares.aim({name: weight for name, weight in weights.items() if left.get(name, 1) > 0})
+        if not shares.weights:
+            break
+        before = shares.state_dict()
+        part = shares.take(rows)
+        if ending := {name: left[name] for name, count in part.items() if name in left and count > left[name]}:
+            shares.load_state_dict(before)
+            part = ending  # their last rows
+        for name, count in part.items():
+            taken[name] += count
+            rows -= count
+            if name in left:
+                left[name] -= count
+    return taken
+
+
+def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
+    """The rows of a step that come from each source, scattered over the batch so that all ranks get some of each."""
+    total = sum(counts.values())
+    used = [name for name, count in counts.items() if count]
+    if len(used) == 1:
+        return {used[0]: np.arange(total)}
+    order = np.argsort(mixed(np.arange(total), seed, step), kind="stable")
+    cuts = np.cumsum(list(counts.values()))[:-1]
+    return {name: np.sort(part) for name, part in zip(counts, np.split(order, cuts), strict=True)}
