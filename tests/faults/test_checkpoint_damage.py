@@ -96,7 +96,7 @@ DAMAGES = {
     "nested": raw(DEEP.encode()),
     "cut manifest": cut(MANIFEST),
     "sealed list": lambda step: seal(step, "[1"),
-    "sealed nesting": lambda step: seal(step, '{"format": 2, "data": {"a": ' + DEEP),
+    "sealed nesting": lambda step: seal(step, '{"format": 3, "data": {"a": ' + DEEP),
     "checksum removed": lambda step: (step / MANIFEST).write_text(json.dumps(manifest(step), indent=1)),
     "format 1": lambda step: (step / MANIFEST).write_text(json.dumps(manifest(step) | {"format": 1}, indent=1)),
     "manifest is a folder": instead_of(MANIFEST, Path.mkdir),

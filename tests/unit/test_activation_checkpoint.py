@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Config
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import (
     _ATTENTION,
     _COMMUNICATION,
@@ -43,7 +43,7 @@ def build(**options):
 
 def run(model):
     """Loss, gradients, and what the backward computed once more."""
-    loss = cross_entropy_sum(model(TOKENS), TOKENS)
+    loss = cross_entropy(model(TOKENS), TOKENS).sum()
     with Counter() as counter:
         loss.backward()
     own = 2 * (PER_BLOCK * TINY["n_layers"] + 1)  # of each product: by its input, by its weight
@@ -108,7 +108,7 @@ def saved_bytes(model):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = cross_entropy_sum(model(TOKENS), TOKENS)
+        loss = cross_entropy(model(TOKENS), TOKENS).sum()
     return sum(sizes.values()), loss
 
 

@@ -10,7 +10,7 @@ from tests.plans import workload
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.activation_offload import _Copy, apply_activation_offload
 from torchtitan.parallel.compile import apply_compile
@@ -45,7 +45,7 @@ def run(mode, blocks):
     offload = apply_activation_offload(model, config.activation_checkpoint)
     tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 64
     for _ in range(2):
-        loss = cross_entropy_sum(model(tokens), tokens)
+        loss = cross_entropy(model(tokens), tokens).sum()
         loss.backward()
     with torch.no_grad():
         model(tokens)  # moves nothing

@@ -9,7 +9,7 @@ from torchtitan.config.schema import ActivationCheckpoint, Compile, Config
 from torchtitan.models import get_spec
 from torchtitan.models.documents import attend_documents, pack_documents
 from torchtitan.models.layers import attention_backend, document_mask
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.stage import Masks
@@ -123,7 +123,7 @@ def test_variable_length_attention_is_masked_attention(kernel, compiled, mode):
                 (plain, document_mask(documents, positions, torch.float64)),
                 (packed, pack_documents(documents, CPU)),
             ):
-                loss = cross_entropy_sum(model(tokens, None, mask), tokens)
+                loss = cross_entropy(model(tokens, None, mask), tokens).sum()
                 with Calls() as calls:
                     loss.backward()
                 results.append([loss.detach(), *(p.grad for p in model.parameters())])

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
-from torchtitan.optim.loss import chunked_loss_sum, cross_entropy_sum
+from torchtitan.optim.loss import chunked_loss, cross_entropy
 
 SPEC = get_spec("llama3")
 TINY = {"vocab_size": 512, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
@@ -34,16 +34,18 @@ def build(**overrides):
 
 def chunked(model, chunks, labels=LABELS):
     hidden = model(TOKENS, project=False)
-    return chunked_loss_sum(
-        hidden, model.output_weight, labels, project=model.project, loss=cross_entropy_sum, chunks=chunks, tp_degree=1
+    total, rows = chunked_loss(
+        hidden, model.output_weight, labels, project=model.project, loss=cross_entropy, chunks=chunks, tp_degree=1
     )
+    assert total.item() == pytest.approx(rows.sum().item(), rel=1e-6)
+    return total
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(tied, chunks):
     whole, sliced = build(tie_embeddings=tied), build(tie_embeddings=tied)
-    expected = 3 * cross_entropy_sum(whole(TOKENS), LABELS)
+    expected = 3 * cross_entropy(whole(TOKENS), LABELS).sum()
     expected.backward()
     loss = 3 * chunked(sliced, chunks)
     torch.autograd.grad(loss, sliced.output_weight, retain_graph=True)  # a backward in two parts runs it twice
@@ -59,7 +61,7 @@ def test_only_one_slice_of_the_logits_exists():
     model = build()
     weight = model.output_weight.numel()
     with Largest() as whole:
-        cross_entropy_sum(model(TOKENS), LABELS).backward()
+        cross_entropy(model(TOKENS), LABELS).sum().backward()
     assert whole.elements == max(TOKENS.numel() * 512, weight)
     with Largest() as sliced:
         chunked(model, 2).backward()
@@ -69,10 +71,10 @@ def test_only_one_slice_of_the_logits_exists():
 def test_the_weights_gradient_is_added_up_in_fp32():
     """In bf16 the sum over many slices would lose their small parts."""
     whole, sliced = build().bfloat16(), build().bfloat16()
-    cross_entropy_sum(whole(TOKENS), LABELS).backward()
+    cross_entropy(whole(TOKENS), LABELS).sum().backward()
     chunked(sliced, 16).backward()
     exact = build().bfloat16().float()
-    cross_entropy_sum(exact(TOKENS), LABELS).backward()
+    cross_entropy(exact(TOKENS), LABELS).sum().backward()
 
     def error(model):
         return (model.output.weight.grad.float() - exact.output.weight.grad).norm().item()

@@ -11,7 +11,7 @@ from tests.families import as_ours, build, twin
 from torchtitan.models import get_spec, layers
 from torchtitan.models.decoder_args import RopeScaling
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
@@ -99,7 +99,7 @@ def test_flops_formula_matches_torchs_counter(case):
         for param in model.parameters():
             param.uniform_(-0.1, 0.1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        cross_entropy_sum(model(tokens), tokens).backward()
+        cross_entropy(model(tokens), tokens).sum().backward()
     per_token = counter.get_total_flops() / tokens.numel()
     assert get_spec(family).flops_per_token(model.args, seq_len) == pytest.approx(per_token, rel=1e-6)
 
@@ -113,7 +113,7 @@ def test_logits_loss_and_gradients_equal_transformers(case):
     tokens = torch.randint(0, 160, (2, 128))
     expected, actual = theirs(tokens, labels=tokens), ours(tokens)
     assert (actual - expected.logits).abs().max() <= 1e-5 * expected.logits.abs().max()
-    loss = cross_entropy_sum(actual[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    loss = cross_entropy(actual[:, :-1], tokens[:, 1:]).sum() / tokens[:, 1:].numel()
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     loss.backward()
     expected.loss.backward()
@@ -202,7 +202,7 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     model = llama(vocab_size=4096)
     materialize(model, torch.device("cpu"), torch.device("cpu"), 0, lambda fqn: SPEC.init(fqn, model.args))
     tokens = torch.randint(0, 4096, (4, 128))
-    loss = cross_entropy_sum(model(tokens), torch.randint(0, 4096, (4, 128))) / tokens.numel()
+    loss = cross_entropy(model(tokens), torch.randint(0, 4096, (4, 128))).sum() / tokens.numel()
     # Logits of unit variance over a uniform guess add half a variance.
     assert loss.item() == pytest.approx(math.log(4096) + 0.5, abs=0.15)
 

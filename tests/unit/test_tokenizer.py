@@ -73,6 +73,56 @@ def test_llama3_special_tokens_have_their_ids(llama_folder):
 
 
 @pytest.mark.parametrize("which", ["hf", "tiktoken"])
+def test_byte_lengths_sum_to_the_bytes_of_a_text(which, llama_folder):
+    tokenizer = build_tokenizer(SHIPPED if which == "hf" else str(llama_folder))
+    lengths, documents = tokenizer.byte_lengths(), DemoDocuments(validation=True)
+    assert lengths.shape == (tokenizer.vocab_size,)
+    assert lengths[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
+    for text in [*TEXTS, *(documents[i] for i in range(5))]:
+        assert lengths[tokenizer.encode_document(text)].sum() == len(text.encode())
+
+
+def test_byte_lengths_of_tokens_that_are_not_bytes(tmp_path):
+    """As SentencePiece does: a space before the text, bytes for unknown characters, and an added token."""
+    names = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcé", "\u2581ab", "ab", "<tool>"]
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    fallback = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            added | {"id": 0, "content": "<unk>", "special": True},
+            added | {"id": 1, "content": "</s>", "special": True},
+            added | {"id": len(names) - 1, "content": "<tool>", "special": False},
+        ],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        "decoder": {"type": "Sequence", "decoders": [*fallback, {"type": "Fuse"}, strip]},
+        "model": {
+            "type": "BPE",
+            "byte_fallback": True,
+            "unk_token": "<unk>",
+            "vocab": {name: i for i, name in enumerate(names[:-1])},
+            "merges": [["a", "b"], ["\u2581", "ab"]],
+        },
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = build_tokenizer(str(tmp_path))
+    lengths = tokenizer.byte_lengths()
+    assert lengths[tokenizer.eos_id] == 0
+    for text in ("ab cab", "é 🚀  ab日", "ab<tool>"):
+        ids = tokenizer.encode(text)
+        assert 0 not in ids
+        assert tokenizer.decode(ids) == text
+        assert lengths[ids].sum() == len((" " + text).encode())
+
+
+@pytest.mark.parametrize("which", ["hf", "tiktoken"])
 def test_text_never_becomes_a_special_token(which, llama_folder):
     tokenizer = build_tokenizer(SHIPPED if which == "hf" else str(llama_folder))
     ids = tokenizer.encode("a<|end_of_text|>b")

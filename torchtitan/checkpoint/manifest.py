@@ -16,7 +16,7 @@ from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _LARGEST = 1 << 28
 """Bytes; those of a run on 100,000 ranks stay below."""
 _DEEPEST = 8
@@ -78,20 +78,56 @@ class LanePosition(Strict):
     offset: Annotated[int, Field(ge=-1, lt=2**63)]
 
 
-class DataState(Strict):
-    """The data position: rows of token files that were consumed, or a position in every lane of text."""
+class SourcePosition(Strict):
+    """Rows that were read from a source, and of text, the position in each of its lanes."""
 
-    fingerprint: dict[str, Any]
-    consumed: Count | None = None
+    rows: Count
+    lane_count: Count | None = None
     lanes: dict[str, LanePosition] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if (self.consumed is None) == (self.lanes is None):
-            raise ValueError("one of consumed and lanes is needed")
-        if self.lanes is not None and self.lanes.keys() != {str(index) for index in range(len(self.lanes))}:
+        lanes = self.lanes or {}
+        if len(lanes) != (self.lane_count or 0) or lanes.keys() != {str(index) for index in range(len(lanes))}:
             raise ValueError("lanes are missing")
         return self
+
+
+class SharesState(Strict):
+    """How the rows since the last change of weights were divided among the sources."""
+
+    weights: dict[str, Annotated[int, Field(ge=1)]]
+    rows: Count
+    counts: dict[str, Count]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.weights.keys() != self.counts.keys():
+            raise ValueError("counts are missing")
+        return self
+
+
+class SourceFingerprint(Strict):
+    dataset: str
+    contents: str
+
+
+class DataFingerprint(Strict):
+    """What a position is valid for."""
+
+    sources: dict[str, SourceFingerprint]
+    tokenizer: str
+    seq_len: Count
+    seed: Count
+
+
+class DataState(Strict):
+    """The data position."""
+
+    fingerprint: DataFingerprint
+    step: Count
+    shares: SharesState
+    sources: dict[str, SourcePosition]
 
 
 class TrainState(Strict):
@@ -122,7 +158,7 @@ def _configuration(toml: str) -> str:
 class Manifest(Strict):
     """The contents of `manifest.json`."""
 
-    format: Literal[2]
+    format: Literal[3]
     saved: str
     """Time, ISO 8601."""
     step: Count
@@ -183,6 +219,8 @@ def parse(file: bytes) -> Manifest:
         )
     if checksum != _checksum(body):
         raise ValueError("its checksum is wrong")
+    if body.startswith(b'{\n "format": 2,'):
+        raise ValueError("format 2, of an earlier version, has another data position")
     try:
         return Manifest.model_validate_json(body + b"\n}")
     except ValidationError as error:

@@ -116,7 +116,10 @@ def _page(s: Summary) -> Iterator[str]:
     yield indent(aligned(rows), "  ")
     position = dict(s.train_state.get("data", {}))
     position.pop("fingerprint", None)  # shown as "data"
-    position |= {k: f"{len(v)} positions (--json lists them)" for k, v in position.items() if isinstance(v, dict)}
+    position["sources"] = {
+        name: source | ({"lanes": "see --json"} if "lanes" in source else {})
+        for name, source in position.get("sources", {}).items()
+    }
     for title, table in (
         ("written by", s.versions | {name: value for name, value in (("git", s.git), ("ranks", s.ranks)) if value}),
         ("model", s.model),

@@ -53,8 +53,8 @@ class Stage(Section):
     """The first step of the stage, counted from 1."""
     weights: dict[Name, Annotated[float, Field(ge=0, le=10**9)]] = {}
     """New weights of sources, by name. Those not named keep theirs."""
-    lr_scale: Factor = 1.0
-    """Multiply the schedule's learning rate by this."""
+    lr_scale: Factor | None = None
+    """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1."""
     global_batch_size: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Rows per optimizer step. Default: that of the stage before."""
 

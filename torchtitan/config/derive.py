@@ -192,6 +192,12 @@ def needs_replica_axis(config: Config) -> bool:
     return config.training.dtype == "bfloat16" and in_shards
 
 
+def largest_batch(config: Config) -> int:
+    """Rows of the largest optimizer step, of all stages."""
+    t = config.training
+    return max(t.global_batch_size, *(stage.global_batch_size or 0 for stage in t.stages), 0)
+
+
 def gradient_accumulation_steps(config: Config) -> int:
-    """Forward and backward passes per optimizer step on each rank."""
-    return -(-config.training.global_batch_size // (config.training.local_batch_size * data_parallel_degree(config)))
+    """Forward and backward passes per optimizer step on each rank; in the stage with the largest batch."""
+    return -(-largest_batch(config) // (config.training.local_batch_size * data_parallel_degree(config)))

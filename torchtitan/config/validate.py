@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from torchtitan.config import mixtures
 from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
@@ -311,6 +312,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     guard_can_act,
     warn_only_needs_determinism,
     validation_sees_data,
+    *mixtures.RULES,
 )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.data.mixture import run_dry
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.reader import Rows, StepReader
 from torchtitan.data.rows import Share, blank_row
@@ -101,7 +102,7 @@ class StepLoader:
     def size(self, step: int) -> int:
         """Rows of this rank's batch at a step, counted from 0."""
         ranks = math.prod(count for _, count in self.share)
-        return -(-self.spec.at(step)[0] // (ranks * self.local_batch_size)) * self.local_batch_size
+        return -(-self.spec.at(step).rows // (ranks * self.local_batch_size)) * self.local_batch_size
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a merged position, on any number of ranks and workers, with other weights or batch sizes.
@@ -124,6 +125,33 @@ class StepLoader:
     def begin(self, step: int) -> None:
         """Start the sources from their beginnings, but the stages at `step`, counted from 0."""
         self.start = {"step": step}
+
+    def check_enough(self, steps: int) -> None:
+        """Warn of sources that end before `steps`.
+
+        Raises:
+            UserError: all do.
+        """
+        start = self.start or {}
+        positions = start.get("sources", {})
+        left = {
+            name: source.rows - positions.get(name, {"rows": 0})["rows"]
+            for name, source in self.sources.items()
+            if source.rows is not None
+        }
+        dry = run_dry(self.spec.phases, left, range(start.get("step", 0), steps))
+        section = self.spec.section
+        for name, step in dry.items():
+            logger.warning(
+                f"{section}.sources: {name} will have been read max_epochs times in step {step + 1:,} of {steps:,}; "
+                "from then on the others share its weight"
+            )
+        if left.keys() == self.sources.keys() and len(dry) == len(left):
+            last = max(dry.values())
+            raise UserError(
+                f"training.steps: all sources will have been read max_epochs times in step {last + 1:,}; set "
+                f"training.steps = {last}, or raise max_epochs"
+            )
 
     @staticmethod
     def _check_same(what: str, key: str, old: object, now: object) -> None:
@@ -186,7 +214,7 @@ class StepLoader:
         tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
         sources = torch.tensor(rows.sources + [0] * missing)
         state = rows.state | {"fingerprint": self.fingerprint}
-        return StepBatch(tokens, labels, sources, rows.epochs, self.spec.at(step)[0], state)
+        return StepBatch(tokens, labels, sources, rows.epochs, self.spec.at(step).rows, state)
 
     def _stalled(self) -> str:
         section, workers = self.spec.section, self.spec.options.num_workers

@@ -6,10 +6,11 @@ its share exceeds k - 1, and must have come when its share reaches k. Giving eac
 first always succeeds (Steiner and Yeomans, "Level schedules for mixed-model, just-in-time processes", 1993).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,3 +106,38 @@ def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
     order = np.argsort(mixed(np.arange(total), seed, step), kind="stable")
     cuts = np.cumsum(list(counts.values()))[:-1]
     return {name: np.sort(part) for name, part in zip(counts, np.split(order, cuts), strict=True)}
+
+
+class Phase(NamedTuple):
+    """Steps between two changes of the configuration."""
+
+    first: int
+    """Counted from 0."""
+    rows: int
+    """Of each step, over all ranks."""
+    weights: Mapping[str, Fraction]
+
+
+def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> dict[str, int]:
+    """In which of `steps` each source that ends gives its last row, to within a row; both counted from 0.
+
+    Args:
+        left: rows that a source still has before the first of `steps`, for those that end.
+    """
+    rest = {name: Fraction(rows) for name, rows in left.items()}
+    ended: dict[str, int] = {}
+    now = Fraction(steps.start)
+    for phase, after in zip(phases, [*(phase.first for phase in phases[1:]), math.inf], strict=True):
+        end = min(after, steps.stop)
+        while now < end:
+            weights = {name: weight for name, weight in phase.weights.items() if weight > 0 and name not in ended}
+            if not weights:
+                return ended
+            per_step = {name: phase.rows * weight / sum(weights.values()) for name, weight in weights.items()}
+            until = {name: now + rest[name] / rate for name, rate in per_step.items() if name in rest}
+            change = min([Fraction(end), *until.values()])
+            for name in until:
+                rest[name] -= (change - now) * per_step[name]
+            now = change
+            ended |= {name: max(math.ceil(now) - 1, steps.start) for name in until if until[name] == now}
+    return ended

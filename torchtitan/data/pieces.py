@@ -43,7 +43,7 @@ def pieces(text: str) -> Iterator[str]:
 
 def separable(backend: Any) -> bool:
     """Whether a tokenizer of the `tokenizers` library has the same words in pieces as in a whole text."""
-    normalizer, words = (_state(part) for part in (backend.normalizer, backend.pre_tokenizer))
+    normalizer, words = (backend_state(part) for part in (backend.normalizer, backend.pre_tokenizer))
     parts = words.get("pretokenizers", [words])
     for token in backend.get_added_tokens_decoder().values():
         # It is found in a text before the words are, unless it is a special one.
@@ -53,7 +53,8 @@ def separable(backend: Any) -> bool:
     return normalizer.get("type") in (None, "NFC") and all(map(_local, parts)) and any(map(_splits, parts))
 
 
-def _state(part: Any) -> dict[str, Any]:
+def backend_state(part: Any) -> dict[str, Any]:
+    """The settings of a part of a tokenizer of the `tokenizers` library, as in its file; none, if it lacks the part."""
     return json.loads(part.__getstate__()) if part is not None else {}
 
 

@@ -57,7 +57,7 @@ class StepReader:
 
     def _next(self) -> Rows | None:
         """None at the end of a finite pass."""
-        count, weights = self.spec.at(self.step)
+        _, count, weights = self.spec.at(self.step)
         step = StepRows(self.step, count, own_rows(count, self.share))
         left = {name: reader.left for name, reader in self.readers.items()}
         ends = {name: rows for name, rows in left.items() if rows is not None} if self.spec.infinite else {}

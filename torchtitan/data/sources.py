@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torchtitan.config import data as config
 from torchtitan.data.documents import Documents, find_files, open_documents
+from torchtitan.data.mixture import Phase
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import (
     Cursor,
@@ -52,25 +53,24 @@ class DataSpec:
         return ", ".join(source.dataset_path or source.dataset for source in self.sources)
 
     @cached_property
-    def _changes(self) -> list[tuple[int, int, dict[str, Fraction]]]:
-        """(first step, rows, weights) of each stage; steps are counted from 0."""
+    def phases(self) -> list[Phase]:
+        """What the stages make of the batch size and the weights, in order."""
         weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
-        changes = [(0, self.rows_per_step, weights)]
+        phases = [Phase(0, self.rows_per_step, weights)]
         for stage in self.stages:
-            _, rows, weights = changes[-1]
-            weights = weights | {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
-            changes.append((stage.from_step - 1, stage.global_batch_size or rows, weights))
-        return changes
+            changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
+            rows = stage.global_batch_size or phases[-1].rows
+            phases.append(Phase(stage.from_step - 1, rows, {**phases[-1].weights, **changed}))
+        return phases
 
-    def at(self, step: int) -> tuple[int, dict[str, Fraction]]:
-        """Rows of a step, counted from 0, and the sources' weights."""
-        _, rows, weights = self._changes[bisect_right(self._changes, step, key=lambda change: change[0]) - 1]
-        return rows, weights
+    def at(self, step: int) -> Phase:
+        """The phase of a step, counted from 0."""
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.first) - 1]
 
     @property
     def batch_sizes(self) -> set[int]:
         """Rows of any step."""
-        return {rows for _, rows, _ in self._changes}
+        return {phase.rows for phase in self.phases}
 
     def key(self, source: config.Source) -> str:
         """The section or table of the configuration that names a source."""
@@ -85,6 +85,8 @@ class Source(Protocol):
 
     fingerprint: str
     """Changes when the contents do."""
+    rows: int | None
+    """Until the source ends; None if it doesn't, or that isn't known."""
 
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
         """A reader of a share of the rows.
@@ -135,6 +137,8 @@ class TokenSource:
         self.files, self.spec, self.retry = files, spec, retry
         self.fingerprint = files.fingerprint
         self.epochs = source.max_epochs if spec.infinite else 1
+        self.rows = None if self.epochs is None else self.epochs * len(files)
+        """Until the source ends."""
 
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
         return TokenReader(self.files, self.spec.seed, self.epochs, self.retry, shuffled=self.spec.infinite)
@@ -144,6 +148,7 @@ class _LaneSource(ABC):
     """Rows are cut from lanes of documents."""
 
     fingerprint: str
+    rows: int | None = None
 
     def __init__(self, lanes: int, spec: DataSpec, retry: Retry):
         self.lanes, self.spec, self.retry = lanes, spec, retry

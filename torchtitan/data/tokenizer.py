@@ -5,13 +5,17 @@ Text never becomes a special token; only `bos` and `eos` add those. Imports no t
 
 import base64
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.pieces import LLAMA3_PATTERN, pieces, separable
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.pieces import LLAMA3_PATTERN, backend_state, pieces, separable
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.json_files import read_json_object
@@ -76,6 +80,21 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens spelled out."""
 
+    def byte_lengths(self) -> NDArray[np.int32]:
+        """How many UTF-8 bytes of text each token stands for, `[vocab_size]`; special tokens, none.
+
+        The sum over the ids of a text is its length in bytes, exactly for byte-level tokenizers. Tokenizers that
+        normalize text or prefix it with a space count the text they made of it.
+        """
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for token, length in self._byte_lengths().items():
+            lengths[token] = length
+        return lengths
+
+    @abstractmethod
+    def _byte_lengths(self) -> dict[int, int]:
+        """Bytes of each token, but the special ones, by id."""
+
     def encode_document(self, text: str) -> list[int]:
         """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
         return self.encode(text, bos=self.bos_id is not None, eos=True)
@@ -130,6 +149,31 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
+    def _byte_lengths(self) -> dict[int, int]:
+        added = self.backend.get_added_tokens_decoder()
+        special = {id for id, token in added.items() if token.special} | {self.bos_id, self.eos_id}
+        plain = {id: name for name, id in self.backend.get_vocab(with_added_tokens=False).items() if id not in added}
+        parts = [backend_state(part) for part in (self.backend.decoder, self.backend.pre_tokenizer)]
+        kinds = {part.get("type") for whole in parts for part in (whole, *_steps(whole))}
+        if "ByteLevel" in kinds:
+            # Each character of a token's name stands for a byte.
+            lengths = {id: len(name) for id, name in plain.items()}
+        else:
+            lengths = self._decoded_lengths(plain, byte_fallback="ByteFallback" in kinds)
+        lengths |= {id: len(token.content.encode()) for id, token in added.items()}
+        return {id: length for id, length in lengths.items() if id not in special}
+
+    def _decoded_lengths(self, tokens: dict[int, str], *, byte_fallback: bool) -> dict[int, int]:
+        """Bytes that each token adds to the text of a word before it: some decoders drop a space that begins a text.
+
+        Args:
+            byte_fallback: tokens named like <0x0A> are single bytes, which may be no text alone.
+        """
+        word = next((id for id, name in tokens.items() if name.strip("\u2581").isalpha()), next(iter(tokens), 0))
+        before = len(self.decode([word]).encode())
+        single = {id for id, name in tokens.items() if byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", name)}
+        return {id: 1 if id in single else len(self.decode([word, id]).encode()) - before for id in tokens}
+
 
 class TiktokenTokenizer(Tokenizer):
     """Llama 3's `.model`: lines of a base64 token and its rank, read by `tiktoken`."""
@@ -137,7 +181,7 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, path: Path):
         import tiktoken
 
-        ranks = _read_ranks(path)
+        self.ranks = ranks = _read_ranks(path)
         super().__init__(path)
         reserved = iter(f"<|reserved_special_token_{i}|>" for i in range(256))
         names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
@@ -153,6 +197,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))
+
+    def _byte_lengths(self) -> dict[int, int]:
+        return {id: len(token) for token, id in self.ranks.items()}
 
 
 def build_tokenizer(hf_assets_path: str) -> Tokenizer:
@@ -194,6 +241,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"model.hf_assets_path: {error}") from None
+
+
+def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a sequence of decoders or pre-tokenizers."""
+    return part.get("decoders", []) + part.get("pretokenizers", [])
 
 
 @contextmanager

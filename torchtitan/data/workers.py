@@ -55,7 +55,7 @@ class Workers:
             whole = Rows([], [], [sum(e) / len(found) for e in zip(*(part.epochs for part in found), strict=True)], {})
             for part, share in zip(parts, self.shares, strict=True):
                 # A worker whose lanes end before the others' has none.
-                missing = 0 if isinstance(part, Rows) else len(own_rows(self.spec.at(step)[0], share))
+                missing = 0 if isinstance(part, Rows) else len(own_rows(self.spec.at(step).rows, share))
                 whole.rows.extend(part.rows if isinstance(part, Rows) else [blank_row(self.spec.seq_len)] * missing)
                 whole.sources.extend(part.sources if isinstance(part, Rows) else [0] * missing)
             yield replace(whole, state=merge_states([part.state for part in found]))

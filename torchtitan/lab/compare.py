@@ -26,6 +26,7 @@ from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
 from torchtitan.train.build import build_data
+from torchtitan.train.compute import LocalBatch
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
@@ -60,7 +61,11 @@ def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observatio
     trainer = Trainer(config, setup)
     if padded:
         own_rows = trainer.parts.compute.own_rows
-        trainer.parts.compute.own_rows = lambda tokens, labels: own_rows(tokens, _padded(labels))  # type: ignore[method-assign]
+
+        def padded_rows(tokens: Tensor, labels: Tensor, sources: Tensor | None = None) -> LocalBatch:
+            return own_rows(tokens, _padded(labels), sources)
+
+        trainer.parts.compute.own_rows = padded_rows  # type: ignore[method-assign]
     try:
         gradients = _watch_gradients(trainer)
         loads, biases = _watch_experts(trainer)

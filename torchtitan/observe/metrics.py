@@ -82,12 +82,14 @@ class Metrics:
         tokens: int,
         skipped: int,
         experts: Tensor | None = None,
+        sources: Record | None = None,
     ) -> Record:
         """Record `step`.
 
         Args:
             tokens, skipped: totals of the run; the latter in steps.
             experts: from `ExpertBalance.take`.
+            sources: from `describe_sources`.
         """
         seconds = self._stopwatch.lap()
         elapsed = sum(seconds[kind] for kind in TRAINING)
@@ -111,6 +113,7 @@ class Metrics:
             "step_time_s": elapsed / max(self.steps, 1),
             "time": time.time(),
         }
+        record |= sources or {}
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)

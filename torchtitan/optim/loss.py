@@ -1,4 +1,4 @@
-"""The loss, summed over tokens: dividing by the global token count makes it exact under every layout."""
+"""The loss of each row, summed over tokens: dividing by the global token count makes it exact under every layout."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,28 +10,31 @@ from torch import Tensor
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.parallel.collectives import unsharded
 
-LossSum = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of the tokens' losses."""
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to `[batch]`, each row's sum of its tokens' losses."""
 Project = Callable[[Tensor, Tensor], Tensor]
 """Maps final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the token cross-entropies, in fp32.
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each row's sum of the token cross-entropies, in fp32.
 
     Args:
         logits: `[batch, seq, vocab]`; if sharded over the vocabulary, a DTensor, within `loss_context`.
         labels: `[batch, seq]`; `IGNORE_INDEX` is skipped.
+
+    Returns:
+        `[batch]`.
     """
     loss = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="sum"
+        logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="none"
     )
-    return unsharded(loss)
+    return unsharded(loss).view(labels.shape).sum(1)
 
 
-def chunked_loss_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, project: Project, loss: LossSum, chunks: int, tp_degree: int
-) -> Tensor:
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, project: Project, loss: RowLoss, chunks: int, tp_degree: int
+) -> tuple[Tensor, Tensor]:
     """`loss(project(hidden, weight), labels)`, slice by slice of the sequence; only one slice's logits exist at a time.
 
     The gradients are computed together with the loss, from the same logits, so the backward needs no second projection.
@@ -41,10 +44,14 @@ def chunked_loss_sum(
         hidden: `[batch, seq / tp_degree, dim]`, this rank's part of the sequence.
         labels: `[batch, seq]`.
         chunks: number of slices; divides `seq / tp_degree`.
+
+    Returns:
+        The sum over all rows, and, without a gradient, each row's loss `[batch]`.
     """
     slices = list(_slices(hidden, labels, chunks, tp_degree))
     if not torch.is_grad_enabled():
-        return torch.stack([loss(project(h, weight), y) for h, y in slices]).sum()
+        rows = torch.stack([loss(project(h, weight), y) for h, y in slices]).sum(0)
+        return rows.sum(), rows
     return _ChunkedLoss.apply(hidden, weight, slices, project, loss)
 
 
@@ -62,22 +69,23 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         slices: list[tuple[Tensor, Tensor]],
         project: Project,
-        loss: LossSum,
-    ) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
+        loss: RowLoss,
+    ) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(hidden), device=hidden.device)
         of_hidden: list[Tensor] = []
         of_weight: Tensor | None = None  # not zeros like the weight, which may have been gathered in Float8
         for part, labels in slices:
             part, whole = part.detach().requires_grad_(), weight.detach().requires_grad_()
             with torch.enable_grad():
-                value = loss(project(part, whole), labels)
-            gradients = torch.autograd.grad(value, (part, whole))
-            total += value.detach()
+                of_rows = loss(project(part, whole), labels)
+                gradients = torch.autograd.grad(of_rows.sum(), (part, whole))
+            rows += of_rows.detach()
             of_hidden.append(gradients[0])
             of_weight = gradients[1].float() if of_weight is None else of_weight.add_(gradients[1])
         assert of_weight is not None
         ctx.save_for_backward(torch.cat(of_hidden, dim=1), of_weight.to(weight.dtype))
-        return total
+        ctx.mark_non_differentiable(rows)
+        return rows.sum(), rows
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

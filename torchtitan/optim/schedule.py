@@ -1,9 +1,11 @@
 """The learning rate as a pure function of the step."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.config import schema
+from torchtitan.config.data import Stage
 from torchtitan.optim.optimizer import AnyOptimizer
 
 
@@ -30,12 +32,16 @@ def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
 class LRSchedule:
     """Sets the learning rate of the next step. Its state is the number of steps so far."""
 
-    def __init__(self, optimizer: AnyOptimizer, peak: float, schedule: schema.LRScheduler):
+    def __init__(
+        self, optimizer: AnyOptimizer, peak: float, schedule: schema.LRScheduler, stages: Sequence[Stage] = ()
+    ):
         self.optimizer, self.peak, self.schedule, self.steps = optimizer, peak, schedule, 0
+        self.scales = [(stage.from_step - 1, stage.lr_scale) for stage in stages if stage.lr_scale is not None]
 
     def apply(self) -> float:
         """Set the optimizer's learning rates for the current step; returns the rate before per-group scales."""
-        rate = self.peak * lr_factor(self.steps, self.schedule)
+        scale = next((scale for first, scale in reversed(self.scales) if first <= self.steps), 1.0)
+        rate = self.peak * lr_factor(self.steps, self.schedule) * scale
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         return rate

@@ -26,8 +26,9 @@ from torchtitan.config.stages import PipelineStages
 from torchtitan.models.layers import Mask, document_mask
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From a microbatch's output of the last stage and its labels `[microbatch, seq]` to its share of the batch's loss."""
+Loss = Callable[[Tensor, Tensor, int], Tensor]
+"""From a microbatch's output of the last stage, its labels `[microbatch, seq]`, and the index of its first row in the
+batch, to its share of the batch's loss."""
 
 _FORWARD = {
     _ComputationType.FORWARD,
@@ -152,7 +153,7 @@ class Pipeline:
         """Run all microbatches.
 
         This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's target can be more
-        than a tensor: the loss function and the labels.
+        than a tensor: the loss function, the labels, and their place in the batch.
         """
         size = self.stages.microbatch_size
         masks = None if documents is None else self._masks(documents.split(size))
@@ -165,7 +166,7 @@ class Pipeline:
         if 0 in self.own_stages:
             inputs = [(part,) for part in tokens.split(size)]
         if len(self.stages.modules) - 1 in self.own_stages:
-            targets, losses = [(loss, part) for part in labels.split(size)], []
+            targets, losses = [(loss, part, i * size) for i, part in enumerate(labels.split(size))], []
         schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
         self._sends.end()
         for stage in schedule._stages:
@@ -245,9 +246,9 @@ def build_schedule(
     return schedule
 
 
-def _loss_of(output: Tensor, target: tuple[Loss, Tensor]) -> Tensor:
-    loss, labels = target
-    return loss(output, labels)
+def _loss_of(output: Tensor, target: tuple[Loss, Tensor, int]) -> Tensor:
+    loss, labels, first = target
+    return loss(output, labels, first)
 
 
 def one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel import mesh as meshes
 from torchtitan.plan.tracer import Tracer
 
@@ -179,15 +179,15 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         ctx.save_for_backward(logits, labels, logits.new_empty(labels.shape, dtype=torch.float32))
-        return logits.new_empty((), dtype=torch.float32)
+        return logits.new_empty(len(labels), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return torch.empty_like(ctx.saved_tensors[0]), None
 
 
-def fused_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """The memory footprint of a compiled `cross_entropy_sum`, without its value."""
+def fused_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The memory footprint of a compiled `cross_entropy`, without its value."""
     if isinstance(logits, DTensor):
         group = logits.device_mesh.get_group()
         for _ in range(2):  # each token's largest logit, and its sum of exponentials
@@ -196,5 +196,5 @@ def fused_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return _FusedLoss.apply(logits, labels)
 
 
-LOSSES = {False: cross_entropy_sum, True: fused_cross_entropy_sum}
+LOSSES = {False: cross_entropy, True: fused_cross_entropy}
 """By whether the loss is compiled."""

@@ -15,9 +15,10 @@ from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.optim.loss import LossSum, cross_entropy_sum
+from torchtitan.optim.loss import RowLoss, cross_entropy
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
+from torchtitan.optim.sources import SourceTally
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import local_positions
 from torchtitan.parallel.fsdp import accumulation
@@ -48,9 +49,11 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     loader = build_data(config, "training", setup.tokenizer, **share)
     held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
     models = parallelize(config, setup.spec, setup.args, setup.stages, mesh, device)
-    compute = build_compute(config, setup, mesh, device, models, config.training)
+    names = [source.name for source in config.training.sources]
+    tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
+    compute = build_compute(config, setup, mesh, device, models, config.training, tally=tally)
     optimizer = build_optimizer(models, config.optimizer)
-    schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
+    schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler, config.training.stages)
     validation = None
     if held_out is not None:
         validation = held_out, build_compute(config, setup, mesh, device, models, config.validation)
@@ -105,7 +108,8 @@ def build_compute(
     models: list[FSDPModule],
     section: Training | Validation,
     *,
-    loss: LossSum = cross_entropy_sum,
+    loss: RowLoss = cross_entropy,
+    tally: SourceTally | None = None,
 ) -> Compute:
     """Build what runs `models` on batches of `[training]` or `[validation]`."""
     p, training = config.parallelism, config.training
@@ -132,5 +136,15 @@ def build_compute(
         pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
-    options = {"document_end": document_end, "dtype": dtype, "pin": pin, "weighs_tokens": setup.n_experts > 0}
-    return Compute(models, positions, pipeline, model_loss, accumulation(config), **options)
+    return Compute(
+        models,
+        positions,
+        pipeline,
+        model_loss,
+        accumulation(config),
+        document_end=document_end,
+        dtype=dtype,
+        pin=pin,
+        weighs_tokens=setup.n_experts > 0,
+        tally=tally,
+    )

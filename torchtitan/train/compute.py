@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models.layers import document_mask
-from torchtitan.optim.loss import LossSum, chunked_loss_sum
+from torchtitan.optim.loss import RowLoss, chunked_loss
+from torchtitan.optim.sources import SourceTally
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.tensor import loss_context
@@ -27,27 +28,31 @@ class LocalBatch:
     """`[batch, seq]`."""
     documents: Tensor | None
     """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows."""
+    sources: Tensor | None = None
+    """`[batch]`, the data source of each row, by its index in the configuration; None: it doesn't matter."""
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
-        tokens, labels = self.tokens.split(size), self.labels.split(size)
-        documents = [None] * len(tokens) if self.documents is None else self.documents.split(size)
-        return [LocalBatch(*part) for part in zip(tokens, labels, documents, strict=True)]
+        parts = [None if rows is None else rows.split(size) for rows in vars(self).values()]
+        count = len(self.tokens.split(size))
+        return [LocalBatch(*part) for part in zip(*(part or [None] * count for part in parts), strict=True)]
 
     def pinned(self) -> "LocalBatch":
         """In page-locked memory, from which copies to the device need no wait."""
-        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), self.documents)
+        sources = None if self.sources is None else self.sources.pin_memory()
+        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), self.documents, sources)
 
     def to(self, device: torch.device) -> "LocalBatch":
         tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
-        return LocalBatch(tokens, labels, self.documents)
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        return LocalBatch(tokens, labels, self.documents, sources)
 
 
 @dataclass(frozen=True)
 class ModelLoss:
     """The summed loss of what a model returns: logits, or final hidden states if the loss is chunked."""
 
-    of_logits: LossSum
+    of_logits: RowLoss
     chunks: int
     """Slices of the sequence whose logits exist one at a time."""
     tp_degree: int
@@ -60,11 +65,16 @@ class ModelLoss:
         """The model returns logits."""
         return self.chunks == 1
 
-    def __call__(self, model: Any, output: Tensor, labels: Tensor) -> Tensor:
-        """The loss of `output`, which the last module returned for tokens with `labels` `[batch, seq]`."""
+    def __call__(self, model: Any, output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of `output`, which the last module returned for tokens with `labels` `[batch, seq]`.
+
+        Returns:
+            A scalar, and, without a gradient, each row's part of it `[batch]`.
+        """
         if self.project:
-            return self.of_logits(output, labels)
-        return chunked_loss_sum(
+            rows = self.of_logits(output, labels)
+            return rows.sum(), rows.detach()
+        return chunked_loss(
             output,
             model.output_weight,
             labels,
@@ -94,6 +104,7 @@ class Compute:
         dtype: torch.dtype,
         pin: bool = False,
         weighs_tokens: bool = False,
+        tally: SourceTally | None = None,
     ):
         """
         Args:
@@ -102,20 +113,25 @@ class Compute:
             dtype: of the activations.
             pin: put batches into page-locked memory.
             weighs_tokens: the model is a mixture of experts, and takes the weight of each token in the loss.
+            tally: adds up the losses of each data source.
         """
         self.models, self.positions, self.pipeline = models, positions, pipeline
         self.loss, self.accumulation = loss, accumulation
         self.document_end, self.dtype, self.pin = document_end, dtype, pin
-        self.weighs_tokens = weighs_tokens
+        self.weighs_tokens, self.tally = weighs_tokens, tally
         self._columns = positions.cpu()  # the loader's rows are on the host
 
-    def own_rows(self, tokens: Tensor, labels: Tensor) -> LocalBatch:
-        """This rank's part of whole rows `[batch, seq_len]`."""
+    def own_rows(self, tokens: Tensor, labels: Tensor, sources: Tensor | None = None) -> LocalBatch:
+        """This rank's part of whole rows `[batch, seq_len]`.
+
+        Args:
+            sources: `[batch]`, the data source of each row.
+        """
         documents = None
         if self.document_end is not None:
             ends = (tokens == self.document_end).long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
-        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents)
+        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents, sources if self.tally else None)
         return rows.pinned() if self.pin else rows
 
     def own_part(self, rows: Tensor) -> Tensor:
@@ -133,8 +149,11 @@ class Compute:
             This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is elsewhere.
         """
 
-        def share(output: Tensor, labels: Tensor) -> Tensor:
-            return self._summed(output, labels) / total
+        def share(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+            summed, of_rows = self.loss(self.models[-1], output, labels)
+            if self.tally is not None and rows.sources is not None:
+                self.tally.add(rows.sources[first : first + len(labels)], of_rows, labels)
+            return summed / total
 
         weights = (rows.labels != IGNORE_INDEX) / total if self.weighs_tokens else None
         with self.loss.context():
@@ -160,8 +179,8 @@ class Compute:
         own = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
 
-    def _summed(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.models[-1], output, labels)
+    def _summed(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+        return self.loss(self.models[-1], output, labels)[0]
 
     def reshard(self) -> None:
         """Free gathered weights. FSDP keeps some after a forward without a backward."""

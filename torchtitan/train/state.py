@@ -96,6 +96,8 @@ class RunState:
             self.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:
             self.loader.load_state_dict(state["data"])
+        else:
+            self.loader.begin(self.progress.step)
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Return to an earlier step of this run; the data continues where it is."""

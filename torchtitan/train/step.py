@@ -127,7 +127,7 @@ def forward_backward(
         update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
-    rows = parts.compute.own_rows(batch.tokens, batch.labels)
+    rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
     local_tokens = int((rows.labels != IGNORE_INDEX).sum())
     loss, norm, total, own = gradients(parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm)
     if update is not None:

@@ -19,6 +19,8 @@ from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.metrics import Metrics
 from torchtitan.observe.profiler import Profiler
 from torchtitan.observe.replicas import check_replicas
+from torchtitan.observe.sinks import Record
+from torchtitan.observe.sources import describe_sources
 from torchtitan.observe.stragglers import Stragglers
 from torchtitan.observe.watch import Watch
 from torchtitan.parallel.collectives import AnyRank
@@ -88,6 +90,7 @@ class Trainer:
         self.state = RunState(self.progress, self.parts.schedule, self.parts.loader, self.guard)
         note("loading a checkpoint")
         restore(config, setup, self.parts.models, self.checkpointer, self.state)
+        self.parts.loader.check_enough(config.training.steps)
         write_config(config)
         note("starting the metrics")
         self._observe(about, torchtitan.IMPORTED if self.owns_process_group else began)
@@ -179,6 +182,7 @@ class Trainer:
         seed_step(config.debug.seed, progress.step, self.parts.mesh.dp_rank)
         with phase("data", f"{DATA} from {self.parts.loader.name}"):
             batch = next(batches)
+        self.guard.spikes.rows_per_step = batch.count
         with device_syncs(report=config.debug.report_device_syncs and progress.first_loss is not None):
             result = train_step(
                 self.parts,
@@ -189,12 +193,14 @@ class Trainer:
                 approve=lambda loss, grad_norm: self.guard.approve(step, loss, grad_norm),
                 before_update=self._wait_staged,
             )
-        progress.data = batch.state
+        progress.data, self._epochs = batch.state, batch.epochs
         if earlier := self.guard.handle_spike():
             self.state.rewind(earlier.train_state)
             self.metrics.rewind(earlier.step)
             if self.parts.experts is not None:
                 self.parts.experts.take()
+            if self.parts.compute.tally is not None:
+                self.parts.compute.tally.clear()
             prepare_weights(self.parts, config)
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
@@ -235,9 +241,20 @@ class Trainer:
             tokens=progress.tokens,
             skipped=progress.skipped,
             experts=None if self.parts.experts is None else self.parts.experts.take(),
+            sources=self._sources(),
         )
         self.ledger.heartbeat(progress.step)
         self.stragglers.check(record, self.device)
+
+    def _sources(self) -> Record:
+        """What a record says of each data source, over the steps since the last one."""
+        config, tally = self.config.training, self.parts.compute.tally
+        if tally is None:
+            return {}
+        sums = tally.take(self.parts.mesh, self._epochs)
+        positions = self.progress.data["sources"]
+        tokens = [positions[source.name]["rows"] * config.seq_len for source in config.sources]
+        return describe_sources([source.name for source in config.sources], sums, tokens)
 
     def _check_replicas(self, _: StepResult) -> None:
         step, freq = self.progress.step, self.config.guard.weight_hash_freq
