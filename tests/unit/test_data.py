@@ -346,7 +346,6 @@ def test_unknown_dataset_lists_the_known_ones():
     [
         ({"seq_len": 48}, "training.seq_len"),
         ({"seed": 9}, "debug.seed"),
-        ({"rows": 16}, "training.global_batch_size"),
         ({"path": "other"}, "training.dataset"),
     ],
 )

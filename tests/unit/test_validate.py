@@ -13,6 +13,7 @@ FLOAT8 = ["--model.converters=float8"]
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
 ELASTIC = ["--fault_tolerance.elastic"]
+SOURCES = "--training.sources=[{name = 'a'}, {name = 'b'}]"
 CASES = {
     "degrees_fill_the_world": [
         (8, ["--parallelism.data_parallel_shard_degree=3"], "there are 8 ranks; set data_parallel_shard_degree = 8",
@@ -176,6 +177,30 @@ CASES = {
     ],
     "validation_sees_data": [
         (1, ["--validation.enable", "--validation.steps=0"], "-1 for the whole data set", ["--validation.steps=-1"]),
+    ],
+    "sources_are_named_once": [
+        (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
+        (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
+    ],
+    "sources_replace_the_dataset": [
+        (1, [SOURCES, "--training.dataset=c4"], "make it one of them", ["--training.dataset=demo"]),
+        (1, [SOURCES, "--training.dataset_path=/tmp"], "make it one of them", ["--training.dataset_path=none"]),
+    ],
+    "stages_follow_each_other": [
+        (1, [SOURCES, "--training.stages=[{from_step = 5}, {from_step = 4}]"], "from_step 4 follows that of step 5",
+         ["--training.stages=[{from_step = 4}, {from_step = 5}]"]),
+        (1, [SOURCES, "--training.stages=[{from_step = 5, weights = {ab = 1}}]"], "did you mean ",
+         ["--training.stages=[{from_step = 5, weights = {a = 1}}]"]),
+        (1, [SOURCES, "--training.stages=[{from_step = 5, weights = {a = 0, b = 0}}]"], "no source with a weight",
+         ["--training.stages=[{from_step = 5, weights = {a = 0, b = 1}}]"]),
+        (1, ["--training.sources=[{name = 'a', weight = 0}]"], "no source has a weight above 0", [SOURCES]),
+    ],
+    "stages_divide": [
+        (2, ["--training.stages=[{from_step = 5, global_batch_size = 20}]"], "= 16; set it to 16 or 32",
+         ["--training.stages=[{from_step = 5, global_batch_size = 32}]"]),
+        (3, [*ELASTIC, "--checkpoint.enable", "--training.global_batch_size=8",
+             "--training.stages=[{from_step = 5, global_batch_size = 2}]"], "set 3 or more",
+         ["--training.stages=[{from_step = 5, global_batch_size = 3}]"]),
     ],
 }  # fmt: skip
 

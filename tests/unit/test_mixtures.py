@@ -1,0 +1,240 @@
+"""Mixtures: exact shares at every step, one order under every layout, and positions that survive any change."""
+
+import itertools
+import json
+import logging
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runs import write_corpus
+from tests.unit.test_data import SEQ, TOKENIZER, corpora, take  # noqa: F401
+from torchtitan.config.data import DataLoader, Source, Stage
+from torchtitan.data.loader import build_loader
+from torchtitan.data.mixture import Shares, divide, place
+from torchtitan.data.rows import merge_states
+from torchtitan.data.shuffle import permute
+from torchtitan.data.sources import DataSpec
+from torchtitan.data.token_files import write_token_file
+from torchtitan.optim.schedule import LRSchedule
+from torchtitan.utils.errors import UserError
+
+STAGES = [
+    Stage(from_step=4, weights={"tokens": 0.25, "stream": 2}),
+    Stage(from_step=6, global_batch_size=12),
+    Stage(from_step=9, weights={"text": 0}, global_batch_size=4),
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(corpora):  # noqa: F811
+    return [
+        Source(name="text", dataset_path=str(corpora["jsonl"]), weight=3),
+        Source(name="tokens", dataset_path=str(corpora["tokens"]), weight=1.5),
+        Source(name="stream", dataset=str(corpora["shards"])),
+    ]
+
+
+def loader(sources, rank=0, degree=1, *, stages=STAGES, rows=8, **options):
+    spec = DataSpec(
+        sources=sources,
+        stages=stages,
+        tokenizer=TOKENIZER,
+        seq_len=SEQ,
+        rows_per_step=rows,
+        seed=3,
+        infinite=True,
+        options=DataLoader(**options),
+    )
+    return build_loader(spec, dp_rank=rank, dp_degree=degree)
+
+
+def batches(loader, count):
+    try:
+        return list(itertools.islice(iter(loader), count))
+    finally:
+        loader.close()
+
+
+def resumed(sources, state, *args, **options):
+    out = loader(sources, *args, **options)
+    out.load_state_dict(json.loads(json.dumps(state)))  # as a checkpoint's manifest keeps it
+    return out
+
+
+def test_shares_are_met_within_a_row_at_every_step():
+    draw = random.Random(0)
+    for _ in range(300):
+        weights = {
+            str(i): Fraction(str(draw.choice([draw.random(), draw.random() ** 6, 1, 0.001, 5])))
+            for i in range(draw.randint(1, 9))
+        }
+        total, rows, shares = sum(weights.values()), 0, Shares()
+        counts = dict.fromkeys(weights, 0)
+        for _ in range(40):
+            size = draw.choice([1, 1, 2, 3, 8, 64])
+            rows += size
+            taken = divide(shares, weights, size, {})
+            assert sum(taken.values()) == size
+            for name, count in taken.items():
+                assert count >= 0
+                counts[name] += count
+                assert abs(counts[name] - rows * weights[name] / total) < 1
+
+
+def test_places_are_scattered():
+    """All places are taken once, and both halves of the batch get some of each source."""
+    for step in range(50):
+        slots = place({"a": 60, "b": 30, "c": 10}, seed=0, step=step)
+        assert sorted(np.concatenate(list(slots.values())).tolist()) == list(range(100))
+        assert all(0.2 < (part < 50).mean() < 0.8 for part in list(slots.values())[:2])
+
+
+@pytest.mark.parametrize(("degree", "workers"), [(2, 0), (4, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_the_batch_depends_neither_on_ranks_nor_on_resumes(mixture, degree, workers):
+    """Through changes of weights and batch size: read by one rank, and by several that resume on another number."""
+    whole = batches(loader(mixture), 12)
+    assert [len(batch.tokens) for batch in whole] == [8] * 5 + [12] * 3 + [4] * 4
+    state, ranks, at = None, degree, 0
+    for steps in (2, 4, 3, 3):
+        readers = [loader(mixture, rank, ranks, num_workers=workers) for rank in range(ranks)]
+        if state is not None:
+            readers = [resumed(mixture, state, rank, ranks, num_workers=workers) for rank in range(ranks)]
+        parts = [batches(reader, steps) for reader in readers]
+        for i, batch in enumerate(zip(*parts, strict=True)):
+            for field in ("tokens", "labels", "sources"):
+                joined = torch.cat([getattr(part, field) for part in batch])
+                assert torch.equal(joined, getattr(whole[at + i], field)), field
+        state = merge_states([part[-1].state for part in parts])
+        assert state == whole[at + steps - 1].state
+        at, ranks = at + steps, {degree: 1, 1: degree}[ranks]
+
+
+def test_each_stage_has_its_weights(mixture):
+    counts = [torch.bincount(batch.sources, minlength=3).tolist() for batch in batches(loader(mixture), 14)]
+    for first, last, weights in ((0, 3, (3, 1.5, 1)), (3, 8, (3, 0.25, 2)), (8, 14, (0, 0.25, 2))):
+        rows = np.sum(counts[first:last], axis=0)
+        share = np.array(weights) / sum(weights)
+        assert np.abs(rows - share * rows.sum()).max() < 1
+
+
+def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeypatch):
+    """Its windows come in the order of its own epochs; then the others share its weight. The end is foretold."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    text, tokens, _ = mixture
+    twice = tokens.model_copy(update={"max_epochs": 2, "weight": 9.0})
+    reading = loader([text, twice], stages=[])
+    files = reading.sources["tokens"].files
+    found = batches(reading, 60)
+    rows = [(ids, step) for step, b in enumerate(found) for ids in b.tokens[b.sources == 1].tolist()]
+    order = [permute(k, len(files), 3, epoch) for epoch in (0, 1) for k in range(len(files))]
+    windows = [files.window(index)[:SEQ].tolist() for index in order]
+    assert [ids[: len(window)] for (ids, _), window in zip(rows, windows, strict=True)] == windows
+    last = rows[-1][1]
+    assert all((batch.sources == 0).all() for batch in found[last + 1 :])
+    with caplog.at_level("WARNING", "torchtitan"):
+        reading.check_enough(60)
+    assert f"tokens will have been read max_epochs times in step {last + 1} of 60" in caplog.text
+
+    alone = loader([twice], stages=[])
+    with pytest.raises(UserError, match=r"training.steps: all sources .* set training.steps = (\d+)"):
+        alone.check_enough(60)
+    with pytest.raises(UserError, match="all have been read max_epochs times after"):
+        batches(alone, 60)
+
+
+def test_only_token_files_can_end(mixture):
+    with pytest.raises(UserError, match=r"training.sources.text.max_epochs: .*torchtitan tokenize"):
+        loader([mixture[0].model_copy(update={"max_epochs": 1}), mixture[1]])
+
+
+def test_a_resumed_run_may_add_and_drop_sources(mixture, caplog, monkeypatch):
+    """Every source goes on where it was, and one that comes back too."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    text, tokens, stream = mixture
+
+    def rows_of(name, found, sources):
+        index = [source.name for source in sources].index(name)
+        return [row for batch in found for row in batch.tokens[batch.sources == index].tolist()]
+
+    alone = rows_of("tokens", batches(loader([tokens], stages=[]), 12), [tokens])
+    first, second, third = [text, tokens], [tokens.model_copy(update={"weight": 5}), stream], [stream, tokens, text]
+    a = batches(loader(first, stages=[]), 3)
+    with caplog.at_level("INFO", "torchtitan"):
+        b = batches(resumed(second, a[-1].state, stages=[]), 3)
+    assert "from here on also stream" in caplog.text
+    assert "no longer text; their positions are kept" in caplog.text
+    counts = torch.bincount(torch.cat([batch.sources for batch in b]), minlength=2).tolist()
+    assert abs(counts[0] - 24 * 5 / 6) < 1, "weights take effect from this step"
+    c = batches(resumed(third, b[-1].state, stages=[]), 3)
+    found = [row for part, sources in ((a, first), (b, second), (c, third)) for row in rows_of("tokens", part, sources)]
+    assert found == alone[: len(found)]
+    for state in (a[-1].state, b[-1].state):
+        assert state["sources"]["text"] == a[-1].state["sources"]["text"]
+    assert c[-1].state["sources"]["text"]["rows"] > a[-1].state["sources"]["text"]["rows"]
+
+
+@pytest.mark.parametrize("sizes", [(8, 12, 4), (6, 4, 9), (8, 3, 16)])
+def test_text_keeps_its_position_under_another_batch_size(corpora, sizes):  # noqa: F811
+    """Each lane of a naive packer is read from its beginning without a gap, evenly."""
+    texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
+    lanes = []
+    for lane in range(sizes[0]):
+        chosen = [divmod(k, len(texts)) for k in range(lane, 60 * sizes[0], sizes[0])]
+        documents = [TOKENIZER.encode_document(texts[permute(slot, len(texts), 3, epoch)]) for epoch, slot in chosen]
+        ids = list(itertools.chain(*documents))
+        lanes.append([ids[i : i + SEQ] for i in range(0, len(ids), SEQ)])
+    source, state, read = [Source(name="data", dataset_path=str(corpora["jsonl"]))], None, [0] * sizes[0]
+    for size in sizes:
+        for count in (sizes[0], sizes[0]):  # a turn of all lanes
+            reading = loader(source, stages=[], rows=size)
+            if state is not None:
+                reading = resumed(source, state, stages=[], rows=size)
+            found = batches(reading, count)
+            state = found[-1].state
+            for batch in found:
+                for row in batch.tokens.tolist():
+                    read[next(i for i, lane in enumerate(lanes) if lane[read[i]] == row)] += 1
+        assert max(read) - min(read) <= 1, "evenly"
+    assert sum(read) == 2 * sizes[0] * sum(sizes)
+
+
+def test_fewer_documents_than_rows_are_each_read_once_an_epoch(tmp_path):
+    path = write_corpus(tmp_path / "few.jsonl", documents=3)
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    ids = sorted(i for text in texts for i in TOKENIZER.encode_document(text)[1:])
+    spec = DataSpec(
+        sources=[Source(name="data", dataset_path=str(path))],
+        tokenizer=TOKENIZER, seq_len=SEQ, rows_per_step=8, seed=3, infinite=False, options=DataLoader(),
+    )  # fmt: skip
+    labels = torch.cat([labels for _, labels, _ in take(build_loader(spec), 10_000)])
+    assert sorted(labels[labels >= 0].tolist()) == ids
+
+
+def test_a_stage_scales_the_learning_rate():
+    from torchtitan.config.schema import LRScheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    optimizer.param_groups[0]["lr_scale"] = 1.0
+    stages = [Stage(from_step=3, lr_scale=0.5), Stage(from_step=4, global_batch_size=8), Stage(from_step=5, lr_scale=2)]
+    schedule = LRSchedule(optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages)
+    rates = []
+    for _ in range(6):
+        rates.append(schedule.apply())
+        schedule.advance()
+    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.2, 0.2])
+
+
+def test_huge_files_are_opened_by_their_description(tmp_path):
+    """A sparse file of a terabyte; a window of it is read, not the file."""
+    path = tmp_path / "huge.bin"
+    meta = write_token_file(path, [[1, 5, 6]], TOKENIZER, {})
+    tokens = 500_000_000_000
+    with path.open("r+b") as file:
+        file.truncate(2 * tokens)
+    path.with_suffix(".json").write_text(json.dumps(meta | {"tokens": tokens}))
+    reading = loader([Source(name="huge", dataset_path=str(path))], stages=[])
+    assert batches(reading, 2)[-1].state["sources"]["huge"]["rows"] == 16
