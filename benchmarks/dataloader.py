@@ -22,10 +22,10 @@ from torchtitan.data.tokenizer import build_tokenizer
 ROWS, SEQ_LEN = 8, 2048
 
 
-def measure(path: Path | None, steps: int) -> tuple[float, float]:
+def measure(sources: list[Source], steps: int) -> tuple[float, float]:
     """Tokens per wall second and per CPU-second, after the first step (which opens the files)."""
     spec = DataSpec(
-        sources=[Source(name="data", dataset="demo", dataset_path=None if path is None else str(path))],
+        sources=sources,
         tokenizer=build_tokenizer("./tests/assets/tokenizer"),
         seq_len=SEQ_LEN,
         rows_per_step=ROWS,
@@ -56,9 +56,17 @@ def main() -> None:
         jsonl.write_text("".join(json.dumps({"text": demo[i]}) + "\n" for i in range(len(demo))))
         with contextlib.redirect_stdout(io.StringIO()):
             tokenize.main(["--input", "demo", "--output", f"{folder}/tokens", "--workers", "1"])
-        for name, path in {"demo text": None, "local JSONL": jsonl, "token files": Path(folder, "tokens")}.items():
-            wall, cpu = measure(path, options.steps)
-            print(f"{name:12} {wall:12,.0f} tokens/s {cpu:12,.0f} tokens per CPU-second")
+        tokens = Source(name="tokens", dataset_path=f"{folder}/tokens")
+        kinds = {
+            "demo text": [Source(name="demo")],
+            "local JSONL": [Source(name="jsonl", dataset_path=str(jsonl))],
+            "token files": [tokens],
+            "8 x JSONL": [Source(name=f"{i}", dataset_path=str(jsonl), weight=1 + i) for i in range(8)],
+            "8 x token files": [tokens.model_copy(update={"name": f"{i}", "weight": 1 + i}) for i in range(8)],
+        }
+        for name, sources in kinds.items():
+            wall, cpu = measure(sources, options.steps)
+            print(f"{name:15} {wall:12,.0f} tokens/s {cpu:12,.0f} tokens per CPU-second", flush=True)
 
 
 if __name__ == "__main__":

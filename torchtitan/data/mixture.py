@@ -30,10 +30,13 @@ class Shares:
     """Divided since the weights last changed."""
     counts: dict[str, int] = field(default_factory=dict)
     """Rows of each source since then."""
+    _aimed: Mapping[str, Fraction] = field(default_factory=dict)
 
     def aim(self, weights: Mapping[str, Fraction]) -> None:
         """Divide by `weights` from now on."""
-        whole = _whole(weights)
+        if weights == self._aimed:
+            return
+        self._aimed, whole = weights, _whole(weights)
         if whole != self.weights:
             self.weights, self.rows, self.counts = whole, 0, dict.fromkeys(whole, 0)
 
@@ -54,6 +57,7 @@ class Shares:
         return {"weights": self.weights, "rows": self.rows, "counts": self.counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._aimed = {}
         self.weights, self.rows, self.counts = state["weights"], state["rows"], state["counts"]
 
 
