@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torchtitan.config.command_line import show_help
 from torchtitan.config.derive import derive, gradient_accumulation_steps
 from torchtitan.config.load import LoadedConfig, load_config
+from torchtitan.config.lr_schedule import cuts
 from torchtitan.config.schema import Config
 from torchtitan.config.validate import validate
 
@@ -48,4 +49,5 @@ def complete(loaded: LoadedConfig, world: int) -> Resolved:
     """
     config, formulas = derive(loaded.config, world)
     validate(config, world, loaded.sources)
-    return Resolved(config, loaded.sources, formulas, loaded.warnings)
+    warnings = [*loaded.warnings, *cuts(loaded.config, formulas, loaded.sources)]
+    return Resolved(config, loaded.sources, formulas, warnings)

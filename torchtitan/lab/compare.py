@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.config import resolve
-from torchtitan.config.schema import Config, Optimizer
+from torchtitan.config.optim import Optimizer
+from torchtitan.config.schema import Config
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.optimizer import OptimizerInBackward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from torchtitan.config import schema
+from torchtitan.config.optim import Optimizer
 from torchtitan.optim.muon import StackedMuon
 from torchtitan.parallel.collectives import SquaredNorm, local
 from torchtitan.utils.torch_faults import keep_muon_updates_sharded
@@ -156,7 +156,7 @@ class NarrowAdam(torch.optim.Optimizer):
             local(state[slot]).copy_(value)
 
 
-def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) -> AnyOptimizer:
+def build_optimizer(models: Sequence[nn.Module], optimizer: Optimizer) -> AnyOptimizer:
     """Build the optimizer of all parameters.
 
     Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon)
@@ -179,7 +179,7 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) ->
     return made[0] if len(made) == 1 else _Joined(made)
 
 
-def _make(optimizer: schema.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make(optimizer: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """One optimizer, for groups that all have the same "muon": the dimensions of what it updates, 0 for AdamW."""
     if groups[0]["muon"] == 3:
         momentum, steps = optimizer.muon_momentum, optimizer.muon_ns_steps

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from torchtitan.config import schema
+from torchtitan.config.optim import LRScheduler
 from torchtitan.optim.optimizer import AnyOptimizer
 
 
-def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
+def lr_factor(step: int, schedule: LRScheduler) -> float:
     """Fraction of the peak learning rate at `step`, counted from 0: warm-up, stable phase, decay.
 
     The n warm-up steps have 1/n, 2/n, ..., 1. The decay reaches `min_lr_factor` one step after the last, so every step
@@ -23,14 +23,16 @@ def lr_factor(step: int, schedule: schema.LRScheduler) -> float:
     if decay <= 0 or into <= 0:
         return 1.0
     t = min(into / (decay + 1), 1.0) if step < total else 1.0
-    shape = {"linear": 1 - t, "sqrt": 1 - math.sqrt(t), "cosine": (1 + math.cos(math.pi * t)) / 2}[schedule.decay_type]
+    shape = {"linear": 1 - t, "sqrt": 1 - math.sqrt(t), "cosine": (1 + math.cos(math.pi * t)) / 2}[
+        schedule.decay_type or "linear"
+    ]
     return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * shape
 
 
 class LRSchedule:
     """Sets the learning rate of the next step. Its state is the number of steps so far."""
 
-    def __init__(self, optimizer: AnyOptimizer, peak: float, schedule: schema.LRScheduler):
+    def __init__(self, optimizer: AnyOptimizer, peak: float, schedule: LRScheduler):
         self.optimizer, self.peak, self.schedule, self.steps = optimizer, peak, schedule, 0
 
     def apply(self) -> float:
