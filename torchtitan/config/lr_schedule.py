@@ -17,8 +17,6 @@ Derived = tuple[str, Any, str]
 """(key, value, formula)."""
 
 SHAPES = ("linear", "sqrt", "cosine")
-NAMES = ("wsd", *SHAPES, "constant")
-"""The built-in values of `lr_scheduler.name`."""
 _WSD_DECAY = 0.2
 """As in Hägele et al., arXiv:2405.18392."""
 

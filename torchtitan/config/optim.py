@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from torchtitan.config.registry import optimizers, schedules
 from torchtitan.config.section import Section
 from torchtitan.config.types import Decay, Dtype, Factor, Fraction, LearningRate, Name, Steps, StepsOrZero
 
@@ -22,8 +23,9 @@ class ParamGroup(Section):
 class Optimizer(Section):
     """The optimizer. Norm weights and biases get no weight decay."""
 
-    name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
-    """Optimizer class of `torch.optim`. `Muon` trains the blocks' matrices and AdamW the other parameters."""
+    name: Annotated[Name, Field(examples=[*optimizers.built_in])] = "AdamW"
+    """`Adam`, `AdamW`, `Muon` (trains the blocks' matrices, and AdamW the other parameters), or an optimizer that
+    `experimental.custom_import` registers."""
     lr: LearningRate = 8e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
@@ -55,7 +57,7 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Learning rate schedule: linear warm-up, constant, decay."""
 
-    name: Name | None = None
+    name: Annotated[Name, Field(examples=[*schedules.built_in])] | None = None
     """`cosine`, `linear` or `sqrt`: decay in this shape from the end of warm-up on. `wsd`: stay constant, then decay
     over the last `decay_ratio` of the steps (default 0.2). `constant`: never decay. Or a schedule that
     `experimental.custom_import` registers. Default: as `decay_ratio` and `decay_type` say."""

@@ -179,6 +179,11 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
         lines += [""]
         if only_changed and len(lines) == begin + 2:
             del lines[begin:]
+    for name, table in config.custom.tables.items():
+        lines += [f"[custom.{_toml_key(name)}]"]
+        entries = dict(table) if isinstance(table, BaseModel | dict) else {}
+        lines += [f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in entries.items() if v is not None]
+        lines += [""]
     return "\n".join(lines)
 
 

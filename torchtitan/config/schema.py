@@ -11,6 +11,7 @@ from pydantic import Field
 from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
 from torchtitan.config.optim import LRScheduler, Optimizer
 from torchtitan.config.quantize import Quantize
+from torchtitan.config.registry import Custom, losses
 from torchtitan.config.section import Section
 from torchtitan.config.types import (
     Degree,
@@ -84,6 +85,8 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Log to Weights & Biases. Needs the `wandb` package; set the project and entity with `WANDB_PROJECT` and
     `WANDB_TEAM`."""
+    sinks: Annotated[list[Name], Field(max_length=100)] = []
+    """Also send all records to these sinks, which `experimental.custom_import` registers."""
 
 
 class Model(Section):
@@ -96,6 +99,9 @@ class Model(Section):
     hf_assets_path: LocalPath = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, optionally, Hugging Face weights. A
     relative path that does not exist is also looked up in the project's folder."""
+    tokenizer: Name | None = None
+    """A tokenizer that `experimental.custom_import` registers; it gets `hf_assets_path`. Default: the one in that
+    folder."""
     converters: list[
         Literal[
             "float8",
@@ -118,8 +124,8 @@ class Training(Section):
     """Data, batch, precision and length of the run."""
 
     dataset: Name = "demo"
-    """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, or a name for
-    the files of `dataset_path`."""
+    """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, a source that
+    `experimental.custom_import` registers, or a name for the files of `dataset_path`."""
     dataset_path: LocalPath | None = None
     """Read local files instead of downloading: a file, folder or glob of JSONL, text or Parquet (also compressed), or
     of token files written by `torchtitan tokenize`."""
@@ -141,6 +147,8 @@ class Training(Section):
     """Tokens per row."""
     document_mask: bool = False
     """Restrict attention to each token's own document; other documents in the row are masked."""
+    loss: Annotated[Name, Field(examples=[*losses.built_in])] = "cross_entropy"
+    """Loss of each token: `cross_entropy`, or one that `experimental.custom_import` registers. For validation too."""
     loss_chunks: SeqLen = 1
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory of the full logits,
     which a large vocabulary makes big."""
@@ -425,7 +433,8 @@ class Experimental(Section):
     """Extension points."""
 
     custom_import: Name = ""
-    """Import this Python module before the model is looked up. It can register models of its own."""
+    """Import this Python module first. It can register models, optimizers, schedules, losses, data sources, tokenizers
+    and metric sinks, which the configuration then chooses by name."""
 
 
 class Config(Section):
@@ -450,3 +459,4 @@ class Config(Section):
     guard: Guard = Guard()
     debug: Debug = Debug()
     experimental: Experimental = Experimental()
+    custom: Custom = Custom()

@@ -2,11 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config.data import DataLoader
+from torchtitan.data.custom import is_stream, open_custom
 from torchtitan.data.documents import Documents, find_files, open_documents
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import Cursor, DocumentCursor, Lane, LaneReader, RowReader, TokenReader, lanes_of
@@ -31,6 +33,8 @@ class DataSpec:
     options: DataLoader
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
+    custom: Callable[..., Any] | None = None
+    """Makes the data of a registered source."""
 
     @property
     def name(self) -> str:
@@ -62,9 +66,12 @@ def open_source(spec: DataSpec, retry: Retry) -> Source:
 
 
 def _open(spec: DataSpec, retry: Retry) -> Source:
-    if spec.dataset_path is not None and (pattern := _token_files(spec.dataset_path)):
+    if spec.custom is None and spec.dataset_path is not None and (pattern := _token_files(spec.dataset_path)):
         key = f"{spec.section}.dataset_path"
         return TokenSource(TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key), spec, retry)
+    if spec.custom is not None:
+        made = open_custom(spec.custom, spec.dataset, spec.dataset_path, spec.section)
+        return StreamSource(made, spec, retry) if is_stream(made) else DocumentSource(made, spec, retry)
     documents = open_documents(spec.dataset, spec.dataset_path, spec.section)
     if documents is not None:
         return DocumentSource(documents, spec, retry)

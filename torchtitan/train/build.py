@@ -9,12 +9,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.derive import data_parallel_degree
+from torchtitan.config.registry import data_sources
 from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.optim.loss import LossSum, cross_entropy_sum
+from torchtitan.optim.loss import LossSum, build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.compile import compiled_loss
@@ -48,8 +49,8 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
     models = parallelize(config, setup.spec, setup.args, setup.stages, mesh, device)
     compute = build_compute(config, setup, mesh, device, models, config.training)
-    optimizer = build_optimizer(models, config.optimizer)
-    schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
+    optimizer = build_optimizer(models, config.optimizer, config.custom)
+    schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler, config.custom)
     validation = None
     if held_out is not None:
         validation = held_out, build_compute(config, setup, mesh, device, models, config.validation)
@@ -84,6 +85,7 @@ def build_data(
         infinite=key == "training",
         options=section.dataloader,
         section=key,
+        custom=data_sources.chosen(section.dataset, config.custom),
     )
     limits = first / 2, config.comm.train_timeout_seconds / 2
     return build_loader(
@@ -99,14 +101,18 @@ def build_compute(
     models: list[FSDPModule],
     section: Training | Validation,
     *,
-    loss: LossSum = cross_entropy_sum,
+    loss: LossSum | None = None,
 ) -> Compute:
-    """Build what runs `models` on batches of `[training]` or `[validation]`."""
+    """Build what runs `models` on batches of `[training]` or `[validation]`.
+
+    Args:
+        loss: instead of the one that `training.loss` names.
+    """
     p, training = config.parallelism, config.training
     balanced = bool(p.context_parallel_load_balancer)
     positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
     model_loss = ModelLoss(
-        compiled_loss(loss, config.compile),
+        compiled_loss(loss or build_loss(training.loss, config.custom), config.compile),
         chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
