@@ -324,7 +324,7 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
                 counter.phases.clear()
                 with counter:
                     tokens = torch.zeros(shape, dtype=torch.int64).pin_memory()
-                    batch = StepBatch(tokens, tokens.clone().pin_memory(), {})
+                    batch = StepBatch(tokens, tokens.clone().pin_memory(), {}, len(tokens))
                     step.train_step(
                         parts,
                         batch,

@@ -1,16 +1,43 @@
-"""The examples of the documentation: packages that change the model without a fork."""
+"""The examples of the documentation: one file each, that changes one thing without a fork."""
 
+import csv
 import logging
+import math
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from tests.examples import gated_attention
+from tests.examples import all_at_once, arithmetic, characters, gated_attention, z_loss
+from tests.runs import SAVE, SCHEDULE, arguments, losses, train
+from torchtitan.config import resolve
+from torchtitan.config.registry import data_sources, tokenizers
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.lab import parity
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.schedule import LRSchedule
 
 GATED = [f"--experimental.custom_import={gated_attention.__name__}", "--model.name=llama3_gated"]
+ALL = [
+    f"--experimental.custom_import={all_at_once.__name__}",
+    "--optimizer.name=lion",
+    "--optimizer.lr=1e-3",
+    "--lr_scheduler.name=inverse_sqrt",
+    "--training.loss=z_loss",
+    "--custom.z_loss.coefficient=0.1",
+    "--training.dataset=arithmetic",
+    "--training.dataset_path=none",
+    "--custom.arithmetic.largest=99",
+    "--model.tokenizer=characters",
+    "--metrics.sinks=csv_file",
+    '--custom.csv_file.columns=["step", "loss", "lr", "grad_norm"]',
+]
+TP = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]
 
 
 def check(argv):
@@ -41,3 +68,130 @@ def test_open_gates_are_llama():
             block.attention.wo.weight.mul_(2)
         torch.testing.assert_close(gated(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
         assert not torch.allclose(ungated, plain(tokens), atol=1e-2)
+
+
+# ---- all kinds in one run
+
+
+def columns(folder: Path) -> dict[str, list[float]]:
+    with (folder / "out/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """Eight steps on one rank: the run, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return ranks(1, train, arguments(folder, SCHEDULE, *ALL, steps=8))[0], folder
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (TP, ["--training.loss_chunks=4"]),
+        pytest.param(
+            ["--parallelism.pipeline_parallel_degree=2", "--optimizer.implementation=foreach"],
+            ["--compile.enable", "--compile.backend=aot_eager", *TP],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_everything_together_trains_and_resumes_on_other_layouts(ranks, whole, tmp_path, first, second):
+    alone, folder = whole
+    argv = arguments(tmp_path, SCHEDULE, *ALL, *SAVE, steps=8)
+    ranks(2, train, [*argv, *first, "--training.steps=5"], timeout=240)
+    resumed = ranks(2, train, [*argv, *second], timeout=240)[0]
+    assert losses(resumed) == pytest.approx(losses(alone), rel=1e-4)
+    assert columns(tmp_path).keys() == {"step", "loss", "lr", "grad_norm"}
+    for name, values in columns(folder).items():
+        assert columns(tmp_path)[name] == pytest.approx(values, rel=1e-3), name
+        assert values == [record[name] for record in alone["metrics"]]
+    # The sign of a mean near zero depends on rounding; a few weights move by the learning rate the other way.
+    for name, value in alone["weights"].items():
+        moved = (value - alone["initial"][name]).abs().mean()
+        assert (resumed["weights"][name] - value).abs().mean() < 1e-3 * moved, name
+
+
+def test_the_effective_configuration_repeats_the_run(whole):
+    _, folder = whole
+    config = resolve([f"--job.config_file={folder / 'out/config.toml'}"], 1).config
+    assert config.custom.tables["arithmetic"] == arithmetic.Keys(largest=99)
+    assert config.custom.tables["z_loss"] == z_loss.Keys(coefficient=0.1)
+    assert config.custom.tables["lion"].beta2 == 0.99
+    flags = [f"--job.dump_folder={folder / 'out'}", *ALL, *arguments(folder, SCHEDULE, steps=8)]
+    assert resolve([*flags, *ALL], 1).config.custom == config.custom
+
+
+# ---- each against its formula
+
+
+def test_lion_moves_by_the_sign_of_a_running_mean():
+    model = nn.Linear(3, 2)
+    argv = [*ALL[:3], "--custom.lion.beta1=0.5", "--optimizer.weight_decay=0.25"]
+    config = resolve(argv, 1).config
+    optimizer = build_optimizer([model], config.optimizer, config.custom)
+    expected, mean = model.weight.detach().double().clone(), torch.zeros(2, 3, dtype=torch.float64)
+    torch.manual_seed(0)
+    for step in range(4):
+        gradient = torch.randn(2, 3)
+        model.weight.grad, model.bias.grad = gradient, torch.zeros(2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate = 0.1 / (step + 1)
+        optimizer.step()
+        direction = (0.5 * mean + 0.5 * gradient).sign()
+        expected = expected - rate * direction - rate * 0.25 * expected
+        mean = 0.99 * mean + 0.01 * gradient
+        torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("flags", "timescale"), [([], 5), (["--custom.inverse_sqrt.timescale=9"], 9)])
+def test_inverse_sqrt_is_that_of_transformers(flags, timescale):
+    hf = pytest.importorskip("transformers.optimization")
+    argv = ["--training.steps=40", "--lr_scheduler.warmup_steps=5", "--lr_scheduler.min_lr_factor=0.2"]
+    config = resolve([ALL[0], ALL[3], *argv, *flags], 1).config
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 1.0}], lr=1.0)
+    theirs = hf.get_inverse_sqrt_schedule(optimizer, num_warmup_steps=5, timescale=timescale)
+    ours = LRSchedule(optimizer, 1.0, config.lr_scheduler, config.custom)
+    for step in range(40):
+        optimizer.step()
+        theirs.step()
+        (factor,) = theirs.get_last_lr()
+        assert ours.apply() == pytest.approx(factor if step < 5 else 0.2 + 0.8 * factor)
+        ours.advance()
+
+
+def test_z_loss_is_its_formula():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 4, 7, requires_grad=True), torch.randint(0, 7, (3, 4))
+    labels[0, 1:] = labels[2] = -100
+    values = z_loss.z_loss(z_loss.Keys(coefficient=0.3))(logits, labels)
+    exact = logits.detach().double().requires_grad_()
+    entropy = F.cross_entropy(exact.transpose(1, 2), labels, reduction="none")
+    expected = (entropy + 0.3 * exact.exp().sum(-1).log() ** 2 * (labels >= 0)).sum(1)
+    torch.testing.assert_close(values.double(), expected)
+    assert values[2] == 0
+    (ours,), (theirs,) = torch.autograd.grad(values.sum(), logits), torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_z_loss_has_the_gradients_of_one_process(ranks):
+    argv = [*ALL[:1], *ALL[4:5], "--custom.z_loss.coefficient=1.0", *TP]
+    for passed, text in ranks(2, check, argv, timeout=240):
+        assert passed, text
+
+
+def test_worker_processes_can_make_tokenizer_and_source_again():
+    config = resolve([*ALL, "--custom.characters.alphabet=abc?"], 1).config
+    tokenizer = build_tokenizer("anywhere", tokenizers.chosen("characters", config.custom))
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode_document("cab!") == [2, 0, 1, 3, 4] == tokenizer.encode_document("cab!")
+    assert again.decode([2, 0, 1, 3, 4]) == "cab?<end>"
+    assert again.fingerprint == tokenizer.fingerprint != characters.Characters(Path(), characters.Keys()).fingerprint
+    make = pickle.loads(pickle.dumps(data_sources.chosen("arithmetic", config.custom)))
+    sums = make(None)
+    for i in (0, 123_456):
+        lines = sums[i].splitlines()
+        assert lines == data_sources.chosen("arithmetic", config.custom)(None)[i].splitlines()
+        assert all(eval(line.replace("=", "==")) for line in lines)
+        assert math.log10(max(int(line.split()[0]) for line in lines)) < 2

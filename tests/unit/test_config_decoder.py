@@ -177,13 +177,6 @@ def test_numbers_are_finite(key, value):
     assert problem.startswith(f"--{key}: got {value}")
 
 
-def test_the_largest_decay_ratio_named_is_legal():
-    argv = ["--training.steps=3000", "--lr_scheduler.warmup_steps=1000"]
-    with pytest.raises(ConfigError, match=r"at most 0\.666"):
-        resolve([*argv, "--lr_scheduler.decay_ratio=0.667"], 1)
-    resolve([*argv, "--lr_scheduler.decay_ratio=0.666"], 1)
-
-
 def test_wrong_degrees_bring_no_advice_about_the_batch(toml):
     file = toml("[parallelism]\ndata_parallel_shard_degree = 3\n[training]\nglobal_batch_size = 32\n")
     with pytest.raises(ConfigError) as error:
@@ -213,6 +206,11 @@ def test_help_of_one_section(capsys):
     assert "--training.dataloader.num_workers" in text
     assert "--optimizer.lr" not in text
     assert all(f"--{key}  " in help_text() for key in FIELDS)
+    text = help_text("training.sources")
+    assert text.count("\n[") == 1
+    assert "[[training.sources]]  A part of a mixture." in text
+    assert "\n  name  string  (default: required)\n" in text
+    assert "\n  weight  number 0 to 10^9  (default: 1.0)\n" in text
     with pytest.raises(ConfigError, match=r"no section 'lr_schedule' .*did you mean 'lr_scheduler'"):
         resolve(["--help", "lr-schedule"], 1)
     with pytest.raises(SystemExit) as done:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.config.schema import LRScheduler, Optimizer, ParamGroup
+from torchtitan.config import resolve
+from torchtitan.config.optim import LRScheduler, Optimizer, ParamGroup
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule, lr_factor
 
@@ -27,19 +28,113 @@ def test_stable_phase_then_decay_over_the_last_share():
     assert factors[15:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
-@pytest.mark.parametrize(
-    ("decay_type", "shape"),
-    [
-        ("linear", lambda t: 1 - t),
-        ("sqrt", lambda t: 1 - math.sqrt(t)),
-        ("cosine", lambda t: 0.5 * (1 + math.cos(math.pi * t))),
-    ],
-)
+SHAPES = {
+    "linear": lambda t: 1 - t,
+    "sqrt": lambda t: 1 - math.sqrt(t),
+    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+}
+
+
+@pytest.mark.parametrize(("decay_type", "shape"), SHAPES.items())
 def test_decay_shapes_end_at_the_floor(decay_type, shape):
     factors = curve(9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
     assert factors == pytest.approx([0.1 + 0.9 * shape((i + 1) / 10) for i in range(9)])
     beyond = lr_factor(50, LRScheduler(total_steps=9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1))
     assert beyond == pytest.approx(0.1)
+
+
+def named(name, *flags, steps=40, warmup=8):
+    """The factor at every step, and the effective configuration."""
+    argv = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={warmup}", f"--lr_scheduler.name={name}", *flags]
+    schedule = resolve(argv, 1).config.lr_scheduler
+    return [lr_factor(step, schedule) for step in range(steps)], schedule
+
+
+def ramp(schedule):
+    """`schedule(t)` after 8 steps of warm-up; `t` runs over 32 steps and reaches 1 one step after the last."""
+    return [(step + 1) / 8 for step in range(8)] + [schedule((step + 1) / 33) for step in range(32)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_decays_from_the_end_of_warmup(name):
+    factors, schedule = named(name, "--lr_scheduler.min_lr_factor=0.1")
+    assert factors == pytest.approx(ramp(lambda t: 0.1 + 0.9 * SHAPES[name](t)))
+    assert (schedule.decay_type, schedule.decay_ratio) == (name, None)
+
+
+def test_constant_never_decays():
+    factors, _ = named("constant")
+    assert factors == ramp(lambda t: 1.0)
+
+
+@pytest.mark.parametrize(("flags", "decay"), [((), 8), (("--lr_scheduler.decay_ratio=0.5",), 20)])
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+def test_wsd_stays_constant_and_then_decays(shape, flags, decay):
+    flags += (f"--lr_scheduler.decay_type={shape}",) if shape else ()
+    factors, _ = named("wsd", *flags)
+    tail = [SHAPES[shape or "linear"]((i + 1) / (decay + 1)) for i in range(decay)]
+    assert factors == pytest.approx(ramp(lambda t: 1.0)[: 40 - decay] + tail)
+
+
+def test_without_a_name_the_schedule_is_that_of_its_keys():
+    flags = ["--training.steps=40", "--lr_scheduler.warmup_steps=8"]
+    schedule = resolve([*flags, "--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.decay_type=sqrt"], 1).config
+    assert [lr_factor(step, schedule.lr_scheduler) for step in range(40)] == named(
+        "wsd", "--lr_scheduler.decay_type=sqrt"
+    )[0]
+    schedule = resolve(flags, 1).config.lr_scheduler
+    assert [lr_factor(step, schedule) for step in range(40)] == named("linear")[0]
+
+
+def test_named_schedules_are_those_of_torch_and_transformers():
+    """Theirs count from the step after: factor 0 at step 0, and at the end the floor, one step after ours."""
+    hf = pytest.importorskip("transformers.optimization")
+
+    def theirs(make, **options):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler, out = make(optimizer, **options), []
+        for _ in range(40):
+            optimizer.step()
+            scheduler.step()
+            out.append(scheduler.get_last_lr()[0])
+        return out
+
+    whole = {"num_warmup_steps": 8, "num_training_steps": 41}
+    assert named("linear")[0] == pytest.approx(theirs(hf.get_linear_schedule_with_warmup, **whole))
+    assert named("cosine")[0] == pytest.approx(theirs(hf.get_cosine_schedule_with_warmup, **whole))
+    assert named("constant")[0] == pytest.approx(theirs(hf.get_constant_schedule_with_warmup, num_warmup_steps=8))
+    parts = {"num_warmup_steps": 8, "num_stable_steps": 24, "num_decay_steps": 9, "min_lr_ratio": 0.1}
+    for ours, shape in {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}.items():
+        factors, _ = named("wsd", f"--lr_scheduler.decay_type={ours}", "--lr_scheduler.min_lr_factor=0.1")
+        after_warmup = theirs(hf.get_wsd_schedule, decay_type=shape, **parts)[8:]  # theirs starts from the floor
+        assert factors[8:] == pytest.approx(after_warmup)
+    floor = ["--lr_scheduler.min_lr_factor=0.1"]
+    torchs = torch.optim.lr_scheduler
+    linear = theirs(torchs.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=41)
+    assert named("linear", *floor, warmup=0)[0] == pytest.approx(linear)
+    cosine = theirs(torchs.CosineAnnealingLR, T_max=41, eta_min=0.1)
+    assert named("cosine", *floor, warmup=0)[0] == pytest.approx(cosine)
+
+
+def test_a_short_run_cuts_a_long_schedule_with_a_warning(tmp_path):
+    """A file for 1000 steps with `--training.steps`: as TorchTitan 0.2, warm-up first, then what is left decays."""
+    file = tmp_path / "long.toml"
+    file.write_text("[training]\nsteps = 1000\n[lr_scheduler]\nwarmup_steps = 200\ndecay_ratio = 0.8\n")
+    resolved = resolve(["--config", str(file), "--training.steps=10"], 1)
+    schedule = resolved.config.lr_scheduler
+    assert [lr_factor(step, schedule) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert resolved.warnings == [
+        f"{file}:4: lr_scheduler.warmup_steps: 200 cut to total_steps 10",
+        f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 0 steps, which 10 warmup_steps leave of 10",
+    ]
+    resolved = resolve(["--config", str(file), "--training.steps=300", "--lr_scheduler.warmup_steps=100"], 1)
+    schedule = resolved.config.lr_scheduler
+    factors = [lr_factor(step, schedule) for step in range(300)]
+    assert factors == pytest.approx([(s + 1) / 100 for s in range(100)] + [1 - (i + 1) / 201 for i in range(200)])
+    assert resolved.warnings == [
+        f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 200 steps, which 100 warmup_steps leave of 300"
+    ]
+    assert resolve(["--config", str(file)], 1).warnings == []
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])

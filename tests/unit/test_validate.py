@@ -129,9 +129,15 @@ CASES = {
         (1, ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"], "set both to bfloat16",
          ["--training.mixed_precision_param=bfloat16"]),
     ],
-    "decay_follows_warmup": [
-        (1, ["--training.steps=100", "--lr_scheduler.warmup_steps=30", "--lr_scheduler.decay_ratio=0.8"], "at most 0.7",
-         ["--lr_scheduler.decay_ratio=0.7"]),
+    "keys_agree": [
+        (1, ["--lr_scheduler.name=constant", "--lr_scheduler.decay_ratio=0.1"], "never decays; remove decay_ratio, or",
+         ["--lr_scheduler.name=wsd"]),
+        (1, ["--lr_scheduler.name=constant", "--lr_scheduler.min_lr_factor=0.1"], "never decays; remove min_lr_factor",
+         ["--lr_scheduler.name=wsd"]),
+        (1, ["--lr_scheduler.name=cosine", "--lr_scheduler.decay_type=sqrt"], '"sqrt" contradicts lr_scheduler.name',
+         ["--lr_scheduler.name=wsd"]),
+        (1, ["--lr_scheduler.name=sqrt", "--lr_scheduler.decay_ratio=0.1"], 'name = "wsd" and decay_type = "sqrt"',
+         ["--lr_scheduler.name=wsd", "--lr_scheduler.decay_type=sqrt"]),
     ],
     "retention_is_safe": [
         (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
@@ -251,6 +257,7 @@ def test_derived_values_and_their_formulas():
         "training.global_batch_size",
         "lr_scheduler.total_steps",
         "lr_scheduler.warmup_steps",
+        "lr_scheduler.decay_type",
     }
     assert gradient_accumulation_steps(resolve([*argv, "--training.global_batch_size=96"], 8).config) == 4
 

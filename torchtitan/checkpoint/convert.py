@@ -16,9 +16,10 @@ from torchtitan.checkpoint.hf_folder import read_hf_config
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.checkpoint.state import check_own_model
 from torchtitan.config.load import load_config
+from torchtitan.config.registry import import_custom
 from torchtitan.config.render import to_toml_value
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models import ModelSpec, get_spec, import_custom, spec_of_hf
+from torchtitan.models import ModelSpec, get_spec, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
 from torchtitan.utils.files import write_whole

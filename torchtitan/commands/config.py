@@ -15,7 +15,8 @@ from torchtitan.utils.text import aligned, count, plural
 def explain(resolved: Resolved) -> str:
     """One line per key: its value, and `default`, `file:line`, flag or formula."""
     rows = []
-    for key in FIELDS:
+    custom = [f"custom.{name}.{key}" for name, keys in resolved.config.custom.tables.items() for key, _ in keys]
+    for key in (*FIELDS, *custom):
         value: object = resolved.config
         for part in key.split("."):
             value = getattr(value, part)

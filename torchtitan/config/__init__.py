@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from torchtitan.config.command_line import show_help
 from torchtitan.config.derive import derive, gradient_accumulation_steps
+from torchtitan.config.extend import extend
 from torchtitan.config.load import LoadedConfig, load_config
+from torchtitan.config.lr_schedule import cuts
 from torchtitan.config.schema import Config
 from torchtitan.config.validate import validate
 
@@ -41,11 +43,13 @@ def resolve(argv: list[str], world: int) -> Resolved:
 
 
 def complete(loaded: LoadedConfig, world: int) -> Resolved:
-    """Derive and validate what was loaded, for `world` ranks.
+    """Import the user's module, derive and validate, for `world` ranks.
 
     Raises:
-        ConfigError: every broken rule.
+        ConfigError: every mistake that the first failing stage finds.
     """
-    config, formulas = derive(loaded.config, world)
+    given = extend(loaded.config, loaded.sources)
+    config, formulas = derive(given, world)
     validate(config, world, loaded.sources)
-    return Resolved(config, loaded.sources, formulas, loaded.warnings)
+    warnings = [*loaded.warnings, *cuts(given, formulas, loaded.sources)]
+    return Resolved(config, loaded.sources, formulas, warnings)

@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchtitan.config import lr_schedule
+from torchtitan.config.lr_schedule import Derived
 from torchtitan.config.schema import ActivationCheckpoint, Config, Parallelism
-
-Derived = tuple[str, Any, str]
-"""(key, value, formula)."""
-
 
 DEGREE_KEYS = {
     "pp": "pipeline_parallel_degree",
@@ -103,26 +101,12 @@ def _global_batch(config: Config, world: int) -> Derived | None:
     return "training.global_batch_size", t.local_batch_size * dp, text
 
 
-def _total_steps(config: Config, world: int) -> Derived | None:
-    if config.lr_scheduler.total_steps is not None:
-        return None
-    return "lr_scheduler.total_steps", config.training.steps, "training.steps"
-
-
-def _warmup(config: Config, world: int) -> Derived | None:
-    s = config.lr_scheduler
-    if s.total_steps is None or s.warmup_steps <= s.total_steps:
-        return None
-    return "lr_scheduler.warmup_steps", s.total_steps, f"{s.warmup_steps} cut to total_steps {s.total_steps}"
-
-
 RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
     _copies,
     _shard_degree,
     _expert_degree,
     _global_batch,
-    _total_steps,
-    _warmup,
+    *lr_schedule.DERIVED,
 )
 """Applied in order: a later rule sees the values of earlier ones."""
 

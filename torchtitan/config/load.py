@@ -20,6 +20,7 @@ from torchtitan.config.compat import (
     drop_unsupported,
     rename_old_keys,
 )
+from torchtitan.config.extend import unknown_names
 from torchtitan.config.keys import FIELDS, Setting, place, prefixes
 from torchtitan.config.messages import explain_errors
 from torchtitan.config.schema import Config
@@ -55,6 +56,8 @@ def load_config(argv: list[str]) -> LoadedConfig:
     convert_attention_flavor(given, warnings)
     known = drop_unsupported(given, _SUGGESTED, problems)
     config = _validate(known, problems)
+    if "experimental.custom_import" not in known:  # else that module may register more, and isn't imported here
+        problems += unknown_names(known)
     if problems or config is None:
         raise ConfigError(sorted(problems, key=_file_order))
     return LoadedConfig(config, {key: setting.where for key, setting in known.items()}, warnings)

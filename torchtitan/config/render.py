@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date, time
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -67,7 +67,25 @@ def _sections() -> dict[str, tuple[type[BaseModel], list[tuple[str, Any]]]]:
     return sections
 
 
+def _lists_of_tables(fields: list[tuple[str, Any]]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """(key, class of an element) of those keys that are lists of tables."""
+    for key, info in fields:
+        element = get_args(info.annotation)[0] if get_origin(info.annotation) is list else None
+        if isinstance(element, type) and issubclass(element, BaseModel):
+            yield key, element
+
+
+def _documented() -> Iterator[tuple[str, str, type[BaseModel], list[tuple[str, Any]]]]:
+    """(name, header in TOML, class, keys) of every section and of every list of tables, which follows its section."""
+    for name, (model, fields) in _sections().items():
+        yield name, f"[{name}]", model, fields
+        for key, element in _lists_of_tables(fields):
+            yield key, f"[[{key}]]", element, list(element.model_fields.items())
+
+
 def _default(info: Any) -> str:
+    if info.is_required():
+        return "required"
     value = info.get_default(call_default_factory=True)
     return "unset" if value is None else to_toml_value(value)
 
@@ -78,18 +96,19 @@ def help_text(section: str | None = None) -> str:
     Raises:
         ConfigError: there is no such section.
     """
-    sections = _sections()
+    sections = [name for name, *_ in _documented()]
     if section is not None and section not in sections:
         hint = did_you_mean(section, sections)
         raise ConfigError([f"--help: no section {section!r} (sections: {', '.join(sections)}){hint}"])
     lines = ["Flags are --section.key value or --section.key=value; - and _ are the same; a bare flag is true.", ""]
     lines += ["--config FILE (or --job.config_file) reads a TOML file; flags override it.", ""]
     lines += ["--help SECTION shows one section.", ""]
-    for name, (model, fields) in sections.items():
+    for name, header, model, fields in _documented():
         if section is None or f"{name}.".startswith(f"{section}."):
-            lines += [f"[{name}]  {model.__doc__}"]
+            lines += [f"{header}  {model.__doc__}"]
             for key, info in fields:
-                lines += [f"  --{key}  {type_name(info.annotation, info.metadata)}  (default: {_default(info)})"]
+                flag = f"--{key}" if "." in key else key
+                lines += [f"  {flag}  {type_name(info.annotation, info.metadata)}  (default: {_default(info)})"]
                 lines += [f"      {line.strip()}" for line in info.description.splitlines()]
             lines += [""]
     return "\n".join(lines)
@@ -101,12 +120,13 @@ def markdown() -> str:
         "# Configuration reference",
         "",
         "Generated from the schema by `torchtitan config --markdown`. Every key is also a flag:",
-        "`--section.key value`.",
+        "`--section.key value`. A list of tables, `[[section.key]]`, is given as one value:",
+        "`--section.key '[{...}, {...}]'`.",
         "",
     ]
-    for name, (model, fields) in _sections().items():
+    for _, header, model, fields in _documented():
         lines += [
-            f"## [{name}]",
+            f"## {header}",
             "",
             (model.__doc__ or "").strip(),
             "",
@@ -159,6 +179,11 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
         lines += [""]
         if only_changed and len(lines) == begin + 2:
             del lines[begin:]
+    for name, table in config.custom.tables.items():
+        lines += [f"[custom.{_toml_key(name)}]"]
+        entries = dict(table) if isinstance(table, BaseModel | dict) else {}
+        lines += [f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in entries.items() if v is not None]
+        lines += [""]
     return "\n".join(lines)
 
 

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
+from torchtitan.config.optim import LRScheduler, Optimizer
 from torchtitan.config.quantize import Quantize
+from torchtitan.config.registry import Custom, losses
 from torchtitan.config.section import Section
 from torchtitan.config.types import (
-    Decay,
     Degree,
+    Dtype,
     Factor,
     FilePrefix,
     Fraction,
@@ -21,7 +23,6 @@ from torchtitan.config.types import (
     Layers,
     LayersOrAll,
     LayersOrZero,
-    LearningRate,
     LocalPath,
     Name,
     Rows,
@@ -32,8 +33,6 @@ from torchtitan.config.types import (
     StepsOrZero,
     Text,
 )
-
-Dtype = Literal["bfloat16", "float32"]
 
 
 class Job(Section):
@@ -86,6 +85,8 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Log to Weights & Biases. Needs the `wandb` package; set the project and entity with `WANDB_PROJECT` and
     `WANDB_TEAM`."""
+    sinks: Annotated[list[Name], Field(max_length=100)] = []
+    """Also send all records to these sinks, which `experimental.custom_import` registers."""
 
 
 class Model(Section):
@@ -98,6 +99,9 @@ class Model(Section):
     hf_assets_path: LocalPath = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, optionally, Hugging Face weights. A
     relative path that does not exist is also looked up in the project's folder."""
+    tokenizer: Name | None = None
+    """A tokenizer that `experimental.custom_import` registers; it gets `hf_assets_path`. Default: the one in that
+    folder."""
     converters: list[
         Literal[
             "float8",
@@ -116,72 +120,12 @@ class Model(Section):
     """Replace fields of the flavor, as a table: `[model.overrides]` then `n_layers = 4`."""
 
 
-class ParamGroup(Section):
-    """A group of parameters with its own learning rate or weight decay."""
-
-    pattern: Name
-    """Names of parameters, with `*` and `?` as wildcards: `layers.*.attention.wq.weight`. Must match at least one."""
-    lr_scale: Factor = 1.0
-    """Multiply the group's learning rate by this."""
-    weight_decay: Factor | None = None
-    """Weight decay of the group. Default: that of other parameters of its kind."""
-
-
-class Optimizer(Section):
-    """The optimizer. Norm weights and biases get no weight decay."""
-
-    name: Literal["Adam", "AdamW", "Muon"] = "AdamW"
-    """Optimizer class of `torch.optim`. `Muon` trains the blocks' matrices and AdamW the other parameters."""
-    lr: LearningRate = 8e-4
-    """Peak learning rate."""
-    beta1: Decay = 0.9
-    """Decay of the running mean of the gradient."""
-    beta2: Decay = 0.95
-    """Decay of the running mean of the squared gradient."""
-    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Added to the denominator of the update. With zero, a parameter whose gradient is always zero becomes NaN."""
-    weight_decay: Factor = 0.1
-    """Weight decay of matrices: decoupled in AdamW and Muon, an L2 penalty in Adam."""
-    state_dtype: Dtype = "float32"
-    """Type of Adam's and AdamW's two running means. `bfloat16` halves their memory, but with beta2 above 0.99 rounding
-    loses small changes."""
-    muon_momentum: Decay = 0.95
-    """Decay of Muon's running mean of the gradient. Muon's updates are scaled to the size of AdamW's, so both share
-    `lr` and `weight_decay`."""
-    muon_ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
-    """Newton-Schulz iterations that orthogonalize each of Muon's updates."""
-    param_groups: Annotated[list[ParamGroup], Field(max_length=300)] = []
-    """Give parameters their own learning rate or weight decay: a list of tables `{pattern =
-    "layers.*.attention.wq.weight", lr_scale = 0.5, weight_decay = 0.0}`. The first match applies."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the update runs: one kernel for all tensors (`fused`), one per operation (`foreach`), or one per tensor."""
-    early_step_in_backward: bool = False
-    """Update each parameter in the backward and free its gradient at once. Saves the memory of all gradients, but rules
-    out clipping, gradient accumulation and skipping bad steps."""
-
-
-class LRScheduler(Section):
-    """Learning rate schedule: linear warm-up, constant, decay."""
-
-    warmup_steps: StepsOrZero = 200
-    """Steps of linear warm-up from zero. Cut to `total_steps` if longer."""
-    total_steps: Steps | None = None
-    """Length of the schedule in steps. Default: `training.steps`."""
-    decay_ratio: Fraction | None = None
-    """Fraction of the steps that decay, at the end; before them the rate is constant. Default: every step after
-    warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
-    min_lr_factor: Fraction = 0.0
-    """Final learning rate, as a fraction of the peak."""
-
-
 class Training(Section):
     """Data, batch, precision and length of the run."""
 
     dataset: Name = "demo"
-    """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, or a name for
-    the files of `dataset_path`."""
+    """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, a source that
+    `experimental.custom_import` registers, or a name for the files of `dataset_path`."""
     dataset_path: LocalPath | None = None
     """Read local files instead of downloading: a file, folder or glob of JSONL, text or Parquet (also compressed), or
     of token files written by `torchtitan tokenize`."""
@@ -203,6 +147,8 @@ class Training(Section):
     """Tokens per row."""
     document_mask: bool = False
     """Restrict attention to each token's own document; other documents in the row are masked."""
+    loss: Annotated[Name, Field(examples=[*losses.built_in])] = "cross_entropy"
+    """Loss of each token: `cross_entropy`, or one that `experimental.custom_import` registers. For validation too."""
     loss_chunks: SeqLen = 1
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory of the full logits,
     which a large vocabulary makes big."""
@@ -487,7 +433,8 @@ class Experimental(Section):
     """Extension points."""
 
     custom_import: Name = ""
-    """Import this Python module before the model is looked up. It can register models of its own."""
+    """Import this Python module first. It can register models, optimizers, schedules, losses, data sources, tokenizers
+    and metric sinks, which the configuration then chooses by name."""
 
 
 class Config(Section):
@@ -512,3 +459,4 @@ class Config(Section):
     guard: Guard = Guard()
     debug: Debug = Debug()
     experimental: Experimental = Experimental()
+    custom: Custom = Custom()

@@ -4,7 +4,7 @@ takes long, and text so that it can be printed and used as a path."""
 import os
 import re
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -42,6 +42,8 @@ VocabSize = Annotated[int, Field(ge=1, le=2**24)]
 Heads = Annotated[int, Field(ge=1, le=2**14)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Width of a layer's input or output."""
+
+Dtype = Literal["bfloat16", "float32"]
 
 # ---- text
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from torchtitan.config import mixtures
+from torchtitan.config import lr_schedule, mixtures
 from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
@@ -176,17 +176,6 @@ def storage_is_no_narrower_than_compute(config: Config, world: int) -> Iterator[
         )
 
 
-def decay_follows_warmup(config: Config, world: int) -> Iterator[str]:
-    s = config.lr_scheduler
-    total = s.total_steps or config.training.steps
-    if s.decay_ratio is not None and s.warmup_steps + round(total * s.decay_ratio) > total:
-        legal = math.floor((total - s.warmup_steps) / total * 1000) / 1000  # rounded down: up could be illegal
-        yield (
-            f"lr_scheduler.decay_ratio: decay over {s.decay_ratio:g} of {total} steps would begin before the "
-            f"{s.warmup_steps} warmup_steps end; set it to at most {legal:g}"
-        )
-
-
 def retention_is_safe(config: Config, world: int) -> Iterator[str]:
     if config.checkpoint.keep_latest_k == 1:
         yield (
@@ -300,7 +289,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     schedule_is_named,
     features_combine,
     storage_is_no_narrower_than_compute,
-    decay_follows_warmup,
+    lr_schedule.keys_agree,
     retention_is_safe,
     storage_is_shared,
     loading_is_enabled,

@@ -5,7 +5,7 @@ DataSpec -> open_source -> Source.reader -> StepReader -> StepLoader -> StepBatc
 
 import math
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,14 @@ class StepBatch:
     """`[rows, seq]` int64."""
     labels: Tensor
     """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
-    sources: Tensor
-    """`[rows]` int64: the source of each row, by its index in the configuration."""
-    epochs: list[float]
-    """How often each source has been read; of text, on this rank."""
-    count: int
-    """Rows of the step over all ranks."""
     state: dict[str, Any]
     """This rank's part of the position after the step."""
+    count: int
+    """Rows of the step over all ranks."""
+    sources: Tensor | None = None
+    """`[rows]` int64: the source of each row, by its index in the configuration."""
+    epochs: Sequence[float] = ()
+    """How often each source has been read; of text, on this rank."""
 
 
 _KEYS = {"tokenizer": "model.hf_assets_path", "seed": "debug.seed"}
@@ -214,7 +214,7 @@ class StepLoader:
         tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
         sources = torch.tensor(rows.sources + [0] * missing)
         state = rows.state | {"fingerprint": self.fingerprint}
-        return StepBatch(tokens, labels, sources, rows.epochs, self.spec.at(step).rows, state)
+        return StepBatch(tokens, labels, state, self.spec.at(step).rows, sources, rows.epochs)
 
     def _stalled(self) -> str:
         section, workers = self.spec.section, self.spec.options.num_workers

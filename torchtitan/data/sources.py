@@ -3,14 +3,15 @@
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config import data as config
+from torchtitan.data.custom import is_stream, open_custom
 from torchtitan.data.documents import Documents, find_files, open_documents
 from torchtitan.data.mixture import Phase
 from torchtitan.data.retry import Retry
@@ -47,6 +48,8 @@ class DataSpec:
     options: config.DataLoader
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
+    custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Registered name to what makes its data."""
 
     @property
     def name(self) -> str:
@@ -106,8 +109,8 @@ def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
 
 
 def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
-    section = spec.key(source)
-    if source.dataset_path is not None and (pattern := token_files(source.dataset_path)):
+    section, make = spec.key(source), spec.custom.get(source.dataset)
+    if make is None and source.dataset_path is not None and (pattern := token_files(source.dataset_path)):
         key = f"{section}.dataset_path"
         files = TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key)
         return TokenSource(files, spec, source, retry)
@@ -116,6 +119,9 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
             f"{section}.max_epochs: the end of a text is known only from its tokens; write token files with "
             f"`torchtitan tokenize` and name them as {section}.dataset_path, or remove max_epochs"
         )
+    if make is not None:
+        made = open_custom(make, source.dataset, source.dataset_path, section)
+        return StreamSource(made, spec, source.dataset, retry) if is_stream(made) else DocumentSource(made, spec, retry)
     documents = open_documents(source.dataset, source.dataset_path, section)
     if documents is not None:
         return DocumentSource(documents, spec, retry)

@@ -41,20 +41,29 @@ _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back."""
+    """Text to token ids and back.
+
+    One that a module of the user registers as `model.tokenizer` implements `_ids` and `decode`, and sets `vocab_size`,
+    `bos_id`, `eos_id` and, unless it calls `super().__init__(path)` with its file, `fingerprint`. It is made again, by
+    the same call, in every process that needs it.
+    """
 
     vocab_size: int
     """Largest id plus one."""
     bos_id: int | None
     eos_id: int
+    path: Path | None = None
+    """The tokenizer's file, if it has one."""
+    fingerprint: str
+    """Equal for two tokenizers only if they give the same ids. By default a hash of the file."""
+    separable = False
+    """Whether a long text gets the same ids when it is encoded in pieces, as `torchtitan.data.pieces` cuts them."""
+    _origin: tuple[str, Callable[[Path], "Tokenizer"]] | None = None
+    """`model.hf_assets_path` and what made a registered tokenizer from it."""
 
     def __init__(self, path: Path):
         self.path = path
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
-        """Hash of the tokenizer's file: the same hash means the same ids."""
-
-    separable = True
-    """Whether a long text can be encoded in pieces."""
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of `text`, between the special tokens asked for. A long text is encoded in pieces, with the same ids.
@@ -64,13 +73,18 @@ class Tokenizer(ABC):
         """
         if not self.separable and len(text) > _WHOLE:
             raise UserError(
-                f"model.hf_assets_path: {self.path} needs whole texts in memory, and one has {len(text):,} characters "
+                f"model.hf_assets_path: {self.name} needs whole texts in memory, and one has {len(text):,} characters "
                 f"({_WHOLE:,} at most); split it into several documents"
             )
         start = [self.bos_id] if bos and self.bos_id is not None else []
-        with _rust_errors(self.path, "can't encode a text"):
+        with _rust_errors(self.name, "can't encode a text"):
             ids = [i for piece in (pieces(text) if self.separable else [text]) for i in self._ids(piece)]
         return [*start, *ids, *([self.eos_id] if eos else [])]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self.path or type(self).__name__)
 
     @abstractmethod
     def _ids(self, text: str) -> list[int]:
@@ -102,11 +116,13 @@ class Tokenizer(ABC):
     @property
     def files(self) -> list[Path]:
         """The files an export needs for others to use the tokenizer."""
+        if self.path is None:
+            return []
         names = ("tokenizer_config.json", "special_tokens_map.json")
         return [self.path, *(p for n in names if (p := self.path.with_name(n)).is_file())]
 
-    def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[str]]:
-        return build_tokenizer, (str(self.path),)  # worker processes read the file again
+    def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[Any, ...]]:
+        return build_tokenizer, self._origin or (str(self.path),)  # worker processes read the file again
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -125,21 +141,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self.backend.no_padding()
         self.separable = separable(self.backend)
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        config = _read_json(path.with_name("tokenizer_config.json"))
-        self.bos_id = self._special(config, "bos_token", _BOS_NAMES)
-        eos = self._special(config, "eos_token", _EOS_NAMES)
+        about = path.with_name("tokenizer_config.json")
+        self.bos_id = self._special(about, "bos_token", _BOS_NAMES)
+        eos = self._special(about, "eos_token", _EOS_NAMES)
         if eos is None:
             raise UserError(
                 f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in tokenizer_config.json"
             )
         self.eos_id = eos
 
-    def _special(self, config: dict[str, Any], key: str, usual: Sequence[str]) -> int | None:
-        name = config.get(key)
+    def _special(self, about: Path, key: str, usual: Sequence[str]) -> int | None:
+        name = _read_json(about).get(key)
         name = name.get("content") if isinstance(name, dict) else name
         if not isinstance(name, str | None):
-            where = self.path.with_name("tokenizer_config.json")
-            raise UserError(f"model.hf_assets_path: {where}: {key} is {type(name).__name__}, must be a string")
+            raise UserError(f"model.hf_assets_path: {about}: {key} is {type(name).__name__}, must be a string")
         ids = (self.backend.token_to_id(n) for n in ((name,) if name else usual))
         return next((i for i in ids if i is not None), None)
 
@@ -178,6 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
 class TiktokenTokenizer(Tokenizer):
     """Llama 3's `.model`: lines of a base64 token and its rank, read by `tiktoken`."""
 
+    separable = True
+
     def __init__(self, path: Path):
         import tiktoken
 
@@ -202,13 +219,22 @@ class TiktokenTokenizer(Tokenizer):
         return {id: len(token) for token, id in self.ranks.items()}
 
 
-def build_tokenizer(hf_assets_path: str) -> Tokenizer:
+def build_tokenizer(hf_assets_path: str, make: Callable[[Path], Tokenizer] | None = None) -> Tokenizer:
     """Open the tokenizer in a folder or its `original/`, or the file that the path names.
+
+    Args:
+        make: makes the tokenizer from the path instead: a registered one.
 
     Raises:
         UserError: no such folder, no tokenizer in it, or a damaged one.
     """
     path = find_asset(hf_assets_path)
+    if make is not None:
+        made = make(path)
+        if problem := _incomplete(made):
+            raise UserError(f"model.tokenizer: {type(made).__name__} {problem}")
+        made._origin = hf_assets_path, make
+        return made
     folders = [path, path / "original"] if path.is_dir() else []
     found = [path] if path.is_file() else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
     for file in found:
@@ -220,6 +246,20 @@ def build_tokenizer(hf_assets_path: str) -> Tokenizer:
         "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; ./tests/assets/tokenizer ships "
         "with the package"
     )
+
+
+def _incomplete(made: Any) -> str | None:
+    """What a registered tokenizer lacks."""
+    if not isinstance(made, Tokenizer):
+        return "must be a subclass of torchtitan.data.tokenizer.Tokenizer"
+    kinds: dict[str, Any] = {"vocab_size": int, "bos_id": int | None, "eos_id": int, "fingerprint": str}
+    for name, kind in kinds.items():
+        if not hasattr(made, name) or not isinstance(getattr(made, name), kind):
+            return f"must set {name}, {getattr(kind, '__name__', kind)}; got {getattr(made, name, 'nothing')!r}"
+    ids = [i for i in (made.bos_id, made.eos_id) if i is not None]
+    if not all(0 <= i < made.vocab_size for i in ids):
+        return f"has the special ids {ids}, which must be below its vocab_size {made.vocab_size}"
+    return None
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
@@ -249,7 +289,7 @@ def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _rust_errors(path: Path, problem: str) -> Iterator[None]:
+def _rust_errors(path: Path | str, problem: str) -> Iterator[None]:
     """Turn errors of a tokenizer's library into a `UserError`: bare Exceptions, and Rust's panics, which are none."""
     try:
         yield

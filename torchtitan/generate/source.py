@@ -16,10 +16,11 @@ from torchtitan.checkpoint.hf_folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_own_model, model_state, read_tensors
 from torchtitan.config.load import load_config
+from torchtitan.config.registry import import_custom
 from torchtitan.config.schema import Comm
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import TextGenerator
-from torchtitan.models import ModelSpec, import_custom, spec_of_hf
+from torchtitan.models import ModelSpec, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel

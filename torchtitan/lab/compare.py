@@ -16,12 +16,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.config import resolve
-from torchtitan.config.schema import Config, Optimizer
+from torchtitan.config import registry, resolve
+from torchtitan.config.optim import Optimizer
+from torchtitan.config.registry import Custom
+from torchtitan.config.schema import Config
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.optimizer import OptimizerInBackward
-from torchtitan.optim.schedule import lr_factor
+from torchtitan.optim.schedule import build_shape, lr_factor
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
@@ -180,7 +183,9 @@ def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observat
     model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
     materialize(model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args))
     settings, training = config.optimizer, config.training
-    optimizers = _optimizers(model, settings)
+    optimizers = _optimizers(model, settings, config.custom)
+    shape = build_shape(config.lr_scheduler, config.custom)
+    of_row = build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
     loader = build_data(config, "training", setup.tokenizer)
     end = setup.tokenizer.eos_id if training.document_mask else None
     routers = {i: layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")}
@@ -189,7 +194,7 @@ def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observat
     out, tokens = Observation(), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
         labels = _padded(batch.labels) if padded else batch.labels
-        loss = _mean_loss(model, batch.tokens, labels, end, train=bool(routers))
+        loss = _mean_loss(model, batch.tokens, labels, end, train=bool(routers), registered=of_row)
         model.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
@@ -200,7 +205,7 @@ def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observat
             out.gradients = {name: p.grad.clone()[None] for name, p in model.named_parameters()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler)
+                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler, shape)
             optimizer.step()
         if routers:
             out.loads.append(_balance(routers, setup, config.moe.balance_bias_rate))
@@ -211,7 +216,7 @@ def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observat
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
         if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
-            out.validation_losses.append(_validate(model, config, setup, end))
+            out.validation_losses.append(_validate(model, config, setup, end, of_row))
     loader.close()
     out.weights = {name: value.detach().clone()[None] for name, value in _trained(model).items()}
     return out
@@ -232,13 +237,15 @@ def _balance(routers: Mapping[str, Any], setup: Setup, rate: float) -> Tensor:
     return loads
 
 
-def _optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
+def _optimizers(model: nn.Module, settings: Optimizer, custom: Custom) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     of_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
     by_muon = of_blocks if settings.name == "Muon" else []
     matrices = [p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)]
     vectors = [p for p in named.values() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if registered := registry.optimizers.chosen(settings.name, custom):
+        return [registered([{"lr": settings.lr, "lr_scale": 1.0, **group} for group in groups], settings)]
     betas, eps = (settings.beta1, settings.beta2), settings.eps
     kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
     out: list[torch.optim.Optimizer] = [kind(groups, betas=betas, eps=eps)]
@@ -265,10 +272,19 @@ class _MuonOfEach(torch.optim.Muon):
         super().step()
 
 
-def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None, *, train: bool = False) -> Tensor:
+def _mean_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    end: int | None,
+    *,
+    train: bool = False,
+    registered: RowLoss | None = None,
+) -> Tensor:
     """
     Args:
         train: tell a mixture of experts which tokens count.
+        registered: instead of cross entropy.
     """
     mask = None
     if end is not None:
@@ -276,18 +292,20 @@ def _mean_loss(model: nn.Module, tokens: Tensor, labels: Tensor, end: int | None
         mask = document_mask((before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32)
     counted = labels != IGNORE_INDEX
     logits = model(tokens, None, mask, counted / counted.sum()) if train else model(tokens, None, mask)
+    if registered is not None:
+        return registered(logits, labels).sum() / counted.sum()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
 @torch.no_grad()
-def _validate(model: nn.Module, config: Config, setup: Setup, end: int | None) -> float:
+def _validate(model: nn.Module, config: Config, setup: Setup, end: int | None, registered: RowLoss | None) -> float:
     loader = build_data(config, "validation", setup.tokenizer)
     total = count = 0.0
     for i, batch in enumerate(loader):
         if i == config.validation.steps:
             break
         predicted = int((batch.labels != IGNORE_INDEX).sum())
-        total += _mean_loss(model, batch.tokens, batch.labels, end).item() * predicted
+        total += _mean_loss(model, batch.tokens, batch.labels, end, registered=registered).item() * predicted
         count += predicted
     loader.close()
     return total / count

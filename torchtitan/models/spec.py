@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.messages import explain_errors
+from torchtitan.config.registry import Registry
 from torchtitan.config.section import Section
 from torchtitan.config.types import SeqLen, VocabSize, Width
-from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
-from torchtitan.utils.text import brief, cut
+from torchtitan.utils.errors import ConfigError, did_you_mean
+from torchtitan.utils.text import brief
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,13 +136,12 @@ class ModelSpec:
 
 _BUILT_IN = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg}
 """Families in folders beside this file."""
-_registry: dict[str, ModelSpec] = {}
+_families = Registry[ModelSpec]("model.name", "model family", _BUILT_IN)
 
 
 def register(spec: ModelSpec) -> ModelSpec:
     """Make a model family available as `model.name`."""
-    _registry[spec.name] = spec
-    return spec
+    return _families.add(spec.name, spec)
 
 
 def get_spec(name: str) -> ModelSpec:
@@ -153,17 +150,13 @@ def get_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: no such family.
     """
-    if name not in _registry and name in _BUILT_IN:
+    if problem := _families.problem(name):
+        raise ConfigError([f"model.name: {problem}"])
+    if (spec := _families.find(name)) is None:
         importlib.import_module(f"torchtitan.models.{name}")
-    if name not in _registry:
-        known = ", ".join(sorted(_BUILT_IN | _registry.keys()))
-        raise ConfigError(
-            [
-                f"model.name: no model family {brief(name)}; known: {known}; register others from a "
-                "module named by experimental.custom_import"
-            ]
-        )
-    return _registry[name]
+        spec = _families.find(name)
+    assert spec is not None, f"torchtitan.models.{name} must register {name}"
+    return spec
 
 
 def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -175,39 +168,9 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     kind = config.get("model_type")
     if kind is None:
         raise ConfigError(["config.json: model_type is missing"])
-    specs = [get_spec(name) for name in [*sorted(_BUILT_IN), *sorted(_registry.keys() - _BUILT_IN)]]
+    specs = [get_spec(name) for name in [*sorted(_BUILT_IN), *sorted(_families.registered.keys() - _BUILT_IN)]]
     for spec in specs:
         if spec.hf.model_type == kind:
             return spec
     known = ", ".join(sorted({repr(spec.hf.model_type) for spec in specs}))
     raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be one of {known}"])
-
-
-def import_custom(module: str) -> None:
-    """Import the module named by `experimental.custom_import`, which may register families.
-
-    Raises:
-        ConfigError: it can't be imported.
-    """
-    try:
-        importlib.import_module(module)
-    except UserError:
-        raise
-    except ModuleNotFoundError as error:
-        problem = f"can't import {brief(module)} ({error}{_where(error)}); add its folder to PYTHONPATH"
-        raise ConfigError([f"experimental.custom_import: {problem}"]) from error
-    except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
-        text = cut(" ".join(str(error).split()), 200)
-        problem = f"importing {brief(module)} failed: {type(error).__name__}: {text}{_where(error)}"
-        raise ConfigError([f"experimental.custom_import: {problem}"]) from error
-
-
-def _where(error: BaseException) -> str:
-    """The line of user code that raised `error`, as the end of a message."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f", {error.filename}:{error.lineno}"
-    python = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib"))
-    ours = ("<", __file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    frames = [f for f in frames if not f.filename.startswith(python)] or frames
-    return f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.config import schema
+from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.observe.experts import DeadExperts, ExpertLoads, read_loads
 from torchtitan.observe.sinks import ConsoleSink, JsonlSink, Record, Sink, TensorBoardSink, WandbSink
 from torchtitan.utils.device import peak_memory
@@ -35,9 +36,11 @@ class Metrics:
         flops_per_token: float,
         peak_flops: float | None,
         experts: bool = False,
+        custom: Custom | None = None,
     ):
         """
         Args:
+            custom: keys of registered sinks.
             experts: the model is a mixture of experts.
         """
         self.freq, self.start, self.total = config.log_freq, start_step, total_steps
@@ -58,6 +61,9 @@ class Metrics:
                 self.sinks.append(TensorBoardSink(folder / config.save_tb_folder / own))
             if config.enable_wandb:
                 self.sinks.append(WandbSink(folder, job, about))
+            for name in config.sinks:
+                if make := metric_sinks.chosen(name, custom or Custom()):
+                    self.sinks.append(make(folder, start_step))
         self.new_tokens = self.steps = 0
         self._dead = DeadExperts()
         self._stopwatch = Stopwatch()
@@ -137,8 +143,8 @@ class Metrics:
     def rewind(self, step: int) -> None:
         """Drop the steps after `step`, which will be trained again. TensorBoard and W&B keep both versions."""
         for sink in (*self.sinks, self.loads):
-            if isinstance(sink, JsonlSink):
-                sink.rewind(step)
+            if rewind := getattr(sink, "rewind", None):
+                rewind(step)
         self._stopwatch.lap()
         self.new_tokens = self.steps = 0
 

@@ -20,11 +20,18 @@ Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """Where records go.
 
-    def log(self, record: Record) -> None: ...
+    One that a module of the user registers is made by `make(dump_folder, start_step[, keys])`, on rank 0, or on all
+    with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the checkpoint. Its method `rewind(step)`, if it
+    has one, is called when the steps after `step` will be trained again.
+    """
 
-    def close(self) -> None: ...
+    def log(self, record: Record) -> None:
+        """Take a record: names to numbers, with `step` and `time`. Those of a validation have other names."""
+
+    def close(self) -> None:
+        """The run ends."""
 
 
 class JsonlSink:

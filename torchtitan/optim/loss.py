@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan.config.registry import Custom, losses
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.parallel.collectives import unsharded
+from torchtitan.utils.errors import UserError
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to `[batch]`, each row's sum of its tokens' losses."""
+"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of each row's token losses, fp32 `[batch]`. A
+token whose label is `IGNORE_INDEX` has none."""
 Project = Callable[[Tensor, Tensor], Tensor]
 """Maps final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
 
@@ -30,6 +33,45 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return unsharded(loss).view(labels.shape).sum(1)
+
+
+def build_loss(name: str, custom: Custom) -> RowLoss:
+    """The loss that `training.loss` chooses. A registered one is made by `make([keys])`.
+
+    It must be a sum over tokens, so that any rank may compute it for any of them: it is called with slices of the
+    sequence (`training.loss_chunks`, context parallelism) and of the batch (accumulation, pipelines), and the framework
+    divides by the tokens of the global batch. Under tensor parallelism, the logits are a DTensor sharded over the
+    vocabulary, on which torch's operations compute what they do on the whole. With `compile.enable`, it is compiled as
+    one graph.
+
+    Raises:
+        UserError: a registered loss is no such sum.
+    """
+    make = losses.chosen(name, custom)
+    if make is None:
+        return cross_entropy
+    loss: RowLoss = make()
+    if problem := _not_a_sum(loss):
+        raise UserError(f'training.loss: "{name}" {problem}')
+    return lambda logits, labels: unsharded(loss(logits, labels))
+
+
+@torch.no_grad()
+def _not_a_sum(loss: RowLoss) -> str | None:
+    """What a loss of some small logits shows to be wrong with it."""
+    logits = torch.sin(torch.arange(2.0 * 4 * 8)).view(2, 4, 8)
+    labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE_INDEX, 7, IGNORE_INDEX]])
+    whole = loss(logits, labels)
+    if not isinstance(whole, Tensor) or whole.shape != (2,) or whole.dtype != torch.float32:
+        shape = f"{whole.dtype} {list(whole.shape)}" if isinstance(whole, Tensor) else type(whole).__name__
+        return f"maps logits [2, seq, vocab] to {shape}; it must return the sum of each row's losses, float32 [2]"
+    if loss(logits, torch.full_like(labels, IGNORE_INDEX)).abs().sum() > 0:
+        return f"gives a loss to tokens whose label is {IGNORE_INDEX}; they must not count"
+    rows = torch.cat([loss(logits[i : i + 1], labels[i : i + 1]) for i in range(2)])
+    halves = loss(logits[:, :2], labels[:, :2]) + loss(logits[:, 2:], labels[:, 2:])
+    if not (torch.allclose(whole, rows, rtol=1e-4) and torch.allclose(whole, halves, rtol=1e-4)):
+        return "is not a sum over tokens: a row's loss must be the sum of its parts'; return sums, not means"
+    return None
 
 
 def chunked_loss(

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from torchtitan.config import schema
+from torchtitan.config.optim import Optimizer
+from torchtitan.config.registry import Custom, optimizers
 from torchtitan.optim.muon import StackedMuon
+from torchtitan.optim.registered import make_registered
 from torchtitan.parallel.collectives import SquaredNorm, local
 from torchtitan.utils.torch_faults import keep_muon_updates_sharded
 
@@ -156,7 +158,7 @@ class NarrowAdam(torch.optim.Optimizer):
             local(state[slot]).copy_(value)
 
 
-def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) -> AnyOptimizer:
+def build_optimizer(models: Sequence[nn.Module], optimizer: Optimizer, custom: Custom | None = None) -> AnyOptimizer:
     """Build the optimizer of all parameters.
 
     Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon)
@@ -172,6 +174,8 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) ->
         group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr_scale": scale, "muon": muon}
         groups.setdefault((muon, decay, scale), group)["params"].append(param)
     make = partial(_make, optimizer)
+    if registered := optimizers.chosen(optimizer.name, custom or Custom()):
+        make = partial(make_registered, optimizer, registered, {param: name for name, param in named})
     if optimizer.early_step_in_backward:
         return OptimizerInBackward(list(groups.values()), make)
     kinds = [[group for group in groups.values() if group["muon"] == muon] for muon in (0, 2, 3)]
@@ -179,7 +183,7 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: schema.Optimizer) ->
     return made[0] if len(made) == 1 else _Joined(made)
 
 
-def _make(optimizer: schema.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make(optimizer: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """One optimizer, for groups that all have the same "muon": the dimensions of what it updates, 0 for AdamW."""
     if groups[0]["muon"] == 3:
         momentum, steps = optimizer.muon_momentum, optimizer.muon_ns_steps

@@ -178,7 +178,7 @@ def _record(
     with mode:
         compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
         compute.accumulation = accumulation(config)
-        optimizer = build_optimizer(models, eager.optimizer)
+        optimizer = build_optimizer(models, eager.optimizer, eager.custom)
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
         for param in params:

@@ -10,12 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.data import Source
 from torchtitan.config.derive import data_parallel_degree
+from torchtitan.config.registry import data_sources
 from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.optim.loss import RowLoss, cross_entropy
+from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.optim.sources import SourceTally
@@ -52,8 +53,10 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
     compute = build_compute(config, setup, mesh, device, models, config.training, tally=tally)
-    optimizer = build_optimizer(models, config.optimizer)
-    schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler, config.training.stages)
+    optimizer = build_optimizer(models, config.optimizer, config.custom)
+    schedule = LRSchedule(
+        optimizer, config.optimizer.lr, config.lr_scheduler, config.custom, stages=config.training.stages
+    )
     validation = None
     if held_out is not None:
         validation = held_out, build_compute(config, setup, mesh, device, models, config.validation)
@@ -93,6 +96,9 @@ def build_data(
         infinite=key == "training",
         options=section.dataloader,
         section=key,
+        custom={
+            source.dataset: make for source in sources if (make := data_sources.chosen(source.dataset, config.custom))
+        },
     )
     limits = first / 2, config.comm.train_timeout_seconds / 2
     return build_loader(
@@ -108,15 +114,19 @@ def build_compute(
     models: list[FSDPModule],
     section: Training | Validation,
     *,
-    loss: RowLoss = cross_entropy,
+    loss: RowLoss | None = None,
     tally: SourceTally | None = None,
 ) -> Compute:
-    """Build what runs `models` on batches of `[training]` or `[validation]`."""
+    """Build what runs `models` on batches of `[training]` or `[validation]`.
+
+    Args:
+        loss: instead of the one that `training.loss` names.
+    """
     p, training = config.parallelism, config.training
     balanced = bool(p.context_parallel_load_balancer)
     positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
     model_loss = ModelLoss(
-        compiled_loss(loss, config.compile),
+        compiled_loss(loss or build_loss(training.loss, config.custom), config.compile),
         chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,

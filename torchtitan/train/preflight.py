@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
-from torchtitan.config.schema import Config, MoE
+from torchtitan.config.registry import data_sources, tokenizers
+from torchtitan.config.schema import Config, MoE, Training, Validation
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models import ModelSpec, get_spec, import_custom
+from torchtitan.models import ModelSpec, get_spec
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.releases import installed_torch, too_old
@@ -56,8 +57,6 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     problems = [*_check_paths(config), *_check_packages(config), *_check_backend(config)]
     spec = args = tokenizer = stages = None
     try:
-        if config.experimental.custom_import:
-            import_custom(config.experimental.custom_import)
         spec = get_spec(config.model.name)
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
@@ -69,7 +68,9 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     except ConfigError as error:
         problems += error.problems
     try:
-        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        tokenizer = build_tokenizer(
+            config.model.hf_assets_path, tokenizers.chosen(config.model.tokenizer, config.custom)
+        )
     except UserError as error:
         problems.append(str(error))
     if tokenizer and args and tokenizer.vocab_size > args.vocab_size:
@@ -172,10 +173,12 @@ def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    paths = {"training": config.training.dataset_path}
+    sections: dict[str, Training | Validation] = {"training": config.training}
     if config.validation.enable:
-        paths["validation"] = config.validation.dataset_path
-    for name, path in paths.items():
+        sections["validation"] = config.validation
+    for name, section in sections.items():
+        # What a registered source reads is its own affair.
+        path = section.dataset_path if data_sources.find(section.dataset) is None else None
         # Only the loader can look up a remote file (hf://, s3://).
         if path and "://" not in path and not os.path.isdir(path):
             try:

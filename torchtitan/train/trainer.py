@@ -132,6 +132,7 @@ class Trainer:
             flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
             experts=self.parts.experts is not None,
+            custom=config.custom,
         )
         self.ledger = Ledger(
             Path(config.job.dump_folder),

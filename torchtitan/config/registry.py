@@ -1,0 +1,187 @@
+"""What the configuration chooses by name, and what a module of the user adds to it. Imports no torch.
+
+    from torchtitan.config.registry import Section, optimizers
+
+    class Keys(Section):
+        momentum: float = 0.9
+        \"\"\"Decay of the running mean of the gradient.\"\"\"
+
+    @optimizers.register("lion", Keys)
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, groups, optimizer, keys): ...
+
+`experimental.custom_import` names the module, `optimizer.name = "lion"` chooses what it registers, and `[custom.lion]`
+sets `Keys`. `docs/change-one-thing.md` has an example of each kind.
+"""
+
+import importlib
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from pydantic import ConfigDict
+
+from torchtitan.config.section import Section
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.text import brief, cut
+
+__all__ = ["Section", "data_sources", "losses", "metric_sinks", "optimizers", "schedules", "tokenizers"]
+
+T = TypeVar("T")
+Make = TypeVar("Make", bound=Callable[..., Any])
+
+
+class Custom(Section):
+    """Keys of what `experimental.custom_import` registers: `[custom.NAME]` tables, as NAME declares them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """By name: as written; as the registered `Section` once the configuration is checked."""
+        return self.model_extra or {}
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[T]):
+    value: T
+    keys: type[Section] | None
+
+
+class Registry(Generic[T]):
+    """Values of one key of the configuration: built-in names, and what is registered under others."""
+
+    def __init__(self, key: str, what: str, built_in: Collection[str] = ()):
+        """
+        Args:
+            key: the key of the configuration that chooses.
+            what: in messages, what it chooses.
+        """
+        self.key, self.what, self.built_in = key, what, built_in
+        self._entries: dict[str, _Entry[T]] = {}
+
+    @property
+    def registered(self) -> dict[str, type[Section] | None]:
+        """Registered name to the class of its keys."""
+        return {name: entry.keys for name, entry in self._entries.items()}
+
+    def add(self, name: str, value: T, keys: type[Section] | None = None) -> T:
+        """Register `value` as `name`, with keys of its own in `[custom.NAME]`."""
+        self._entries[name] = _Entry(value, keys)
+        return value
+
+    def find(self, name: str | None) -> T | None:
+        """What is registered as `name`; None if nothing is, or `name` is None."""
+        entry = self._entries.get(name or "")
+        return entry.value if entry else None
+
+    def problem(self, name: str) -> str | None:
+        """Why `name` can't be chosen."""
+        known = sorted({*self.built_in, *self._entries})
+        if name in known:
+            return None
+        near = next((other for other in known if other.lower() == name.lower()), name[:100])
+        return (
+            f"no {self.what} {brief(name)}; known: {', '.join(known) or 'none'}; register others from a module named "
+            f"by experimental.custom_import{did_you_mean(near, known)}"
+        )
+
+
+class Functions(Registry[Callable[..., Any]]):
+    """A registry of functions or classes that make what a name chooses. One with keys gets them as `keys`."""
+
+    def register(self, name: str, keys: type[Section] | None = None) -> Callable[[Make], Make]:
+        """Decorate the function or class that makes what `name` chooses.
+
+        Args:
+            keys: declares the keys of the table `[custom.NAME]`.
+
+        Raises:
+            ConfigError: the name is taken, or can't be one.
+        """
+
+        def decorate(make: Make) -> Make:
+            if problem := self._refusal(name, make):
+                raise ConfigError([f"experimental.custom_import: {self.what} {brief(name)} {problem}"])
+            self.add(name, make, keys)
+            return make
+
+        return decorate
+
+    def _refusal(self, name: str, make: Callable[..., Any]) -> str | None:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            return "must be named by letters, digits and _, as a table of a TOML file is"
+        if "<" in make.__qualname__:
+            return f"is {make.__qualname__}; define it at the top level of its module, where worker processes find it"
+        if name in self.built_in:
+            return "is built in; choose another name"
+        return next((problem for registry in REGISTRIES if (problem := _clash(registry, name, make))), None)
+
+    def chosen(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
+        """What is registered as `name`, with its keys; None if `name` is built in or None."""
+        make = self.find(name)
+        if make is None or self.registered[name or ""] is None:
+            return make
+        return partial(make, keys=custom.tables[name or ""])
+
+
+def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str | None:
+    """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share it: keys share a table."""
+    other = registry.find(name)
+    if other is None or (other.__module__, other.__qualname__) == (make.__module__, make.__qualname__):
+        return None
+    return f"is registered twice: by {other.__module__}.{other.__qualname__} as {registry.what} too; rename one"
+
+
+optimizers = Functions("optimizer.name", "optimizer", ("Adam", "AdamW", "Muon"))
+"""`make(groups, optimizer[, keys])`: a `torch.optim.Optimizer`; see `torchtitan.optim.registered`."""
+schedules = Functions("lr_scheduler.name", "schedule", ("wsd", "linear", "sqrt", "cosine", "constant"))
+"""`make(lr_scheduler[, keys])`: a `torchtitan.optim.schedule.Shape`."""
+losses = Functions("training.loss", "loss", ("cross_entropy",))
+"""`make([keys])`: a `torchtitan.optim.loss.RowLoss`."""
+data_sources = Functions("training.dataset", "data source")
+"""`make(dataset_path[, keys])`: `torchtitan.data.documents.Documents`, or a `datasets.IterableDataset`."""
+tokenizers = Functions("model.tokenizer", "tokenizer")
+"""`make(hf_assets_path[, keys])`: a `torchtitan.data.tokenizer.Tokenizer`."""
+metric_sinks = Functions("metrics.sinks", "metric sink")
+"""`make(dump_folder, start_step[, keys])`: a `torchtitan.observe.sinks.Sink`."""
+
+REGISTRIES: tuple[Functions, ...] = (optimizers, schedules, losses, data_sources, tokenizers, metric_sinks)
+
+
+# ---- the user's module
+
+
+def import_custom(module: str) -> None:
+    """Import the module named by `experimental.custom_import`.
+
+    Raises:
+        ConfigError: it can't be imported.
+    """
+    try:
+        importlib.import_module(module)
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        problem = f"can't import {brief(module)} ({error}{_where(error)}); add its folder to PYTHONPATH"
+        raise ConfigError([f"experimental.custom_import: {problem}"]) from error
+    except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
+        text = cut(" ".join(str(error).split()), 200)
+        problem = f"importing {brief(module)} failed: {type(error).__name__}: {text}{_where(error)}"
+        raise ConfigError([f"experimental.custom_import: {problem}"]) from error
+
+
+def _where(error: BaseException) -> str:
+    """The line of user code that raised `error`, as the end of a message."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f", {error.filename}:{error.lineno}"
+    python = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib"))
+    ours = ("<", __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    frames = [f for f in frames if not f.filename.startswith(python)] or frames
+    return f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

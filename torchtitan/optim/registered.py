@@ -1,0 +1,81 @@
+"""Optimizers that a module of the user registers, and what training and checkpoints need of them.
+
+`make(groups, optimizer[, keys])` returns a `torch.optim.Optimizer`:
+
+- `groups` are parameter groups: `params`, `lr`, `weight_decay` and `lr_scale`, which must stay in `param_groups`. The
+  schedule sets each group's `lr` before every step. `optimizer` is the section `[optimizer]`.
+- Parameters and gradients are DTensors, sharded alike. Element-wise code may work on the shards alone:
+  `torchtitan.parallel.collectives.local(tensor)` is this rank's, which may be empty.
+- Gradients are those of the global batch, already clipped. `param.grad` may be None. A step with `lr` 0 must leave the
+  weights as they are: a resume takes one, with zero gradients, to create the state that it loads.
+- State is tensors in `self.state[param]`: of the parameter's size and sharded like it, as `torch.zeros_like(param)` is,
+  or scalars that are the same on all ranks. It is then saved and resumes under any layout. Everything else must follow
+  from the configuration.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.optim import Optimizer
+from torchtitan.utils.errors import UserError
+
+
+def make_registered(
+    optimizer: Optimizer,
+    make: Callable[..., Any],
+    names: Mapping[Tensor, str],
+    groups: list[dict[str, Any]],
+) -> torch.optim.Optimizer:
+    """Make a registered optimizer, and check it now and after its first step.
+
+    Args:
+        names: of the parameters, for messages.
+
+    Raises:
+        UserError: it isn't an optimizer of all parameters.
+    """
+    own = [{"lr": optimizer.lr} | {k: v for k, v in group.items() if k != "muon"} for group in groups]
+    made = make(own, optimizer)
+    given = {id(param) for group in groups for param in group["params"]}
+    key = f'optimizer.name: "{optimizer.name}"'
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"{key} made a {type(made).__name__}; it must make a torch.optim.Optimizer")
+    if {id(param) for group in made.param_groups for param in group["params"]} != given:
+        raise UserError(f"{key} doesn't hold the parameters of its groups; pass groups to super().__init__")
+    if not all("lr_scale" in group for group in made.param_groups):
+        raise UserError(f"{key} dropped lr_scale from its groups, by which the schedule scales lr; keep the groups")
+
+    def check_once(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        hook.remove()
+        for param, state in stepped.state.items():
+            for slot, value in state.items():
+                if problem := _unsavable(value, param):
+                    raise UserError(f"{key}: state {slot!r} of {names[param]} {problem}")
+
+    hook = made.register_step_post_hook(check_once)
+    return made
+
+
+def _unsavable(value: Any, param: Tensor) -> str | None:
+    """Why a checkpoint can't hold a slot of a parameter's state, or would hold something else on another layout."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, which is not saved; keep it in a tensor"
+    if value.dim() == 0:
+        return None
+    if not isinstance(param, DTensor):
+        return None if value.shape == param.shape else f"is {list(value.shape)}; make it like the parameter"
+    if not isinstance(value, DTensor):
+        return (
+            "is a plain tensor, of which a checkpoint can't tell the ranks' parts; make it by torch.zeros_like(param), "
+            "and work on local(state)"
+        )
+    if (value.device_mesh, value.placements, value.shape) != (param.device_mesh, param.placements, param.shape):
+        return (
+            f"is {list(value.shape)} sharded as {value.placements}, the parameter {list(param.shape)} as "
+            f"{param.placements}; make it by torch.zeros_like(param)"
+        )
+    return None
