@@ -220,7 +220,7 @@ def test_a_stage_scales_the_learning_rate():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     optimizer.param_groups[0]["lr_scale"] = 1.0
     stages = [Stage(from_step=3, lr_scale=0.5), Stage(from_step=4, global_batch_size=8), Stage(from_step=5, lr_scale=2)]
-    schedule = LRSchedule(optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages)
+    schedule = LRSchedule(optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages=stages)
     rates = []
     for _ in range(6):
         rates.append(schedule.apply())

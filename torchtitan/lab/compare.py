@@ -24,7 +24,7 @@ from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.optimizer import OptimizerInBackward
-from torchtitan.optim.schedule import build_shape, lr_factor
+from torchtitan.optim.schedule import build_shape, lr_factor, stage_scale
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
@@ -205,7 +205,8 @@ def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observat
             out.gradients = {name: p.grad.clone()[None] for name, p in model.named_parameters()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler, shape)
+                scale = stage_scale(step, config.training.stages)
+                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler, shape) * scale
             optimizer.step()
         if routers:
             out.loads.append(_balance(routers, setup, config.moe.balance_bias_rate))

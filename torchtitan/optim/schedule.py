@@ -62,6 +62,12 @@ def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> f
     return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * factor
 
 
+def stage_scale(step: int, stages: Sequence[Stage]) -> float:
+    """`lr_scale` of the stage of `step`, counted from 0."""
+    scales = [stage.lr_scale for stage in stages if stage.lr_scale is not None and stage.from_step <= step + 1]
+    return scales[-1] if scales else 1.0
+
+
 class LRSchedule:
     """Sets the learning rate of the next step. Its state is the number of steps so far."""
 
@@ -75,12 +81,11 @@ class LRSchedule:
     ):
         self.optimizer, self.peak, self.schedule, self.steps = optimizer, peak, schedule, 0
         self.shape = build_shape(schedule, custom or Custom())
-        self.scales = [(stage.from_step - 1, stage.lr_scale) for stage in stages if stage.lr_scale is not None]
+        self.stages = stages
 
     def apply(self) -> float:
         """Set the optimizer's learning rates for the current step; returns the rate before per-group scales."""
-        scale = next((scale for first, scale in reversed(self.scales) if first <= self.steps), 1.0)
-        rate = self.peak * lr_factor(self.steps, self.schedule, self.shape) * scale
+        rate = self.peak * lr_factor(self.steps, self.schedule, self.shape) * stage_scale(self.steps, self.stages)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         return rate
