@@ -297,7 +297,7 @@ import json, sys
 from pathlib import Path
 import torch
 from torchtitan.checkpoint.hf import load_hf
-from torchtitan.checkpoint.state import model_state, read_tensors
+from torchtitan.checkpoint.state import read_weights
 from torchtitan.models import get_spec
 from torchtitan.checkpoint import convert
 from torchtitan.commands import ckpt
@@ -326,7 +326,7 @@ for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all th
     for param in model.parameters():
         torch.nn.init.zeros_(param)  # memory that nothing was written to doesn't count
     measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
-    measure("resume", read_tensors, {"model": model_state([model])}, Path(new, "step-0"))
+    measure("resume", read_weights, model, Path(new, "step-0"))
 print(json.dumps(peaks))
 """
 

@@ -41,6 +41,10 @@ class Summary:
     """Time of the save, ISO 8601."""
     resumable: bool
     """False if it holds only weights."""
+    averaged: bool
+    """Its weights are the average that the run kept."""
+    merged: list[dict[str, Any]] | None
+    """The checkpoints that it is the average of."""
     model: dict[str, Any]
     parameters: int
     bytes: dict[str, dict[str, int]]
@@ -68,6 +72,8 @@ def summarize(step: Path) -> Summary:
         step=manifest.step,
         saved=manifest.saved,
         resumable=not manifest.model_only,
+        averaged=manifest.averaged,
+        merged=manifest.model_dump()["merged"],
         model=manifest.model,
         parameters=manifest.parameters,
         bytes=manifest.tensor_bytes,

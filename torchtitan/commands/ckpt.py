@@ -102,6 +102,7 @@ def to_hf(options: argparse.Namespace) -> int:
         options.max_file_gb,
         options.check,
         options.custom_import,
+        averaged=options.ema,
     )
     return 0
 
@@ -120,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    averages = "take the average of the weights, which the run kept with ema.enable"
 
     command = commands.add_parser("inspect", help="list checkpoints, or the contents of one")
     command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
@@ -148,6 +150,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
     command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")
     command.add_argument("target", type=path_argument, help="folder to create")
+    command.add_argument("--ema", action="store_true", help=averages)
     dtypes = ["float32", "bfloat16", "float16"]
     command.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: as stored)")
     command.add_argument("--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)")
