@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
-from torchtitan.checkpoint.dcp_storage import CommittingWriter, Reader, alone, read_tensor
-from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, batches, parts_of, unwrapped
+from torchtitan.checkpoint.dcp_storage import Reader, read_tensor, write_streamed
+from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, batches, parts_of
 from torchtitan.checkpoint.state import model_state
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import HFNames, ModelSpec
@@ -70,17 +67,6 @@ def _on_meta(spec: ModelSpec, args: Any) -> nn.Module:
         return spec.build(args, None)
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Plans a save with tensors on the meta device, and reads each real one only when it is written."""
-
-    def __init__(self, read: Callable[[str], Tensor]):
-        super().__init__()
-        self.read = read
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.read(write_item.index.fqn)
-
-
 def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]) -> int:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes.
 
@@ -106,14 +92,7 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
         # What Hugging Face doesn't store are buffers, which start at zero.
         return reader.read(name) if name in stored else torch.zeros_like(state[name], device="cpu")
 
-    # DCP holds all tensors of a file until it is complete, hence one file per tensor.
-    writer = CommittingWriter(target, manifest, file_per_tensor=True)
-    try:
-        with alone(), unwrapped():
-            dcp.save({"model": state}, storage_writer=writer, planner=_LazyPlanner(read), no_dist=True)
-    except CheckpointError:
-        discard(target)
-        raise
+    write_streamed(target, manifest, {"model": state}, read)
     return sum(about.size.numel() for about in stored.values())
 
 
