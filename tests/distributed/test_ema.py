@@ -7,7 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.runs import SAVE, TorchAverage, arguments, assert_averages, average_of, train, weights
@@ -38,6 +41,14 @@ def followed(argv):
             seen.append({name: value for name, value in weights(trainer.parts.models).items() if name in names})
 
     trainer.after_step = (*trainer.after_step, follow)
+    update = trainer.parts.average.update
+
+    def watched(step):
+        with CommDebugMode() as communication:
+            update(step)
+        assert communication.get_total_counts() == 0
+
+    trainer.parts.average.update = watched
     try:
         trainer.train()
     finally:
@@ -133,6 +144,18 @@ def test_average_wherever_weights_are(ranks, tmp_path, extra):
     assert abs(ours["validation_loss_ema"] - ours["validation_loss"]) > 1e-3
 
 
+def test_the_host_waits_for_nothing():
+    """A fake tensor has no value that the host could read."""
+    with FakeTensorMode() as mode:
+        model = nn.Linear(3, 3)
+        average = WeightAverage([model], EMA(enable=True))
+        for step in (1, 2, 3):
+            average.update(step)
+        with average.swapped(), pytest.raises(DataDependentOutputException):
+            model.weight.sum().item()
+    assert all(isinstance(value, FakeTensor) and value.fake_mode is mode for value in average.tensors.values())
+
+
 def test_turning_it_on_and_off(ranks, tmp_path):
     ranks(2, train, arguments(tmp_path, *SAVE, steps=3))
     started = ranks(1, followed, arguments(tmp_path, *SAVE, *AVERAGE, steps=5))[0]
@@ -141,11 +164,16 @@ def test_turning_it_on_and_off(ranks, tmp_path):
         oracle.update(values)
     assert_averages(started["average"], oracle.values())
     assert any("step-3 has no average of the weights: it starts from the weights" in line for line in started["log"])
-    exclude = "--checkpoint.exclude_from_loading=ema"
-    anew = ranks(2, followed, arguments(tmp_path, *SAVE, *AVERAGE, exclude, steps=6))[0]
-    assert_averages(anew["average"], anew["seen"][-1])
-    off = ranks(1, train, arguments(tmp_path, *SAVE, steps=7))[0]
+    extra = ["--checkpoint.exclude_from_loading=ema", "--checkpoint.last_save_in_hf", "--ema.export"]
+    anew = ranks(2, followed, arguments(tmp_path, *SAVE, *AVERAGE, *extra, steps=7))[0]
+    oracle = TorchAverage(0.8)
+    for values in anew["seen"]:
+        oracle.update(values)
+    assert_averages(anew["average"], oracle.values())
+    exported = load_file(tmp_path / "out/checkpoint/step-7-hf/model.safetensors")
+    assert torch.equal(exported["model.embed_tokens.weight"], anew["average"]["tok_embeddings.weight"])
+    off = ranks(1, train, arguments(tmp_path, *SAVE, steps=8))[0]
     assert off["average"] == {}
-    manifest = json.loads((tmp_path / "out/checkpoint/step-7/manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out/checkpoint/step-8/manifest.json").read_text())
     assert manifest["tensor_bytes"].keys() == {"model", "optimizer"}
     assert "ema" not in manifest["train_state"]

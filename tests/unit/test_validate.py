@@ -174,6 +174,9 @@ CASES = {
     "warn_only_needs_determinism": [
         (1, ["--debug.deterministic_warn_only"], "without debug.deterministic", ["--debug.deterministic"]),
     ],
+    "validation_sees_data": [
+        (1, ["--validation.enable", "--validation.steps=0"], "-1 for the whole data set", ["--validation.steps=-1"]),
+    ],
     "average_has_a_use": [
         (1, ["--ema.validation", "--validation.enable"], "no effect without ema.enable", ["--ema.enable"]),
         (1, ["--ema.enable", "--ema.validation"], "without validation.enable", ["--validation.enable"]),
@@ -181,9 +184,6 @@ CASES = {
          ["--checkpoint.last_save_in_hf"]),
         (1, ["--ema.enable", "--ema.start_step=20", "--training.steps=10"], "set it to at most training.steps 10",
          ["--ema.start_step=10"]),
-    ],
-    "validation_sees_data": [
-        (1, ["--validation.enable", "--validation.steps=0"], "-1 for the whole data set", ["--validation.steps=-1"]),
     ],
 }  # fmt: skip
 
