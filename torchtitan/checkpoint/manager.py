@@ -1,7 +1,7 @@
 """The checkpoints of one run: when to save, what to keep, what to resume."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -36,12 +35,10 @@ from torchtitan.checkpoint.resume import (
     wait_until_visible,
 )
 from torchtitan.checkpoint.staging import build_stager
-from torchtitan.checkpoint.state import State, model_state, run_state
+from torchtitan.checkpoint.state import Trained
 from torchtitan.config import schema
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
-from torchtitan.optim.ema import WeightAverage
-from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
@@ -55,27 +52,22 @@ class Checkpointer:
         self,
         config: schema.Checkpoint,
         dump_folder: str,
-        models: Sequence[nn.Module],
-        optimizer: AnyOptimizer,
+        trained: Trained,
         about: dict[str, Any],
         confirm: Callable[[], object] = lambda: None,
-        average: WeightAverage | None = None,
     ):
         """
         Args:
-            models: this rank's pipeline stages, or the whole model.
             about: what manifests record of the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has taken it.
-            average: of the weights, if the run has one.
 
         Raises:
             CheckpointError: the folder can't be written to, or has only checkpoints of another program.
         """
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
-        self.models, self.optimizer, self.average = models, optimizer, average
-        self.about, self.confirm = about, confirm
-        self.exports_average = average is not None and average.config.export
+        self.trained, self.about, self.confirm = trained, about, confirm
+        self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
@@ -100,19 +92,14 @@ class Checkpointer:
             CheckpointError: this save failed, or the previous one in the background.
         """
         self.wait()
-        dtype = getattr(torch, self.config.export_dtype)
-        if model_only:
-            weights = {name for model in self.models for name, _ in model.named_parameters()}
-            values = model_state(self.models)
-            if self.average is not None and self.exports_average:
-                values |= self.average.current()
-            state: State = {"model": {k: value.to(dtype) if k in weights else value for k, value in values.items()}}
-        else:
-            state = run_state(self.models, self.optimizer, self.average)
         manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
         if model_only:
+            dtype = getattr(torch, self.config.export_dtype)
+            state = self.trained.weights(dtype, averaged=self.exports_average)
             manifest["averaged"] = self.exports_average
             manifest["train_state"] = {part: value for part, value in train_state.items() if part != "ema"}
+        else:
+            state = self.trained.tensors()
         writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._purge)
         self._step_in_flight = step
         if self._stager is None:
@@ -212,8 +199,7 @@ class Checkpointer:
                     f"checkpoint.load_step: {self.folder} has no step {self.config.load_step} (it has: {have})"
                 )
             steps = [self.config.load_step]
-        exclude = self.config.exclude_from_loading
-        return load_newest(self.folder, steps, self.models, self.optimizer, self.average, exclude)
+        return load_newest(self.folder, steps, self.trained, self.config.exclude_from_loading)
 
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
@@ -223,12 +209,11 @@ class Checkpointer:
         """
         self.wait()
         steps = [s for s in agreed_steps(self.folder) if s < step]
-        return load_newest(self.folder, steps, self.models, self.optimizer, self.average)
+        return load_newest(self.folder, steps, self.trained)
 
     def load_initial(self, path: Path) -> Resumed | None:
         """Start from a checkpoint of another run: only its weights (None), unless `initial_load_model_only = false`."""
-        model_only = self.config.initial_load_model_only
-        return load_initial(path, self.models, self.optimizer, self.average, model_only=model_only)
+        return load_initial(path, self.trained, model_only=self.config.initial_load_model_only)
 
 
 def _prepare(folder: Path) -> str | None:

@@ -139,19 +139,22 @@ def _record(source: _Source) -> dict[str, object]:
 
 
 def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
-    """The mean of one tensor, in `dtype`. Of integers, which count, those of the newest checkpoint.
-
-    Holds 12 bytes per element beside the result: the sum in fp64 and one source.
-    """
+    """The mean of one tensor, in `dtype`. Of integers, which count, those of the newest checkpoint."""
     if not dtype.is_floating_point:
         return read_tensor(sources[-1].reader, name)
     size = sources[-1].reader.read_metadata().state_dict_metadata[name].size
     total = torch.zeros(size.numel(), dtype=torch.float64)
     for source in sources:
-        value = read_tensor(source.reader, source.key(name)).flatten()
-        for part, addend in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
-            part.add_(addend.double(), alpha=source.weight)
-    mean = total.to(dtype)
-    if not mean.isfinite().all():
+        _add(total, read_tensor(source.reader, source.key(name)).flatten(), source.weight)
+    mean = torch.empty(len(total), dtype=dtype)
+    for part, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
+        part.copy_(piece)
+    if not all(part.isfinite().all() for part in mean.split(_PIECE)):
         raise CheckpointError(f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}")
     return mean.view(size)
+
+
+def _add(total: Tensor, value: Tensor, weight: float) -> None:
+    """Add `weight` times `value` to a sum in fp64."""
+    for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
+        part.add_(piece.double(), alpha=weight)

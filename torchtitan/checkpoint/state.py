@@ -5,6 +5,7 @@ effect on resume.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +50,38 @@ def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dic
     }
 
 
-def run_state(
-    models: Sequence[nn.Module],
-    optimizer: AnyOptimizer,
-    average: WeightAverage | None = None,
-    exclude: Collection[str] = (),
-) -> State:
-    """All tensors of a run by part, not copied.
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains, and so saves."""
 
-    Args:
-        exclude: parts to leave out.
-    """
-    state: State = {}
-    if "model" not in exclude:
-        state["model"] = model_state(models)
-    if "optimizer" not in exclude:
-        state["optimizer"] = optimizer_state(models, optimizer)
-    if average is not None and "ema" not in exclude:
-        state["ema"] = average.current()
-    return state
+    models: Sequence[nn.Module]
+    """This rank's pipeline stages, or the whole model."""
+    optimizer: AnyOptimizer
+    average: WeightAverage | None = None
+    """Of the weights, if the run keeps one."""
+
+    def tensors(self, exclude: Collection[str] = ()) -> State:
+        """All tensors by part, not copied.
+
+        Args:
+            exclude: parts to leave out.
+        """
+        state: State = {}
+        if "model" not in exclude:
+            state["model"] = model_state(self.models)
+        if "optimizer" not in exclude:
+            state["optimizer"] = optimizer_state(self.models, self.optimizer)
+        if self.average is not None and "ema" not in exclude:
+            state["ema"] = self.average.current()
+        return state
+
+    def weights(self, dtype: torch.dtype, *, averaged: bool) -> State:
+        """The parameters in `dtype`, or their average, and the buffers."""
+        state = model_state(self.models)
+        if averaged and self.average is not None:
+            state |= self.average.current()
+        parameters = {name for model in self.models for name, _ in model.named_parameters()}
+        return {"model": {name: x.to(dtype) if name in parameters else x for name, x in state.items()}}
 
 
 def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:

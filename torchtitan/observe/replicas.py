@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.checkpoint.state import run_state
 from torchtitan.config.derive import AXES
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
@@ -26,16 +25,12 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Checkpointer) -> None:
-    """Compare all replicated weights, buffers, optimizer state and averages. Called by all ranks.
-
-    Args:
-        checkpointer: knows the run's tensors.
+    """Compare all replicated tensors that `checkpointer` saves, and buffers. Called by all ranks.
 
     Raises:
         GuardError: copies differ.
     """
-    models = checkpointer.models
-    parts = run_state(models, checkpointer.optimizer, checkpointer.average)
+    models, parts = checkpointer.trained.models, checkpointer.trained.tensors()
     tensors = parts.pop("model") | {f"{part} {name}": x for part, found in parts.items() for name, x in found.items()}
     tensors |= {f"buffer {name}": value for model in models for name, value in model.named_buffers()}
     if found := disagreements(tensors, mesh, device):

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import torchtitan
-from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -72,11 +72,9 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,
-            self.parts.models,
-            self.parts.optimizer,
+            Trained(self.parts.models, self.parts.optimizer, self.parts.average),
             about,
             confirm=lambda: self.folders.confirm(remote=True),
-            average=self.parts.average,
         )
         self.guard = Guard(
             config.guard,
