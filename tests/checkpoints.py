@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config import schema
 
 ABOUT: dict[str, Any] = {"versions": {}, "model": {"name": "llama3"}, "git": None, "ranks": 2, "data": {}, "config": ""}
@@ -46,18 +46,19 @@ def small_checkpointer(folder: Path, features: int = 4, **settings: Any) -> Chec
     """A checkpointer of one linear layer, its folder being `folder` itself. Called by all ranks."""
     model = nn.Linear(features, 3)
     config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
-    return Checkpointer(config, str(folder.parent), [model], torch.optim.AdamW(model.parameters()), ABOUT)
+    trained = Trained([model], torch.optim.AdamW(model.parameters()))
+    return Checkpointer(config, str(folder.parent), trained, ABOUT)
 
 
 def save_steps(folder: Path, *steps: int) -> None:
     """Save checkpoints whose weights are all equal to their step."""
     checkpointer = small_checkpointer(folder)
     for step in steps:
-        for param in checkpointer.models[0].parameters():
+        for param in checkpointer.trained.models[0].parameters():
             nn.init.constant_(param, step)
             param.grad = torch.zeros_like(param)
-        checkpointer.optimizer.step()
-        for param in checkpointer.models[0].parameters():
+        checkpointer.trained.optimizer.step()
+        for param in checkpointer.trained.models[0].parameters():
             nn.init.constant_(param, step)
         checkpointer.save(step, train_state(step))
     checkpointer.close()
@@ -73,7 +74,7 @@ def outcome(folder: Path, **settings: Any) -> Any:
     except CheckpointError as error:
         return str(error)
     if resumed is not None:
-        assert all((param == resumed.step).all() for param in checkpointer.models[0].parameters())
+        assert all((param == resumed.step).all() for param in checkpointer.trained.models[0].parameters())
     return resumed and resumed.step
 
 

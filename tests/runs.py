@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchtitan.config import resolve
 from torchtitan.lab.compare import write_corpus
@@ -76,6 +77,16 @@ def weights(models) -> dict[str, torch.Tensor]:
     own = {name: full(p) for model in models for name, p in model.named_parameters()}
     routers = ("router.expert_bias", "router.load")
     own |= {name: full(b) for model in models for name, b in model.named_buffers() if name.endswith(routers)}
+    return _gathered(own)
+
+
+def average_of(trainer) -> dict[str, torch.Tensor]:
+    """The full average of the weights, on every rank; empty if the run keeps none."""
+    average = trainer.parts.average
+    return _gathered({name: full(value) for name, value in average.current().items()} if average else {})
+
+
+def _gathered(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return {name: weight for part in parts for name, weight in part.items()}
@@ -96,9 +107,35 @@ def train(argv: list[str]) -> dict[str, Any]:
     return {
         "initial": initial,
         "weights": weights(trainer.parts.models),
+        "average": average_of(trainer),
         "metrics": read_metrics(Path(config.job.dump_folder)),
         "progress": progress.state_dict(),
     }
+
+
+class TorchAverage:
+    """`torch.optim.swa_utils.AveragedModel` of full tensors."""
+
+    def __init__(self, decay):
+        self.parameters, self.average, self.function = torch.nn.ParameterDict(), None, get_ema_multi_avg_fn(decay)
+
+    def update(self, values):
+        self.parameters = torch.nn.ParameterDict(
+            {name.replace(".", "/"): value.float() for name, value in values.items()}
+        )
+        if self.average is None:
+            self.average = AveragedModel(self.parameters, multi_avg_fn=self.function)
+        self.average.update_parameters(self.parameters)
+
+    def values(self):
+        return {name.replace("/", "."): value.detach() for name, value in self.average.module.items()}
+
+
+def assert_averages(average, expected):
+    assert average.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        assert average[name].dtype == torch.float32
+        assert torch.equal(average[name], value), name
 
 
 def read_metrics(dump_folder: Path) -> list[dict[str, Any]]:

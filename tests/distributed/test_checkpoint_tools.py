@@ -285,6 +285,7 @@ def test_bad_input(tmp_path, run):
         (["to-hf", folder, folder], "exists; delete it"),
         (["to-hf", str(damaged), str(tmp_path / "x")], "step-4 is damaged: __1_0.distcp has 0 bytes"),
         (["to-hf", folder, str(tmp_path / "x"), "--assets", str(tmp_path)], "holds neither tokenizer.json"),
+        (["to-hf", folder, str(tmp_path / "x"), "--ema"], "step-6 has no average of the weights: its run had no ema"),
         (["inspect", "nosuch://bucket/run"], "unknown storage nosuch://"),
     ):
         with pytest.raises(UserError, match=match):
@@ -293,11 +294,11 @@ def test_bad_input(tmp_path, run):
 
 
 MEASURE = """
-import json, sys
+import json, shutil, sys
 from pathlib import Path
 import torch
 from torchtitan.checkpoint.hf import load_hf
-from torchtitan.checkpoint.state import model_state, read_tensors
+from torchtitan.checkpoint.state import read_weights
 from torchtitan.models import get_spec
 from torchtitan.checkpoint import convert
 from torchtitan.commands import ckpt
@@ -312,7 +313,7 @@ def measure(name, action, *args):
     peaks[name] = status("VmHWM") - before
 
 for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all the modules
-    source, new, back = (str(folder / name) for name in ("hf", "new", "back"))
+    source, new, back, copy, merged = (str(folder / name) for name in ("hf", "new", "back", "copy", "merged"))
     peaks = {}
     for argv in (
         ["from-hf", source, new],
@@ -321,12 +322,13 @@ for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all th
         ["to-hf", new, back, "--no-check", "--max-file-gb", "0.1"],
     ):
         measure(argv[0], ckpt.main, argv)
+    measure("merge", ckpt.main, ["merge", new, shutil.copytree(new, copy), "--output", merged])
     spec = get_spec("qwen3_moe")
     model = spec.build(spec.hf.args(json.loads(Path(source, "config.json").read_text())), None)
     for param in model.parameters():
         torch.nn.init.zeros_(param)  # memory that nothing was written to doesn't count
     measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
-    measure("resume", read_tensors, {"model": model_state([model])}, Path(new, "step-0"))
+    measure("resume", read_weights, model, Path(new, "step-0"))
 print(json.dumps(peaks))
 """
 
@@ -362,7 +364,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     done = subprocess.run([sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
-    assert len(peaks) == 6
+    assert len(peaks) == 7
     for name, peak in peaks.items():
         assert peak < 100e6, f"{name} took {peak / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB"
     for file in (large / "back").glob("*.safetensors"):

@@ -88,6 +88,7 @@ def doors(step, original):
     yield ckpt.main, ["verify", str(step)]
     yield ckpt.main, ["diff", str(original), str(step), "--only", "tensors"]
     yield ckpt.main, ["to-hf", str(step), str(step.parent / "hf"), "--no-check"]
+    yield ckpt.main, ["merge", str(original), str(step), "--output", str(step.parent / "merged")]
     yield generate, step
 
 
@@ -112,7 +113,7 @@ def test_no_tool_runs_what_a_checkpoint_holds(run, tmp_path, name):
         except UserError as error:
             refused.append(str(error))
     assert not target.exists()
-    assert len(refused) == 3, "diff, to-hf and generate read tensors"
+    assert len(refused) == 4, "diff, to-hf, merge and generate read tensors"
     assert all(str(step) in text and "\n" not in text for text in refused)
     with pytest.raises(ValueError, match="which reading it would run"):  # as those of Flight Recorder are read
         safe_loads(gadget)

@@ -28,7 +28,7 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 FULL = ["--activation_checkpoint.mode=full"]
 LAYOUTS = {
     "one rank": (1, ["--training.loss_chunks=4"]),
-    "fsdp, by operation": (2, OP),
+    "fsdp, by operation": (2, [*OP, "--ema.enable"]),
     "hsdp, full": (4, [f"{P}data_parallel_replicate_degree=2", *FULL]),
     "tensor": (2, [f"{P}tensor_parallel_degree=2"]),
     "context, a ring": (2, [f"{P}context_parallel_degree=2", f"{P}context_parallel_rotate_method=alltoall", *FULL]),
@@ -92,6 +92,8 @@ def measured_peak(argv):
         forward_backward(parts, next(batches), config.training.local_batch_size, config.training.max_norm)
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
+        if parts.average is not None:
+            parts.average.update(1)
 
     step()
     gc.collect()

@@ -10,12 +10,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from tests.runs import EXPERTS, SAVE, SCHEDULE, arguments, assert_continues, losses, train
+from tests.runs import (
+    EXPERTS,
+    SAVE,
+    SCHEDULE,
+    TorchAverage,
+    arguments,
+    assert_averages,
+    assert_continues,
+    losses,
+    train,
+)
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.staging import Stager
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 
+AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
 
 
@@ -169,21 +180,28 @@ CHAIN = {
 
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async_with_pinned_mem"])
 def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode):
-    """Each layout resumes from the previous one; together they equal one uninterrupted run."""
+    """Each layout resumes from the previous one; together they equal one uninterrupted run.
+
+    The average is that of the weights which the layouts end with, bit for bit.
+    """
     size = ["--model.overrides.n_layers=4", "--lr_scheduler.total_steps=10", f"--checkpoint.async_mode={mode}"]
+    size += [*AVERAGE, "--ema.start_step=2", "--ema.every=2"]
     whole_argv = [*size, f"--job.dump_folder={tmp_path / 'whole'}"]
     whole = ranks(1, recorded, arguments(tmp_path, *whole_argv, steps=10, local_batch=8))[0]
-    rows = []
+    rows, oracle = [], TorchAverage(0.8)
     for i, (world, layout) in enumerate(CHAIN.values(), 1):
         argv = arguments(tmp_path, *SAVE, *size, "--checkpoint.interval=2", *layout, steps=2 * i, local_batch=4)
         run = ranks(world, recorded, argv, timeout=100)[0]
         assert len(run["rows"]) == 2
         rows += run["rows"]
+        oracle.update(run["weights"])
+        assert_averages(run["average"], oracle.values())
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert [r["tokens"] for r in run["metrics"]] == [r["tokens"] for r in whole["metrics"]]
     assert all(torch.equal(a, b) for a, b in zip(rows, whole["rows"], strict=True))
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(run["weights"][name], weight, rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(run["average"][name], whole["average"][name], rtol=1e-3, atol=2e-5)
 
 
 EXPERT_CHAIN = [
@@ -197,15 +215,18 @@ EXPERT_CHAIN = [
 
 
 def test_experts_move_between_ranks(ranks, tmp_path):
-    """A step in each layout: the curve, rows, loads, routing biases and weights of one process."""
+    """A step in each layout: the curve, rows, loads, routing biases, weights and average of one process."""
     extra = [*EXPERTS, "--lr_scheduler.total_steps=5", "--moe.global_balance_loss=0.1"]  # by the load of the last step
+    extra += AVERAGE
     whole = ranks(1, recorded, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'whole'}", steps=5))[0]
-    rows = []
+    rows, oracle = [], TorchAverage(0.8)
     for step, (world, degrees) in enumerate(EXPERT_CHAIN, 1):
         layout = [f"--parallelism.{kind}_parallel_degree={degree}" for kind, degree in degrees.items()]
         argv = arguments(tmp_path, *SAVE, *extra, *layout, steps=step)
         run = ranks(world, recorded, argv, timeout=100)[0]
         rows += run["rows"]
+        oracle.update({name: run["weights"][name] for name in run["average"]})
+        assert_averages(run["average"], oracle.values())
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(rows, whole["rows"], strict=True))
     loads = [(tmp_path / name / "expert_load.jsonl").read_text() for name in ("out", "whole")]
@@ -213,6 +234,8 @@ def test_experts_move_between_ranks(ranks, tmp_path):
     for name, weight in whole["weights"].items():
         exact = {"rtol": 0, "atol": 0} if ".router." in name and not name.endswith("weight") else {}
         torch.testing.assert_close(run["weights"][name], weight, **({"rtol": 1e-3, "atol": 2e-5} | exact))
+    for name, value in whole["average"].items():
+        torch.testing.assert_close(run["average"][name], value, rtol=1e-3, atol=2e-5)
     assert whole["weights"]["layers.0.moe.router.expert_bias"].abs().max() > 0.02
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.runs import EXPERTS, arguments, losses, weights
+from tests.runs import EXPERTS, arguments, average_of, losses, weights
 from torchtitan.config import resolve
 from torchtitan.data.loader import StepLoader
 from torchtitan.train.preflight import preflight
@@ -53,7 +53,11 @@ def spoiled(argv, bad=(), drop=(), factor=400.0):
             return f"{type(error).__name__}: {error}"
         finally:
             trainer.close()
-    return {"weights": weights(trainer.parts.models), "progress": trainer.progress.state_dict()}
+    return {
+        "weights": weights(trainer.parts.models),
+        "average": average_of(trainer),
+        "progress": trainer.progress.state_dict(),
+    }
 
 
 def metrics(folder):
@@ -67,14 +71,16 @@ def events(folder):
 def assert_same(run, folder, other, other_folder, rel=1e-6):
     assert [r["step"] for r in metrics(folder)] == [r["step"] for r in metrics(other_folder)]
     assert losses({"metrics": metrics(folder)}) == pytest.approx(losses({"metrics": metrics(other_folder)}), rel=rel)
-    for name, weight in other["weights"].items():
-        torch.testing.assert_close(run["weights"][name], weight, rtol=1e-4, atol=1e-6)
+    for kind in ("weights", "average"):
+        assert run[kind].keys() == other[kind].keys()
+        for name, value in other[kind].items():
+            torch.testing.assert_close(run[kind][name], value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("world", "layout", "factor"), [(4, HSDP, 400.0), (2, PP, float("nan"))], ids=["hsdp", "pp"])
 def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(ranks, tmp_path, world, layout, factor):
     """Back from step 11 to the checkpoint of step 8: batches 8 to 10, counted from 0, have no part in the weights."""
-    common = [*SAVE, *layout, "--lr_scheduler.total_steps=14"]
+    common = [*SAVE, *layout, "--lr_scheduler.total_steps=14", "--ema.enable"]
     argv = arguments(tmp_path, *common, *WATCH, "--guard.policy=rewind", steps=14)
     run = ranks(world, spoiled, argv, bad=[10], factor=factor)[0]
     clean = arguments(tmp_path, *common, f"--job.dump_folder={tmp_path / 'clean'}", steps=14)
@@ -101,12 +107,14 @@ def test_a_run_that_rewound_resumes_with_the_data_that_come_next(ranks, tmp_path
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_spike_with_no_checkpoint_to_go_back_to_is_skipped(ranks, tmp_path, policy):
-    extra = [*WATCH, f"--guard.policy={policy}", "--checkpoint.enable", "--checkpoint.interval=50"]
+    extra = [*WATCH, f"--guard.policy={policy}", "--checkpoint.enable", "--checkpoint.interval=50", "--ema.enable"]
     run = ranks(2, spoiled, arguments(tmp_path, *extra, steps=12), bad=[9])[0]
     assert run["progress"]["skipped"] == 1
     (event,) = events(tmp_path / "out")
     assert (event["step"], event["rows"]) == (10, [72, 80])
     assert [r["skipped_steps"] for r in metrics(tmp_path / "out")][8:11] == [0, 1, 1]
+    manifest = json.loads((tmp_path / "out/checkpoint/step-12/manifest.json").read_text())
+    assert manifest["train_state"]["ema"] == {"counted": 11}
 
 
 def test_weights_that_are_changed_already_are_not_called_left_out(ranks, tmp_path):

@@ -161,7 +161,8 @@ def test_state_is_sharded_and_optimizers_differ():
     assert state("--optimizer.state_dtype=bfloat16") == pytest.approx(12 / 8)
     assert state("--optimizer.early_step_in_backward", "--training.max_norm=0") == pytest.approx(12 / 8)
     assert 12 / 8 < state("--optimizer.name=Muon") < 13 / 8
-    assert state("--training.enable_cpu_offload") == 0
+    assert state("--ema.enable") == pytest.approx(20 / 8)
+    assert state("--training.enable_cpu_offload", "--ema.enable") == 0
 
 
 ONCE = "--parallelism.fsdp_reduce_once_per_step"

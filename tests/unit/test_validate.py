@@ -184,6 +184,14 @@ CASES = {
     "validation_sees_data": [
         (1, ["--validation.enable", "--validation.steps=0"], "-1 for the whole data set", ["--validation.steps=-1"]),
     ],
+    "average_has_a_use": [
+        (1, ["--ema.validation", "--validation.enable"], "no effect without ema.enable", ["--ema.enable"]),
+        (1, ["--ema.enable", "--ema.validation"], "without validation.enable", ["--validation.enable"]),
+        (1, ["--ema.enable", "--ema.export", "--checkpoint.enable"], "nothing is exported",
+         ["--checkpoint.last_save_in_hf"]),
+        (1, ["--ema.enable", "--ema.start_step=20", "--training.steps=10"], "set it to at most training.steps 10",
+         ["--ema.start_step=10"]),
+    ],
     "sources_are_named_once": [
         (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
         (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),

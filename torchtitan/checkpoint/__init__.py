@@ -2,5 +2,6 @@
 
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.resume import Resumed
+from torchtitan.checkpoint.state import Trained
 
-__all__ = ["Checkpointer", "Resumed"]
+__all__ = ["Checkpointer", "Resumed", "Trained"]

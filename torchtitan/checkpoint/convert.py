@@ -62,6 +62,18 @@ def model_of(step: Path, manifest: Manifest, custom_import: str | None = None) -
     return spec, args, str(settings.get("model", {}).get("hf_assets_path", ""))
 
 
+def check_averaged(step: Path, manifest: Manifest) -> None:
+    """
+    Raises:
+        UserError: the checkpoint has no average of the weights.
+    """
+    if "ema" not in manifest.tensor_bytes:
+        why = (
+            "its weights are the average; leave --ema out" if manifest.averaged else "its run had no ema.enable = true"
+        )
+        raise UserError(f"--ema: {step} has no average of the weights: {why}")
+
+
 def to_hf(
     source: Path,
     target: Path,
@@ -70,6 +82,8 @@ def to_hf(
     max_file_gb: float,
     check: bool | None,
     custom_import: str | None = None,
+    *,
+    averaged: bool = False,
 ) -> None:
     """Export a checkpoint, then compare the logits of transformers' model with ours.
 
@@ -79,14 +93,17 @@ def to_hf(
         assets: folder of the tokenizer; None: that of the run.
         check: whether to compare; None: if transformers is installed and memory suffices.
         custom_import: module that registers the model's family.
+        averaged: export the average of the weights.
 
     Raises:
-        UserError: no such checkpoint or tokenizer, `target` exists, or the logits differ.
+        UserError: no such checkpoint, average or tokenizer, `target` exists, or the logits differ.
     """
     step = checkpoints_at(source)[-1]
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} exists; delete it, or choose another folder")
     manifest = read_manifest(step)
+    if averaged:
+        check_averaged(step, manifest)
     if problem := next(damage(step, manifest), None):
         raise DamageError(f"{step} is damaged: {problem}")
     spec, args, recorded = model_of(step, manifest, custom_import)
@@ -94,13 +111,13 @@ def to_hf(
         check_own_model(spec.build(args, None), Reader(step))
     tokenizer = _tokenizer(assets or recorded, given=assets is not None)
     wanted = getattr(torch, dtype) if dtype else None
-    export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9))
+    export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9), averaged=averaged)
     export.write()
     print(f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary {args.vocab_size}")
     if reason := None if check else _reason_not_to_compare(step, target):
         print(f"Not compared with transformers: {reason}")
     elif check is not False:
-        _compare(step, target, spec, args, export.dtype)
+        _compare(step, target, spec, args, export.dtype, averaged)
 
 
 def _tokenizer(assets: str, given: bool) -> Tokenizer | None:
@@ -125,7 +142,7 @@ def _reason_not_to_compare(step: Path, target: Path) -> str | None:
     return f"needs {needed / 1e9:.0f} GB of memory (--check compares anyway)" if needed > free else None
 
 
-def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.dtype) -> None:
+def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.dtype, averaged: bool) -> None:
     """Print the largest difference of our model's and transformers' logits, both with the exported weights in float32.
 
     Raises:
@@ -141,7 +158,7 @@ def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.
         ours = spec.build(args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu"))
     ours.to_empty(device="cpu")
     with alone():
-        load({"model": dict(ours.named_parameters())}, Reader(step), no_dist=True)
+        load({"ema" if averaged else "model": dict(ours.named_parameters())}, Reader(step), no_dist=True)
     ours.to(dtype).float().init_buffers()
     tokens = torch.arange(PROMPT)[None] * 7919 % args.vocab_size
     with torch.no_grad():

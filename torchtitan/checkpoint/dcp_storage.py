@@ -4,7 +4,7 @@ import io
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
     Metadata,
@@ -24,14 +25,14 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
+from torchtitan.checkpoint.commit import begin, commit, discard, temporary_folder, write_file
 from torchtitan.checkpoint.index import INDEX, read_index, render_index
 from torchtitan.checkpoint.manifest import MANIFEST, render
-from torchtitan.utils.errors import DamageError
+from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_faults import record_places
@@ -158,6 +159,37 @@ class CommittingWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)  # without the path, which DCP would pickle as an object
 
 
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans a save with tensors on the meta device, and makes each real one only when it is written."""
+
+    def __init__(self, make: Callable[[str], Tensor]):
+        super().__init__()
+        self.make = make
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.make(write_item.index.fqn)
+
+
+def write_streamed(final: Path, manifest: dict[str, Any], state: dict[str, Any], make: Callable[[str], Tensor]) -> None:
+    """Write a checkpoint in one process, with one tensor in memory at a time. Leaves nothing behind if it fails.
+
+    Args:
+        final: its folder.
+        manifest: what its manifest says beside its files.
+        state: the tensors, on the meta device.
+        make: returns a tensor by its key.
+    """
+    # DCP holds all tensors of a file until it is complete, hence one file per tensor.
+    writer = CommittingWriter(final, manifest, file_per_tensor=True)
+    try:
+        with alone(), unwrapped():
+            dcp.save(state, storage_writer=writer, planner=_LazyPlanner(make), no_dist=True)
+    except BaseException:
+        with suppress(Exception):
+            discard(final)
+        raise
+
+
 def _measure(metadata: Metadata) -> dict[str, Any]:
     """What the manifest says about the tensors: how many weights, and bytes by part and dtype."""
     parameters, parts = 0, dict[str, dict[str, int]]()
@@ -232,11 +264,20 @@ def describe(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The operating system's error, if torch's writer wrapped it in another."""
+    """The error that says most: our own, or the operating system's that torch's writer wrapped in another."""
     chain = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
-    return next((e for e in chain if isinstance(e, OSError)), chain[-1])
+    return next((e for e in chain if isinstance(e, (UserError, OSError))), chain[-1])
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise the cause of the `CheckpointException`, which is no `Exception`, that DCP makes of every error."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 @contextmanager

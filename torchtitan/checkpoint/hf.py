@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
-from torchtitan.checkpoint.dcp_storage import CommittingWriter, Reader, alone, read_tensor
-from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, batches, parts_of, unwrapped
+from torchtitan.checkpoint.dcp_storage import Reader, read_tensor, write_streamed
+from torchtitan.checkpoint.hf_folder import DTYPES, SafetensorsReader, batches, parts_of
 from torchtitan.checkpoint.state import model_state
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import HFNames, ModelSpec
@@ -70,17 +67,6 @@ def _on_meta(spec: ModelSpec, args: Any) -> nn.Module:
         return spec.build(args, None)
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Plans a save with tensors on the meta device, and reads each real one only when it is written."""
-
-    def __init__(self, read: Callable[[str], Tensor]):
-        super().__init__()
-        self.read = read
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.read(write_item.index.fqn)
-
-
 def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]) -> int:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes.
 
@@ -106,14 +92,7 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
         # What Hugging Face doesn't store are buffers, which start at zero.
         return reader.read(name) if name in stored else torch.zeros_like(state[name], device="cpu")
 
-    # DCP holds all tensors of a file until it is complete, hence one file per tensor.
-    writer = CommittingWriter(target, manifest, file_per_tensor=True)
-    try:
-        with alone(), unwrapped():
-            dcp.save({"model": state}, storage_writer=writer, planner=_LazyPlanner(read), no_dist=True)
-    except CheckpointError:
-        discard(target)
-        raise
+    write_streamed(target, manifest, {"model": state}, read)
     return sum(about.size.numel() for about in stored.values())
 
 
@@ -135,11 +114,14 @@ class HFExport:
         dtype: torch.dtype | None,
         tokenizer: Tokenizer | None,
         max_file_bytes: int = 5 * 10**9,
+        *,
+        averaged: bool = False,
     ):
         """
         Args:
             source: a checkpoint, `.../step-N`.
             dtype: of the written weights; None: as stored.
+            averaged: write the average of the weights.
 
         Raises:
             CheckpointError: the checkpoint is of another model.
@@ -151,13 +133,14 @@ class HFExport:
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata
-        names = {f"model.{ours}": theirs for ours, theirs in spec.hf.names(args).items()}
-        self._check(names)
+        names = spec.hf.names(args)
+        self._check(names, averaged)
         self.tensors: dict[str, Tensor] = {}
         """What is written, on the meta device."""
         self.places: dict[str, tuple[str, int | None]] = {}
         """Where it is in the checkpoint: a key, and the index in a stack."""
-        for key, theirs in names.items():
+        for ours, theirs in names.items():
+            key = f"ema.{ours}" if averaged else f"model.{ours}"
             about = stored[key]
             value = torch.empty(about.size, dtype=dtype or about.properties.dtype, device="meta")
             whole = isinstance(theirs, str)
@@ -172,13 +155,15 @@ class HFExport:
         files = [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else ["model"]
         self.files = {f"{name}.safetensors": group for name, group in zip(files, groups, strict=True)}
 
-    def _check(self, names: Mapping[str, Any]) -> None:
+    def _check(self, ours: Mapping[str, Any], averaged: bool) -> None:
         """
         Raises:
-            CheckpointError: the checkpoint lacks some of `names`, or has weights beside them that matter.
+            CheckpointError: the checkpoint lacks some of the weights `ours`, or has some beside them that matter.
         """
+        names = {f"model.{name}" for name in ours}
+        wanted = [f"ema.{name}" for name in ours] if averaged else list(names)
         source, stored = self.reader.path, self.reader.read_metadata().state_dict_metadata
-        if missing := [key for key in names if key not in stored]:
+        if missing := [key for key in wanted if key not in stored]:
             raise CheckpointError(f"{source} is not of the model in its manifest: {missing[0]} is missing")
         buffers = {f"model.{name}" for name, _ in _on_meta(self.spec, self.args).named_buffers()}
         for key in sorted(key for key in stored if key.startswith("model.") and key not in names):

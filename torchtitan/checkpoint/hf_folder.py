@@ -4,7 +4,6 @@ Only regular files are opened, and nothing is unpickled. The library `safetensor
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, Metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -26,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from torchtitan.checkpoint.dcp_storage import alone
+from torchtitan.checkpoint.dcp_storage import alone, unwrapped
 from torchtitan.models import HFNames
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.json_files import read_json_object
@@ -272,15 +270,6 @@ def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
         total += size
     if batch:
         yield batch
-
-
-@contextmanager
-def unwrapped() -> Iterator[None]:
-    """Raise the cause of the `CheckpointException`, which is no `Exception`, that DCP makes of every error."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:

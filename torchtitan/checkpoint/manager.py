@@ -1,7 +1,7 @@
 """The checkpoints of one run: when to save, what to keep, what to resume."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -25,7 +24,7 @@ from torchtitan.checkpoint.commit import (
 )
 from torchtitan.checkpoint.dcp_storage import CommittingWriter, describe
 from torchtitan.checkpoint.hf import HFExport
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
 from torchtitan.checkpoint.resume import (
     Resumed,
     agreed_steps,
@@ -36,11 +35,10 @@ from torchtitan.checkpoint.resume import (
     wait_until_visible,
 )
 from torchtitan.checkpoint.staging import build_stager
-from torchtitan.checkpoint.state import State, model_state, optimizer_state
+from torchtitan.checkpoint.state import Trained
 from torchtitan.config import schema
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
-from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
@@ -48,20 +46,18 @@ from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_
 
 
 class Checkpointer:
-    """Saves and resumes one run's model and optimizer. Every method is called by all ranks together."""
+    """Saves and resumes one run's tensors. Every method is called by all ranks together."""
 
     def __init__(
         self,
         config: schema.Checkpoint,
         dump_folder: str,
-        models: Sequence[nn.Module],
-        optimizer: AnyOptimizer,
+        trained: Trained,
         about: dict[str, Any],
         confirm: Callable[[], object] = lambda: None,
     ):
         """
         Args:
-            models: this rank's pipeline stages, or the whole model.
             about: what manifests record of the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has taken it.
 
@@ -70,7 +66,8 @@ class Checkpointer:
         """
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
-        self.models, self.optimizer, self.about, self.confirm = models, optimizer, about, confirm
+        self.trained, self.about, self.confirm = trained, about, confirm
+        self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
@@ -95,14 +92,14 @@ class Checkpointer:
             CheckpointError: this save failed, or the previous one in the background.
         """
         self.wait()
-        dtype = getattr(torch, self.config.export_dtype)
-        if model_only:
-            weights = {name for model in self.models for name, _ in model.named_parameters()}
-            values = model_state(self.models).items()
-            state: State = {"model": {name: value.to(dtype) if name in weights else value for name, value in values}}
-        else:
-            state = {"model": model_state(self.models), "optimizer": optimizer_state(self.models, self.optimizer)}
         manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
+        if model_only:
+            dtype = getattr(torch, self.config.export_dtype)
+            state = self.trained.weights(dtype, averaged=self.exports_average)
+            manifest["averaged"] = self.exports_average
+            manifest["train_state"] = {part: value for part, value in train_state.items() if part != "ema"}
+        else:
+            state = self.trained.tensors()
         writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._purge)
         self._step_in_flight = step
         if self._stager is None:
@@ -122,7 +119,12 @@ class Checkpointer:
         source, folder = step_folder(self.folder, step), self.folder / f"step-{step}-hf"
         dtype = getattr(torch, self.config.export_dtype)
         wait_until_visible(source)
-        together(lambda: HFExport(source, folder, spec, args, dtype, tokenizer)).write(self._group)
+
+        def export() -> HFExport:
+            averaged = self.exports_average and not read_manifest(source).model_only
+            return HFExport(source, folder, spec, args, dtype, tokenizer, averaged=averaged)
+
+        together(export).write(self._group)
         return folder
 
     def wait_staged(self) -> None:
@@ -197,7 +199,7 @@ class Checkpointer:
                     f"checkpoint.load_step: {self.folder} has no step {self.config.load_step} (it has: {have})"
                 )
             steps = [self.config.load_step]
-        return load_newest(self.folder, steps, self.models, self.optimizer, self.config.exclude_from_loading)
+        return load_newest(self.folder, steps, self.trained, self.config.exclude_from_loading)
 
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
@@ -207,11 +209,11 @@ class Checkpointer:
         """
         self.wait()
         steps = [s for s in agreed_steps(self.folder) if s < step]
-        return load_newest(self.folder, steps, self.models, self.optimizer)
+        return load_newest(self.folder, steps, self.trained)
 
     def load_initial(self, path: Path) -> Resumed | None:
         """Start from a checkpoint of another run: only its weights (None), unless `initial_load_model_only = false`."""
-        return load_initial(path, self.models, self.optimizer, model_only=self.config.initial_load_model_only)
+        return load_initial(path, self.trained, model_only=self.config.initial_load_model_only)
 
 
 def _prepare(folder: Path) -> str | None:

@@ -130,6 +130,10 @@ class DataState(Strict):
     sources: dict[str, SourcePosition]
 
 
+class AverageState(Strict):
+    counted: Count
+
+
 class TrainState(Strict):
     """Everything but tensors that a run continues from."""
 
@@ -137,6 +141,18 @@ class TrainState(Strict):
     lr_scheduler: ScheduleState
     data: DataState
     guard: GuardState
+    ema: AverageState | None = None
+    """None if the run has no average of the weights."""
+
+
+class Merged(Strict):
+    """One of the checkpoints whose weights were averaged."""
+
+    checkpoint: str
+    step: Count
+    averaged: bool
+    """The average that its run kept was taken, instead of the weights."""
+    weight: Annotated[float, Field(gt=0, le=1)]
 
 
 def _configuration(toml: str) -> str:
@@ -164,6 +180,10 @@ class Manifest(Strict):
     step: Count
     model_only: bool
     """It has only weights."""
+    averaged: bool = False
+    """The weights are the average that the run kept (`ema.export`)."""
+    merged: list[Merged] | None = None
+    """What `torchtitan ckpt merge` made it of."""
     versions: dict[str, str]
     model: dict[str, Any]
     """`name` of the family, and the hyper-parameters."""
@@ -178,7 +198,7 @@ class Manifest(Strict):
     parameters: Count
     """Number of elements in the weights."""
     tensor_bytes: dict[str, dict[str, Count]]
-    """By part (`model`, `optimizer`) and dtype."""
+    """By part (`model`, `optimizer`, `ema`) and dtype."""
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -187,6 +207,9 @@ class Manifest(Strict):
             raise ValueError("train_state is missing")
         if self.train_state is not None and self.train_state.progress.step != self.step:
             raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
+        counted = self.train_state is not None and self.train_state.ema is not None
+        if counted != ("ema" in self.tensor_bytes):
+            raise ValueError("train_state and tensor_bytes disagree about the average of the weights")
         return self
 
     def state(self) -> dict[str, Any]:

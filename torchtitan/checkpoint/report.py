@@ -41,6 +41,10 @@ class Summary:
     """Time of the save, ISO 8601."""
     resumable: bool
     """False if it holds only weights."""
+    averaged: bool
+    """Its weights are the average that the run kept."""
+    merged: list[dict[str, Any]] | None
+    """The checkpoints that it is the average of."""
     model: dict[str, Any]
     parameters: int
     bytes: dict[str, dict[str, int]]
@@ -68,6 +72,8 @@ def summarize(step: Path) -> Summary:
         step=manifest.step,
         saved=manifest.saved,
         resumable=not manifest.model_only,
+        averaged=manifest.averaged,
+        merged=manifest.model_dump()["merged"],
         model=manifest.model,
         parameters=manifest.parameters,
         bytes=manifest.tensor_bytes,
@@ -106,7 +112,7 @@ def overview(found: Sequence[Summary]) -> str:
 def _page(s: Summary) -> Iterator[str]:
     yield s.path
     rows = [
-        ("step", f"{s.step}" + ("" if s.resumable else " (weights only: can't be resumed)")),
+        ("step", f"{s.step}" + ("" if s.resumable else f" ({_kind(s)}: can't be resumed)")),
         ("saved", s.saved),
         ("model", f"{s.model.get('name')}, {s.parameters:,} parameters"),
     ]
@@ -114,6 +120,10 @@ def _page(s: Summary) -> Iterator[str]:
         rows.append((part, ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())))
     rows.append(("files", f"{s.files}, {_size(s.file_bytes)}"))
     yield indent(aligned(rows), "  ")
+    if s.merged:
+        yield "  merged from"
+    for source in s.merged or ():
+        yield f"    {source['weight']:.3g} x {source['checkpoint']}{' (ema)' if source['averaged'] else ''}"
     position = dict(s.train_state.get("data", {}))
     position.pop("fingerprint", None)  # shown as "data"
     position["sources"] = {
@@ -130,6 +140,11 @@ def _page(s: Summary) -> Iterator[str]:
         if table:
             yield f"  {title}"
         yield from (f"    {key} = {value}" for key, value in flat(table).items())
+
+
+def _kind(s: Summary) -> str:
+    """What a checkpoint that can't be resumed holds."""
+    return "the average of the weights" if s.averaged else "merged weights" if s.merged else "weights only"
 
 
 def _size(count: int) -> str:

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from torchtitan.checkpoint.commit import committed_steps, damage, step_folder
 from torchtitan.checkpoint.dcp_storage import Reader, load
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from torchtitan.checkpoint.state import State, allocate_optimizer_state, check_tensors, model_state, optimizer_state
-from torchtitan.optim.optimizer import AnyOptimizer
+from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote
@@ -41,14 +39,13 @@ class Resumed:
 def load_newest(
     folder: Path,
     steps: Sequence[int],
-    models: Sequence[nn.Module],
-    optimizer: AnyOptimizer,
+    trained: Trained,
     exclude: Collection[str] = (),
 ) -> Resumed | None:
     """Load the newest of `steps` that is undamaged and resumable; None if there are no steps.
 
     Args:
-        exclude: `model` and `optimizer` keep their current values if listed here.
+        exclude: `model`, `optimizer` and `ema` keep their current values if listed here.
 
     Raises:
         CheckpointError: none can be resumed, or it is of another model.
@@ -62,7 +59,7 @@ def load_newest(
                 raise DamageError(f"{path}: its manifest is that of step {manifest.step}")
             if manifest.model_only:
                 raise DamageError(f"{path} holds only weights (checkpoint.last_save_model_only)")
-            _load(path, models, optimizer, exclude)
+            _load(path, manifest, trained, exclude)
         except DamageError as error:
             problems.append(str(error))
             logger.error(f"Can't resume: {error}")
@@ -77,9 +74,7 @@ def load_newest(
     return None
 
 
-def load_initial(
-    path: Path, models: Sequence[nn.Module], optimizer: AnyOptimizer, *, model_only: bool
-) -> Resumed | None:
+def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed | None:
     """Start from a checkpoint of another run.
 
     Returns:
@@ -92,7 +87,7 @@ def load_initial(
         manifest = _verified(path)
         if manifest.model_only and not model_only:
             raise CheckpointError(f"{path} has only weights; set checkpoint.initial_load_model_only = true")
-        _load(path, models, optimizer, {"optimizer"} if model_only else ())
+        _load(path, manifest, trained, {"optimizer", "ema"} if model_only else ())
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load_path: {error}") from error
     return None if model_only else Resumed(manifest.step, manifest.state(), manifest)
@@ -192,14 +187,13 @@ def _verified(path: Path) -> Manifest:
     return together(verify)
 
 
-def _load(path: Path, models: Sequence[nn.Module], optimizer: AnyOptimizer, exclude: Collection[str]) -> None:
-    state: State = {}
-    if "model" not in exclude:
-        state["model"] = model_state(models)
+def _load(path: Path, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
+    if trained.average is not None and "ema" not in {*exclude, *manifest.tensor_bytes}:
+        logger.info(f"{path} has no average of the weights: it starts from the weights")
+        exclude = {*exclude, "ema"}
     if "optimizer" not in exclude:
-        allocate_optimizer_state(optimizer)
-        state["optimizer"] = optimizer_state(models, optimizer)
-    if state:
+        allocate_optimizer_state(trained.optimizer)
+    if state := trained.tensors(exclude):
         reader = Reader(path)
         together(lambda: check_tensors(state, reader))
         load(state, reader)

@@ -1,21 +1,22 @@
-"""The tensors of a run under layout-free names: `model.<fqn>` and `optimizer.<fqn>.<slot>`.
+"""The tensors of a run under layout-free names: `model.<fqn>`, `optimizer.<fqn>.<slot>`, and `ema.<fqn>`.
 
 Hyper-parameters (learning rate, weight decay, ...) are not included: they come from the configuration, so changes take
 effect on resume.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.checkpoint.dcp_storage import Reader, load
+from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import AnyOptimizer
+from torchtitan.parallel.collectives import local, sharded_like, storage_of
 from torchtitan.utils.errors import CheckpointError, DamageError
 
 State = dict[str, Any]
@@ -33,14 +34,8 @@ def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def _plain(weight: Tensor) -> Tensor:
     """The same memory without torchao's wrapper, which would be pickled into the checkpoint."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    if not is_traceable_wrapper_subclass(local):
-        return weight
-    inner = getattr(local, local.__tensor_flatten__()[0][0])
-    if not isinstance(weight, DTensor):
-        return inner
-    layout = {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, **layout)
+    inner = storage_of(weight)
+    return weight if inner is local(weight) else sharded_like(inner, weight)
 
 
 def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dict[str, Tensor]:
@@ -53,6 +48,40 @@ def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dic
         for slot, value in state[param].items()
         if isinstance(value, Tensor)
     }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains, and so saves."""
+
+    models: Sequence[nn.Module]
+    """This rank's pipeline stages, or the whole model."""
+    optimizer: AnyOptimizer
+    average: WeightAverage | None = None
+    """Of the weights, if the run keeps one."""
+
+    def tensors(self, exclude: Collection[str] = ()) -> State:
+        """All tensors by part, not copied.
+
+        Args:
+            exclude: parts to leave out.
+        """
+        state: State = {}
+        if "model" not in exclude:
+            state["model"] = model_state(self.models)
+        if "optimizer" not in exclude:
+            state["optimizer"] = optimizer_state(self.models, self.optimizer)
+        if self.average is not None and "ema" not in exclude:
+            state["ema"] = self.average.current()
+        return state
+
+    def weights(self, dtype: torch.dtype, *, averaged: bool) -> State:
+        """The parameters in `dtype`, or their average, and the buffers."""
+        state = model_state(self.models)
+        if averaged and self.average is not None:
+            state |= self.average.current()
+        parameters = {name for model in self.models for name, _ in model.named_parameters()}
+        return {"model": {name: x.to(dtype) if name in parameters else x for name, x in state.items()}}
 
 
 def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
@@ -70,13 +99,18 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
         group["lr"] = rate
 
 
-def read_tensors(state: State, path: Path) -> None:
-    """Fill the tensors of `state` in place from a checkpoint.
+def read_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> None:
+    """Fill a model in place from a checkpoint. Reads whole tensors, or the shards that `model` has of them.
+
+    Args:
+        averaged: take the parameters from the average of the weights; buffers have none.
 
     Raises:
         CheckpointError: it is damaged, or of another model.
     """
-    reader = Reader(path)
+    reader, state = Reader(path), {"model": model_state([model])}
+    if averaged:
+        state["ema"] = {name: state["model"].pop(name) for name, _ in model.named_parameters()}
     check_tensors(state, reader)
     load(state, reader)
 

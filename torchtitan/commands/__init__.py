@@ -17,7 +17,7 @@ COMMANDS = {
     "config": "Check and explain a configuration.",
     "parity": "Check that a distributed configuration computes what one process does.",
     "matrix": "Measure which features work together.",
-    "ckpt": "Inspect, verify, compare, prune and convert checkpoints.",
+    "ckpt": "Inspect, verify, compare, prune, convert and merge checkpoints.",
     "generate": "Generate text from a checkpoint.",
     "tokenize": "Tokenize text once, ahead of training.",
     "submit": "Write a Slurm job for a configuration.",

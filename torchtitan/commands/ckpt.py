@@ -1,4 +1,4 @@
-"""Inspect, verify, compare, prune and convert checkpoints, without a GPU.
+"""Inspect, verify, compare, prune, convert and merge checkpoints, without a GPU.
 
     torchtitan ckpt inspect outputs/run/checkpoint             # list the checkpoints; for one step, its contents
     torchtitan ckpt verify  outputs/run/checkpoint             # compare every file with its checksum
@@ -6,6 +6,7 @@
     torchtitan ckpt prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
     torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export a folder that transformers loads
     torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint, and a TOML that trains from it
+    torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average their weights
 
 Where one checkpoint is needed, a folder of them means the newest. Folders may be URLs (s3://, gs://), except the source
 of from-hf. At most two tensors are in memory at a time.
@@ -14,6 +15,7 @@ of from-hf. At most two tensors are in memory at a time.
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
@@ -102,6 +104,7 @@ def to_hf(options: argparse.Namespace) -> int:
         options.max_file_gb,
         options.check,
         options.custom_import,
+        averaged=options.ema,
     )
     return 0
 
@@ -113,6 +116,25 @@ def from_hf(options: argparse.Namespace) -> int:
     return 0
 
 
+def merge(options: argparse.Namespace) -> int:
+    from torchtitan.checkpoint.merge import merge
+
+    merge(options.checkpoints, options.output, options.weights, options.dtype, averaged=options.ema)
+    return 0
+
+
+def _share(text: str) -> float:
+    """A finite number above 0.
+
+    Raises:
+        ValueError: `text` is none.
+    """
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, must be above 0 and finite")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan ckpt",
@@ -120,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    averages = "take the average of the weights, which the run kept with ema.enable"
 
     command = commands.add_parser("inspect", help="list checkpoints, or the contents of one")
     command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
@@ -148,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
     command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")
     command.add_argument("target", type=path_argument, help="folder to create")
+    command.add_argument("--ema", action="store_true", help=averages)
     dtypes = ["float32", "bfloat16", "float16"]
     command.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: as stored)")
     command.add_argument("--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)")
@@ -166,6 +190,16 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--model", help="model family, as in model.name (default: that of config.json)")
     command.add_argument("--toml", help="TOML file to write (default: train.toml in the target)")
     command.set_defaults(run=from_hf)
+
+    command = commands.add_parser("merge", help="average the weights of checkpoints of the same model")
+    command.add_argument("checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them")
+    command.add_argument("--output", type=path_argument, required=True, help="folder to create, itself a checkpoint")
+    command.add_argument(
+        "--weights", type=_share, nargs="+", default=[], help="shares in the mean, in their order (default: equal)"
+    )
+    command.add_argument("--ema", action="store_true", help=averages)
+    command.add_argument("--dtype", choices=dtypes, default="float32", help="dtype to write (default: %(default)s)")
+    command.set_defaults(run=merge)
     return parser
 
 

@@ -43,7 +43,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
     from torchtitan.generate.generator import Sampling  # imports torch
     from torchtitan.generate.source import find, load, open_tokenizer
 
-    source = find(options.checkpoint, options.custom_import)
+    source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
     prompts = [tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in texts]
     if problems := list(_model_problems(source, prompts, world)):
@@ -145,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint", required=True, help="folder of a run, of checkpoints, or of a Hugging Face model")
+    add("--ema", action="store_true", help="take the average of the weights, which the run kept with ema.enable")
     add("--prompt", action="append", default=[], help="beginning of a text; repeatable (default: empty)")
     add("--prompts-file", help="file with one prompt per line")
     add("--assets", help="folder of the tokenizer (default: the one used in training)")

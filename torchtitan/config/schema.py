@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
+from torchtitan.config.ema import EMA
 from torchtitan.config.optim import LRScheduler, Optimizer
 from torchtitan.config.quantize import Quantize
 from torchtitan.config.registry import Custom, losses
@@ -287,7 +288,7 @@ class Checkpoint(Section):
     next one is written could lose it."""
     load_step: StepsOrDefault = -1
     """Resume from this step. -1: from the newest complete checkpoint."""
-    exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = []
+    exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "ema"]] = []
     """Don't load these parts when resuming."""
     enable_first_step_checkpoint: bool = False
     """Also save after step 1, to find storage problems early."""
@@ -446,6 +447,7 @@ class Config(Section):
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    ema: EMA = EMA()
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
     moe: MoE = MoE()

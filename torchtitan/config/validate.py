@@ -277,6 +277,22 @@ def validation_sees_data(config: Config, world: int) -> Iterator[str]:
         yield "validation.steps: 0 batches give no loss; set -1 for the whole data set, or validation.enable = false"
 
 
+def average_has_a_use(config: Config, world: int) -> Iterator[str]:
+    ema, c, steps = config.ema, config.checkpoint, config.training.steps
+    for key in ("validation", "export"):
+        if getattr(ema, key) and not ema.enable:
+            yield f"ema.{key} has no effect without ema.enable = true"
+    if ema.validation and not config.validation.enable:
+        yield "ema.validation has no effect without validation.enable = true"
+    if ema.export and not (c.enable and (c.last_save_model_only or c.last_save_in_hf)):
+        yield (
+            "ema.export: nothing is exported; set checkpoint.enable = true, and checkpoint.last_save_model_only or "
+            "last_save_in_hf, or ema.export = false (`torchtitan ckpt to-hf --ema` exports any step)"
+        )
+    if ema.enable and ema.start_step > steps:
+        yield f"ema.start_step: {ema.start_step} is after the last step; set it to at most training.steps {steps}"
+
+
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     expert_degree_divides,
@@ -301,6 +317,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     guard_can_act,
     warn_only_needs_determinism,
     validation_sees_data,
+    average_has_a_use,
     *mixtures.RULES,
 )
 

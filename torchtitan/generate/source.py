@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at
-from torchtitan.checkpoint.convert import model_of
+from torchtitan.checkpoint.convert import check_averaged, model_of
 from torchtitan.checkpoint.dcp_storage import Reader, alone
 from torchtitan.checkpoint.hf import check_hf, load_hf
 from torchtitan.checkpoint.hf_folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state import check_own_model, model_state, read_tensors
+from torchtitan.checkpoint.state import check_own_model, read_weights
 from torchtitan.config.load import load_config
 from torchtitan.config.registry import import_custom
 from torchtitan.config.schema import Comm
@@ -44,32 +44,40 @@ class Source:
     """Fingerprint of the tokenizer in training; None if unknown."""
     stop: tuple[int, ...]
     """Tokens that end a text, in addition to the tokenizer's own."""
+    averaged: bool = False
+    """Load the average of the weights."""
 
 
-def find(name: str, custom_import: str | None = None) -> Source:
+def find(name: str, custom_import: str | None = None, *, averaged: bool = False) -> Source:
     """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face model's folder.
 
     Args:
         custom_import: module that registers the model's family.
+        averaged: take the average of the weights.
 
     Raises:
-        UserError: there is none, it is damaged, or its family is unknown.
+        UserError: there is none, it is damaged, has no average, or its family is unknown.
     """
     folder = path_argument(name, "--checkpoint")
     if (folder / "config.json").is_file():
+        if averaged:
+            raise ConfigError([f"--ema: {folder} is a Hugging Face model, which has only weights; leave --ema out"])
         return _hugging_face(folder, custom_import)
     config = folder / "config.toml"
     if config.is_file() and not is_remote(folder):  # a run's folder: the file names that of its checkpoints
         folder = storage_path(load_config([f"--job.config_file={config}"]).config.checkpoint.folder, folder)
     folder = checkpoints_at(folder)[-1]
     manifest = read_manifest(folder)
+    if averaged:
+        check_averaged(folder, manifest)
     for file, expected in manifest.files.items():
         if not (folder / file).is_file() or (folder / file).stat().st_size != expected.bytes:
             raise CheckpointError(
                 f"{folder} is damaged: {file} is missing or has the wrong size; choose an earlier step "
                 "(torchtitan ckpt verify lists the intact ones)"
             )
-    return Source(folder, False, *model_of(folder, manifest, custom_import), manifest.data.get("tokenizer"), ())
+    spec, args, assets = model_of(folder, manifest, custom_import)
+    return Source(folder, False, spec, args, assets, manifest.data.get("tokenizer"), (), averaged)
 
 
 def _hugging_face(folder: Path, custom_import: str | None) -> Source:
@@ -150,7 +158,7 @@ def load(
         if source.hugging_face:
             load_hf([model], source.folder, source.spec.hf.names(args))
         else:
-            read_tensors({"model": model_state([model])}, source.folder)
+            read_weights(model, source.folder, averaged=source.averaged)
     return TextGenerator(
         model,
         device,

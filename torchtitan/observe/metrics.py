@@ -148,9 +148,14 @@ class Metrics:
         self._stopwatch.lap()
         self.new_tokens = self.steps = 0
 
-    def log_validation(self, step: int, loss: float, tokens: int) -> None:
-        """Record a validation."""
-        self._send({"step": step, "validation_loss": loss, "validation_tokens": tokens, "time": time.time()})
+    def log_validation(self, step: int, loss: float, tokens: int, averaged: float | None = None) -> None:
+        """Record a validation.
+
+        Args:
+            averaged: the loss with the average of the weights, if it was computed.
+        """
+        record = {"step": step, "validation_loss": loss, "validation_tokens": tokens, "time": time.time()}
+        self._send(record if averaged is None else record | {"validation_loss_ema": averaged})
 
     def _send(self, record: Record) -> None:
         for sink in self.sinks:

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.checkpoint.state import model_state, optimizer_state
 from torchtitan.config.derive import AXES
-from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
 
@@ -26,22 +24,16 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 """2^64 / golden ratio, as a signed number."""
 
 
-def check_replicas(
-    models: Sequence[nn.Module],
-    optimizer: AnyOptimizer,
-    mesh: Mesh,
-    device: torch.device,
-    step: int,
-    checkpointer: Checkpointer,
-) -> None:
-    """Compare all replicated weights, buffers and optimizer state. Called by all ranks.
+def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Checkpointer) -> None:
+    """Compare all replicated tensors that `checkpointer` saves, and buffers. Called by all ranks.
 
     Raises:
         GuardError: copies differ.
     """
-    buffers = {f"buffer {name}": value for model in models for name, value in model.named_buffers()}
-    states = {f"optimizer {name}": value for name, value in optimizer_state(models, optimizer).items()}
-    if found := disagreements(model_state(models) | buffers | states, mesh, device):
+    models, parts = checkpointer.trained.models, checkpointer.trained.tensors()
+    tensors = parts.pop("model") | {f"{part} {name}": x for part, found in parts.items() for name, x in found.items()}
+    tensors |= {f"buffer {name}": value for model in models for name, value in model.named_buffers()}
+    if found := disagreements(tensors, mesh, device):
         checkpointer.wait()
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise GuardError(

@@ -178,9 +178,9 @@ class ConsoleSink:
         """The record in words."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
         if "validation_loss" in record:
-            return (
-                f"{step}  validation loss {record['validation_loss']:.4f} over {record['validation_tokens']:,} tokens"
-            )
+            averaged = f", {record['validation_loss_ema']:.4f} averaged," if "validation_loss_ema" in record else ""
+            loss, tokens = record["validation_loss"], record["validation_tokens"]
+            return f"{step}  validation loss {loss:.4f}{averaged} over {tokens:,} tokens"
         parts = [
             step,
             f"loss {record['loss']:.4f}",

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def all_reduce(
@@ -53,6 +54,22 @@ def unsharded(value: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, outside of autograd; a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """`local`, without torchao's wrapper: a plain tensor of the same memory."""
+    shard = local(tensor)
+    while is_traceable_wrapper_subclass(shard):
+        shard = getattr(shard, shard.__tensor_flatten__()[0][0])
+    return shard
+
+
+def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's `shard` of a tensor that is sharded like `tensor`, as a DTensor if that is one."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    layout = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False, **layout)
 
 
 class SquaredNorm:

@@ -356,10 +356,12 @@ def _activation_offload(w: Workload, hw: Hardware, block: _Pass, pp_rank: int) -
 
 
 def _optimizer(w: Workload, hw: Hardware) -> float:
-    """Seconds of clipping and the update, on the pipeline rank with the most parameters."""
-    optimizer = w.config.optimizer
+    """Seconds of clipping, the update and the average of the weights, on the pipeline rank with the most parameters."""
+    optimizer, ema = w.config.optimizer, w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in range(w.pp))
-    moved = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
+    moved: float = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
+    if ema.enable:  # reads weight and average, and writes the average
+        moved += (w.stored + 2 * FP32) / ema.every
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":

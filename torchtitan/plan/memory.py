@@ -103,7 +103,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
 
 
 def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
-    """Parameters, gradients and optimizer state of a rank's shard."""
+    """Parameters, gradients and optimizer state of a rank's shard. The last includes an average of the weights."""
     optimizer = w.config.optimizer
     on_device = not w.config.training.enable_cpu_offload
     shard = sum(map(w.shard, stages)) * on_device
@@ -114,7 +114,7 @@ def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
     return {
         "parameters": w.stored * shard,
         "gradients": 0.0 if optimizer.early_step_in_backward else FP32 * shard,
-        "optimizer": BYTES[optimizer.state_dtype] * moments,
+        "optimizer": BYTES[optimizer.state_dtype] * moments + FP32 * shard * w.config.ema.enable,
     }
 
 

@@ -27,6 +27,7 @@ from torchtitan.config.schema import Config
 from torchtitan.config.support import GROUPED_MX, MX, compiles_blocks, uses
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.layers import attention_backend
+from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
@@ -179,12 +180,15 @@ def _record(
         compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom)
+        average = WeightAverage(models, eager.ema) if eager.ema.enable else None
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
         for param in params:
             tracer.track(param, "parameters")
         for buffer in (buffer for model in models for buffer in model.buffers()):
             tracer.track(buffer, "other")
+        for mean in average.tensors.values() if average is not None else ():
+            tracer.track(mean, "optimizer")
         before = len(tracer.events)
         with recording(tracer, cuda=cuda), _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches:
             tokens = torch.empty(batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64)
@@ -196,6 +200,9 @@ def _record(
             state = [x for slots in optimizer.state.values() for x in slots.values() if isinstance(x, Tensor)]
             lasting = tracer.rename(state, "optimizer")
             optimizer.zero_grad(set_to_none=True)
+            if average is not None:
+                for _ in range(2):  # the first is a copy
+                    average.update(eager.ema.start_step)
             del tokens, rows
             events = list(tracer.events)  # later events are the model being freed
     return tracer, events, lasting | {number for number, _ in events[:before]}

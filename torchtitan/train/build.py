@@ -15,6 +15,7 @@ from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.optimizer import build_optimizer
@@ -64,7 +65,8 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     if setup.n_experts:
         blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
         experts = ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
-    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts)
+    average = WeightAverage(models, config.ema) if config.ema.enable else None
+    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts, average)
 
 
 def build_data(

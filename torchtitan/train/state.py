@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.rows import merge_states
 from torchtitan.observe.guard import Guard
+from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.schedule import LRSchedule
@@ -33,6 +34,8 @@ class Parts:
     validation: tuple[StepLoader, Compute] | None
     experts: ExpertBalance | None = None
     """None for a dense model."""
+    average: WeightAverage | None = None
+    """Of the weights; None without `ema.enable`."""
 
 
 @dataclass
@@ -71,17 +74,19 @@ class RunState:
     schedule: LRSchedule
     loader: StepLoader
     guard: Guard
+    average: WeightAverage | None = None
 
     def gather(self) -> dict[str, Any]:
         """The state, the same on every rank. Called by all ranks."""
         positions: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(positions, self.progress.data)
-        return {
+        state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.schedule.state_dict(),
             "data": merge_states(positions),
             "guard": self.guard.spikes.state_dict(),
         }
+        return state if self.average is None else state | {"ema": self.average.state_dict()}
 
     def load(self, state: dict[str, Any], exclude: set[str]) -> None:
         """Continue from a saved state.
@@ -98,11 +103,15 @@ class RunState:
             self.loader.load_state_dict(state["data"])
         else:
             self.loader.begin(self.progress.step)
+        if self.average is not None and "ema" not in exclude:
+            self.average.load_state_dict(state.get("ema"))
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Return to an earlier step of this run; the data continues where it is."""
         self.progress.load_state_dict(state["progress"])
         self.schedule.load_state_dict(state["lr_scheduler"])
+        if self.average is not None:
+            self.average.load_state_dict(state.get("ema"))
 
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:

@@ -1,6 +1,7 @@
 """The training step: forward, backward, clip, update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +105,16 @@ def prepare_weights(parts: Parts, config: Config) -> None:
     """Compute what depends on the weights alone and is needed before the next forward."""
     if uses(config, FLOAT8) and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
         refresh_scales(parts.models)
+
+
+@contextmanager
+def averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
+    """The model with the average of its weights."""
+    assert parts.average is not None
+    with parts.average.swapped():
+        prepare_weights(parts, config)
+        yield
+    prepare_weights(parts, config)
 
 
 def forward_backward(

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import torchtitan
-from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -33,7 +33,7 @@ from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, write_config
 from torchtitan.train.restore import restore
 from torchtitan.train.state import Progress, RunState, seed_step
-from torchtitan.train.step import StepResult, max_over_ranks, prepare_weights, train_step
+from torchtitan.train.step import StepResult, averaged_weights, max_over_ranks, prepare_weights, train_step
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
@@ -74,8 +74,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,
-            self.parts.models,
-            self.parts.optimizer,
+            Trained(self.parts.models, self.parts.optimizer, self.parts.average),
             about,
             confirm=lambda: self.folders.confirm(remote=True),
         )
@@ -87,7 +86,7 @@ class Trainer:
             updates_in_backward=config.optimizer.early_step_in_backward,
         )
         self.progress = Progress()
-        self.state = RunState(self.progress, self.parts.schedule, self.parts.loader, self.guard)
+        self.state = RunState(self.progress, self.parts.schedule, self.parts.loader, self.guard, self.parts.average)
         note("loading a checkpoint")
         restore(config, setup, self.parts.models, self.checkpointer, self.state)
         self.parts.loader.check_enough(config.training.steps)
@@ -95,6 +94,7 @@ class Trainer:
         note("starting the metrics")
         self._observe(about, torchtitan.IMPORTED if self.owns_process_group else began)
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
+            self._average,
             self._limit_collectives,
             self._confirm_folder,
             self._report,
@@ -212,6 +212,10 @@ class Trainer:
 
     # ---- after a step
 
+    def _average(self, result: StepResult) -> None:
+        if self.parts.average is not None and result.updated:
+            self.parts.average.update(self.progress.step)
+
     def _limit_collectives(self, _: StepResult) -> None:
         """After the first step, compilation and lazy set-up are over: lower the time limit of collectives."""
         if self._warm:
@@ -261,9 +265,7 @@ class Trainer:
         step, freq = self.progress.step, self.config.guard.weight_hash_freq
         if freq and step % freq == 0:
             with phase("other", "comparing replicas of the weights"):
-                check_replicas(
-                    self.parts.models, self.parts.optimizer, self.parts.mesh, self.device, step, self.checkpointer
-                )
+                check_replicas(self.parts.mesh, self.device, step, self.checkpointer)
 
     def _validate(self, _: StepResult) -> None:
         config, step = self.config.validation, self.progress.step
@@ -273,7 +275,11 @@ class Trainer:
         loader, compute = self.parts.validation
         with phase("validation", "validating"):
             loss, tokens = evaluate(compute, loader, self.parts.mesh, self.device, config.steps)
-        self.metrics.log_validation(step, loss, tokens)
+            averaged = None
+            if self.config.ema.validation:
+                with averaged_weights(self.parts, self.config):
+                    averaged, _ = evaluate(compute, loader, self.parts.mesh, self.device, config.steps)
+        self.metrics.log_validation(step, loss, tokens, averaged)
 
     def _save_if_due(self, _: StepResult) -> None:
         step = self.progress.step

@@ -1,0 +1,160 @@
+"""The mean of several checkpoints' weights, as a checkpoint of its own (Izmailov et al., "Averaging Weights Leads to
+Wider Optima and Better Generalization", arXiv:1803.05407)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.commit import checkpoints_at, damage, remove, versions
+from torchtitan.checkpoint.convert import check_averaged
+from torchtitan.checkpoint.dcp_storage import Reader, read_tensor, write_streamed
+from torchtitan.checkpoint.index import read_index
+from torchtitan.checkpoint.manifest import Manifest, read_manifest
+from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
+from torchtitan.utils.storage import is_remote
+
+_PIECE = 1 << 18
+"""Elements that are converted to fp64 at a time."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint to average."""
+
+    path: Path
+    manifest: Manifest
+    reader: Reader
+    weight: float
+    """Its share of the mean."""
+    averaged: bool
+    """Take the average that its run kept."""
+
+    def key(self, name: str) -> str:
+        """The key of the tensor that counts as `model.<name>`. Buffers have no average."""
+        own = f"ema.{name.removeprefix('model.')}"
+        return own if self.averaged and own in self.reader.read_metadata().state_dict_metadata else name
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights, by key."""
+        stored = self.reader.read_metadata().state_dict_metadata
+        return {name: tuple(about.size) for name, about in stored.items() if name.startswith("model.")}
+
+
+def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: str, *, averaged: bool) -> None:
+    """Write the mean of the weights of checkpoints as the model-only checkpoint `output`, then verify it.
+
+    Args:
+        paths: checkpoints, or folders of which the newest is taken.
+        weights: the share of each in the mean, relative to the others; empty: equal shares.
+        dtype: of the written weights. The mean is computed in fp64.
+        averaged: merge the averages of the weights that the runs kept.
+
+    Raises:
+        UserError: a checkpoint is missing, damaged, named twice or of another model, or `output` exists.
+    """
+    sources = _sources(paths, weights, averaged)
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"--output: {output} exists; delete it, or choose another folder")
+    for source in sources:
+        if problem := next(damage(source.path, source.manifest), None):
+            raise DamageError(f"{source.path} is damaged: {problem}")
+    newest = sources[-1]
+    manifest = {
+        "step": newest.manifest.step,
+        "model_only": True,
+        "versions": versions(),
+        "model": newest.manifest.model,
+        "data": newest.manifest.data,
+        "config": newest.manifest.config,
+        "train_state": None,
+        "merged": [_record(source) for source in sources],
+    }
+    wanted = getattr(torch, dtype)
+    stored = newest.reader.read_metadata().state_dict_metadata
+    state = {}
+    for name, size in newest.shapes().items():
+        own = stored[name].properties.dtype
+        state[name] = torch.empty(size, dtype=wanted if own.is_floating_point else own, device="meta")
+    write_streamed(output, manifest, state, lambda name: _mean(sources, name, state[name].dtype))
+    written = read_manifest(output)
+    if problem := next(damage(output, written), None):
+        remove(output)
+        raise CheckpointError(f"{output} was written, but not as it should be: {problem}")
+    read_index(output)
+    parts = ", ".join(f"{source.weight:.3g} x {source.path}" for source in sources)
+    print(f"{parts} -> {output}: {written.parameters:,} parameters, {dtype}")
+
+
+def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) -> list[_Source]:
+    """The checkpoints, ordered by step and path: the mean doesn't depend on the order in which they were named.
+
+    Raises:
+        UserError: they can't be merged.
+    """
+    shares = list(weights) or [1.0] * len(paths)
+    if len(shares) != len(paths):
+        raise ConfigError([f"--weights: got {len(shares)} for {len(paths)} checkpoints; give one for each"])
+    if len(paths) < 2 and not averaged:
+        raise ConfigError(["name two checkpoints or more; a single one only with --ema, to extract its average"])
+    total = math.fsum(shares)
+    found: list[_Source] = []
+    for path, share in zip(paths, shares, strict=True):
+        step = checkpoints_at(path)[-1]
+        step = step if is_remote(step) else step.resolve()
+        if twice := [source for source in found if source.path == step]:
+            raise UserError(f"{twice[0].path} is named twice (a folder of checkpoints means its newest); name it once")
+        manifest = read_manifest(step)
+        if averaged:
+            check_averaged(step, manifest)
+        found.append(_Source(step, manifest, Reader(step), share / total, averaged))
+    for source in found[1:]:
+        if problem := next(_differences(found[0], source), None):
+            raise UserError(f"{source.path} is of another model than {found[0].path}: {problem}")
+    return sorted(found, key=lambda source: (source.manifest.step, str(source.path)))
+
+
+def _differences(a: _Source, b: _Source) -> Iterator[str]:
+    """What keeps two checkpoints from being merged."""
+    first, second = a.manifest.model, b.manifest.model
+    for key in first.keys() | second.keys():
+        if first.get(key) != second.get(key) and key != "max_seq_len":  # follows from training.seq_len
+            yield f"{key} is {second.get(key)} instead of {first.get(key)}"
+    tokenizers = {source.manifest.data.get("tokenizer") for source in (a, b)} - {None}
+    if len(tokenizers) > 1:
+        yield "it was trained with another tokenizer"
+    shapes, others = a.shapes(), b.shapes()
+    for name in sorted(shapes.keys() | others.keys()):
+        if shapes.get(name) != others.get(name):
+            yield f"{name} is {others.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
+
+
+def _record(source: _Source) -> dict[str, object]:
+    """What the manifest says about a source."""
+    own = {"checkpoint": str(source.path), "step": source.manifest.step}
+    return own | {"averaged": source.averaged, "weight": source.weight}
+
+
+def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
+    """The mean of one tensor, in `dtype`. Of integers, which count, those of the newest checkpoint."""
+    if not dtype.is_floating_point:
+        return read_tensor(sources[-1].reader, name)
+    size = sources[-1].reader.read_metadata().state_dict_metadata[name].size
+    total = torch.zeros(size.numel(), dtype=torch.float64)
+    for source in sources:
+        _add(total, read_tensor(source.reader, source.key(name)).flatten(), source.weight)
+    mean = torch.empty(len(total), dtype=dtype)
+    for part, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
+        part.copy_(piece)
+    if not all(part.isfinite().all() for part in mean.split(_PIECE)):
+        raise CheckpointError(f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}")
+    return mean.view(size)
+
+
+def _add(total: Tensor, value: Tensor, weight: float) -> None:
+    """Add `weight` times `value` to a sum in fp64."""
+    for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
+        part.add_(piece.double(), alpha=weight)

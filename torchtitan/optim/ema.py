@@ -1,0 +1,91 @@
+"""An exponential moving average of the weights (Polyak and Juditsky, "Acceleration of Stochastic Approximation by
+Averaging", 1992).
+
+Each rank averages the shards that it holds, so an update communicates nothing, and the host waits for nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.config.ema import EMA
+from torchtitan.parallel.collectives import local, sharded_like, storage_of
+
+
+class WeightAverage:
+    """The average of a model's parameters, in fp32 and sharded like them. Buffers are not averaged."""
+
+    def __init__(self, models: Sequence[nn.Module], config: EMA):
+        """
+        Args:
+            models: this rank's pipeline stages, with their shards allocated.
+        """
+        self.config = config
+        self._weights = {name: param for model in models for name, param in model.named_parameters()}
+        self.tensors = {
+            name: sharded_like(torch.empty_like(storage_of(param), dtype=torch.float32), param)
+            for name, param in self._weights.items()
+        }
+        """By parameter name. Valid from the first update on."""
+        self.counted = 0
+        """Updates of the weights from `ema.start_step` on. Before the first, the average is the weights."""
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after they were updated in `step`."""
+        if step < self.config.start_step:
+            return
+        number, between = divmod(self.counted, self.config.every)
+        self.counted += 1
+        if between:
+            return
+        averages, weights = self._shards()
+        if number == 0:
+            torch._foreach_copy_(averages, weights)
+            return
+        share = 1 - self._kept(number)
+        if all(weight.dtype == torch.float32 for weight in weights):
+            torch._foreach_lerp_(averages, weights, share)
+        else:  # one after the other, since each takes a copy
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight.float(), share)
+
+    def _kept(self, number: int) -> float:
+        """The share of the average that update `number` keeps; the first after the copy is 1."""
+        decay = self.config.decay
+        return min(decay, (1 + number) / (10 + number)) if self.config.warmup else decay
+
+    @torch.no_grad()
+    def current(self) -> dict[str, Tensor]:
+        """The average by parameter name, not copied."""
+        if self.counted == 0:
+            torch._foreach_copy_(*self._shards())
+        return self.tensors
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Put the average in place of the weights, which are kept in a copy of this rank's shards."""
+        _, weights = self._shards()
+        with torch.no_grad():
+            kept = [weight.clone() for weight in weights]
+            torch._foreach_copy_(weights, [local(tensor) for tensor in self.current().values()])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)
+
+    def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's averages and weights. FSDP may replace the latter's storage before its first forward."""
+        averages = [local(tensor) for tensor in self.tensors.values()]
+        return averages, [storage_of(param) for param in self._weights.values()]
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint holds besides the tensors."""
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state: dict[str, int] | None) -> None:
+        """Continue from a saved state; without one, start from the weights."""
+        self.counted = state["counted"] if state else 0
