@@ -376,13 +376,16 @@ class Validation(Section):
     sets: Annotated[list[ValidationSet], Field(max_length=1000)] = []
     """Validate on several sets, instead of `dataset` and `dataset_path`: `[[validation.sets]]` tables."""
     local_batch_size: Rows = 8
-    """Rows per forward pass on each data-parallel rank."""
+    """Rows per forward pass on each data-parallel rank, at most."""
+    global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1
+    """Rows per batch over all ranks, on any number of them. -1: `training.global_batch_size` if it is set, else
+    `local_batch_size`."""
     seq_len: SeqLen = 2048
     """Tokens per row."""
     freq: Steps = 10
     """Steps between validations."""
     steps: StepsOrDefault = -1
-    """Batches per validation. -1: the whole data set once."""
+    """Batches of `global_batch_size` rows per validation. -1: the whole data set once."""
     dataloader: DataLoader = DataLoader()
 
 
