@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from torchtitan.config import lr_schedule, mixtures
+from torchtitan.config.data import ValidationSet
 from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
@@ -13,7 +14,6 @@ from torchtitan.config.derive import (
     divisors,
     expert_ranks,
 )
-from torchtitan.config.data import ValidationSet
 from torchtitan.config.schema import Config, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError

@@ -1,6 +1,7 @@
 """What a run reports at its logged steps."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,17 @@ class Metrics:
         self._stopwatch.lap()
         self.new_tokens = self.steps = 0
 
-    def log_validation(self, step: int, loss: float, tokens: int) -> None:
-        """Record a validation."""
-        self._send({"step": step, "validation_loss": loss, "validation_tokens": tokens, "time": time.time()})
+    def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
+        """Record a validation.
+
+        Args:
+            sets: loss, bits_per_byte (if known) and tokens of each set, and its name; empty for the only one.
+        """
+        record: Record = {"step": step}
+        for one in sets:
+            suffix = f"/{one['name']}" if one["name"] else ""
+            record |= {f"validation_{key}{suffix}": one[key] for key in ("loss", "bits_per_byte", "tokens")}
+        self._send(record | {"time": time.time()})
 
     def _send(self, record: Record) -> None:
         for sink in self.sinks:

@@ -172,15 +172,14 @@ class ConsoleSink:
             self.progress.update(self.task, completed=step)
 
     def log(self, record: Record) -> None:
-        logger.info(self.line(record))
+        for line in self.line(record).splitlines():
+            logger.info(line)
 
     def line(self, record: Record) -> str:
         """The record in words."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
-        if "validation_loss" in record:
-            return (
-                f"{step}  validation loss {record['validation_loss']:.4f} over {record['validation_tokens']:,} tokens"
-            )
+        if sets := [key.removeprefix("validation_loss") for key in record if key.startswith("validation_loss")]:
+            return "\n".join(f"{step}  {_validation(record, name)}" for name in sets)
         parts = [
             step,
             f"loss {record['loss']:.4f}",
@@ -197,6 +196,17 @@ class ConsoleSink:
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
+
+
+def _validation(record: Record, suffix: str) -> str:
+    """
+    Args:
+        suffix: of the keys of one validation set.
+    """
+    loss, bits, tokens = (record[f"validation_{key}{suffix}"] for key in ("loss", "bits_per_byte", "tokens"))
+    per_byte = f", {bits:.4f} bits per byte," if bits is not None else ""
+    name = f" of {suffix[1:]}" if suffix else ""
+    return f"validation loss{name} {loss:.4f}{per_byte} over {tokens:,} tokens"
 
 
 def _require(package: str, key: str) -> None:

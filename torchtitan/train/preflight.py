@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.data import ValidationSet
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.schema import Config, MoE, Training, Validation
@@ -173,9 +174,10 @@ def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    sections: dict[str, Training | Validation] = {"training": config.training}
+    sections: dict[str, Training | Validation | ValidationSet] = {"training": config.training}
     if config.validation.enable:
         sections["validation"] = config.validation
+        sections |= {f"validation.sets.{one.name}": one for one in config.validation.sets}
     for name, section in sections.items():
         # What a registered source reads is its own affair.
         path = section.dataset_path if data_sources.find(section.dataset) is None else None

@@ -16,6 +16,7 @@ from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.compute import Compute
+from torchtitan.train.evaluate import Validator
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Parts:
     schedule: LRSchedule
     loader: StepLoader
     compute: Compute
-    validation: tuple[StepLoader, Compute] | None
+    validation: Validator | None
     experts: ExpertBalance | None = None
     """None for a dense model."""
 

@@ -27,7 +27,6 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.evaluate import evaluate
 from torchtitan.train.folders import hold_folders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, write_config
@@ -270,10 +269,9 @@ class Trainer:
         due = step % config.freq == 0 or step == self.config.training.steps
         if self.parts.validation is None or self.stopped or not due:
             return
-        loader, compute = self.parts.validation
         with phase("validation", "validating"):
-            loss, tokens = evaluate(compute, loader, self.parts.mesh, self.device, config.steps)
-        self.metrics.log_validation(step, loss, tokens)
+            found = self.parts.validation.run()
+        self.metrics.log_validation(step, [vars(one) | {"bits_per_byte": one.bits_per_byte} for one in found])
 
     def _save_if_due(self, _: StepResult) -> None:
         step = self.progress.step
@@ -329,7 +327,7 @@ class Trainer:
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:
-            self.parts.validation[0].close()
+            self.parts.validation.close()
         self.folders.release()
         if error is None:
             logger.info(self.ledger.goodput())
