@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
+from torchtitan.config.evals import Eval, Sampling
 from torchtitan.config.optim import LRScheduler, Optimizer
 from torchtitan.config.quantize import Quantize
 from torchtitan.config.registry import Custom, losses
@@ -459,6 +460,8 @@ class Config(Section):
     comm: Comm = Comm()
     fault_tolerance: FaultTolerance = FaultTolerance()
     validation: Validation = Validation()
+    eval: Eval = Eval()
+    sampling: Sampling = Sampling()
     guard: Guard = Guard()
     debug: Debug = Debug()
     experimental: Experimental = Experimental()

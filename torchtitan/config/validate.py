@@ -298,6 +298,11 @@ def validation_sets_are_distinct(config: Config, world: int) -> Iterator[str]:
             yield f"validation.{key} and validation.sets can't both be set; move {key} to a [[validation.sets]] table"
 
 
+def evals_have_tasks(config: Config, world: int) -> Iterator[str]:
+    if config.eval.enable and not config.eval.tasks:
+        yield "eval.tasks: eval.enable = true needs the name of at least one task"
+
+
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     expert_degree_divides,
@@ -324,6 +329,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     validation_sees_data,
     *mixtures.RULES,
     validation_sets_are_distinct,
+    evals_have_tasks,
 )
 
 

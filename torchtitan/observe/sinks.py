@@ -108,6 +108,21 @@ class TensorBoardSink:
             [self.summary.Value(tag=tag, histo=self._histogram(np.array(of_tag))) for tag, of_tag in values.items()],
         )
 
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Show texts of the model in the tab of texts."""
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        metadata = create_summary_metadata(display_name=None, description=None)
+        values = []
+        for i, sample in enumerate(samples, 1):
+            lines = f"{sample['prompt']}{sample['text']}".splitlines()
+            text = "\n".join(f"    {line}" for line in lines)  # as it is: TensorBoard renders Markdown
+            values.append(
+                self.summary.Value(tag=f"samples/{i}", metadata=metadata, tensor=make_tensor_proto([text.encode()]))
+            )
+        self._add(step, time.time(), values)
+
     def _histogram(self, values: Any) -> Any:
         counts, edges = np.histogram(values, bins=30)
         return self.histogram(
@@ -147,6 +162,13 @@ class WandbSink:
 
     def log(self, record: Record) -> None:
         self.run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Record texts of the model as a table."""
+        import wandb
+
+        rows = [[step, sample["prompt"], sample["text"]] for sample in samples]
+        self.run.log({"samples": wandb.Table(columns=["step", "prompt", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self.run.finish()

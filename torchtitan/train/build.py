@@ -1,5 +1,6 @@
 """Build the parts of a run from a checked configuration."""
 
+import math
 import os
 import random
 from typing import Literal
@@ -9,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.data import Source, ValidationSet
-from torchtitan.config.derive import validation_rows
+from torchtitan.config.derive import replace, validation_rows
 from torchtitan.config.registry import data_sources
 from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
@@ -29,6 +30,7 @@ from torchtitan.parallel.pipeline import Pipeline, StageShapes
 from torchtitan.train.compute import Compute, ModelLoss
 from torchtitan.train.evaluate import HeldOut, Validator
 from torchtitan.train.preflight import Setup
+from torchtitan.train.probe import Probe
 from torchtitan.train.state import Parts
 
 
@@ -68,7 +70,8 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     if setup.n_experts:
         blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
         experts = ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
-    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts)
+    probe = build_probe(config, setup, mesh, device, models) if config.eval.enable or config.sampling.prompts else None
+    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts, probe)
 
 
 def build_held_out(config: Config, tokenizer: Tokenizer, share: tuple[int, int]) -> list[HeldOut]:
@@ -127,6 +130,29 @@ def build_data(
     )
     limits = first / 2, config.comm.train_timeout_seconds / 2
     return build_loader(spec, dp_rank=share[0], dp_degree=share[1], local_batch_size=size, limits=limits)
+
+
+def build_probe(config: Config, setup: Setup, mesh: Mesh, device: torch.device, models: list[FSDPModule]) -> Probe:
+    """Build what reads the logits of `models`, in batches of `training.local_batch_size` rows."""
+    p, training = config.parallelism, config.training
+    cp = p.context_parallel_degree
+    chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
+    whole = replace(config, "training.document_mask", False)  # a text is one document
+
+    def build(length: int, read: LossSum) -> Compute:
+        section = training.model_copy(update={"seq_len": length})
+        return build_compute(whole, setup, mesh, device, models, section, loss=read)
+
+    return Probe(
+        build,
+        mesh,
+        device,
+        rows=training.local_batch_size,
+        unit=math.lcm(chunks, cp * p.tensor_parallel_degree * training.loss_chunks),
+        max_seq_len=setup.args.max_seq_len,
+        vocab_size=setup.tokenizer.vocab_size,
+        compiled=config.compile.enable,
+    )
 
 
 def build_compute(

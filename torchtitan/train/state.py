@@ -17,6 +17,7 @@ from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.compute import Compute
 from torchtitan.train.evaluate import Validator
+from torchtitan.train.probe import Probe
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Parts:
     validation: Validator | None
     experts: ExpertBalance | None = None
     """None for a dense model."""
+    probe: Probe | None = None
+    """Of a run that evaluates or writes samples."""
 
 
 @dataclass

@@ -31,6 +31,7 @@ from torchtitan.train.folders import hold_folders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, write_config
 from torchtitan.train.restore import restore
+from torchtitan.train.sampling import write_samples
 from torchtitan.train.state import Progress, RunState, seed_step
 from torchtitan.train.step import StepResult, max_over_ranks, prepare_weights, train_step
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
@@ -100,6 +101,7 @@ class Trainer:
             lambda _: self.profiler.step(self.progress.step),
             self._check_replicas,  # before a save would make a fault permanent
             self._validate,
+            self._write_samples,
             self._save_if_due,
             self._collect_garbage,
         )
@@ -132,6 +134,7 @@ class Trainer:
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
             experts=self.parts.experts is not None,
             custom=config.custom,
+            samples=bool(config.sampling.prompts),
         )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
@@ -272,6 +275,15 @@ class Trainer:
         with phase("validation", "validating"):
             found = self.parts.validation.run()
         self.metrics.log_validation(step, [vars(one) | {"bits_per_byte": one.bits_per_byte} for one in found])
+
+    def _write_samples(self, _: StepResult) -> None:
+        config, step = self.config.sampling, self.progress.step
+        due = step % config.freq == 0 or step == self.config.training.steps
+        if not config.prompts or self.parts.probe is None or self.stopped or not due:
+            return
+        with phase("validation", "writing samples"):
+            samples = write_samples(self.parts.probe, config, self.setup.tokenizer, self.device)
+        self.metrics.log_samples(step, samples)
 
     def _save_if_due(self, _: StepResult) -> None:
         step = self.progress.step
