@@ -167,6 +167,14 @@ class Metrics:
             record |= {f"validation_{key}{suffix}": one[key] for key in ("loss", "bits_per_byte", "tokens")}
         self._send(record | {"time": time.time()})
 
+    def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record benchmarks.
+
+        Args:
+            scores: by task and metric.
+        """
+        self._send({"step": step, **{f"eval/{name}": value for name, value in scores.items()}, "time": time.time()})
+
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Record texts of the model.
 

@@ -202,6 +202,9 @@ class ConsoleSink:
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
         if sets := [key.removeprefix("validation_loss") for key in record if key.startswith("validation_loss")]:
             return "\n".join(f"{step}  {_validation(record, name)}" for name in sets)
+        if found := {key.removeprefix("eval/"): value for key, value in record.items() if key.startswith("eval/")}:
+            shown = (f"{name} {value:.4f}" for name, value in found.items() if "_stderr" not in name)
+            return f"{step}  eval  {'  '.join(shown)}"
         parts = [
             step,
             f"loss {record['loss']:.4f}",

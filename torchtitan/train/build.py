@@ -132,11 +132,28 @@ def build_data(
     return build_loader(spec, dp_rank=share[0], dp_degree=share[1], local_batch_size=size, limits=limits)
 
 
-def build_probe(config: Config, setup: Setup, mesh: Mesh, device: torch.device, models: list[FSDPModule]) -> Probe:
-    """Build what reads the logits of `models`, in batches of `training.local_batch_size` rows."""
-    p, training = config.parallelism, config.training
-    cp = p.context_parallel_degree
+def row_unit(config: Config) -> int:
+    """What the length of a row must be a multiple of."""
+    p, cp = config.parallelism, config.parallelism.context_parallel_degree
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
+    return math.lcm(chunks, cp * p.tensor_parallel_degree * config.training.loss_chunks)
+
+
+def build_probe(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    device: torch.device,
+    models: list[FSDPModule],
+    *,
+    longest: int | None = None,
+) -> Probe:
+    """Build what reads the logits of `models`, in batches of `training.local_batch_size` rows.
+
+    Args:
+        longest: tokens of the longest text; None: as many as the model supports.
+    """
+    training = config.training
     whole = replace(config, "training.document_mask", False)  # a text is one document
 
     def build(length: int, read: LossSum) -> Compute:
@@ -148,9 +165,8 @@ def build_probe(config: Config, setup: Setup, mesh: Mesh, device: torch.device, 
         mesh,
         device,
         rows=training.local_batch_size,
-        unit=math.lcm(chunks, cp * p.tensor_parallel_degree * training.loss_chunks),
-        max_seq_len=setup.args.max_seq_len,
-        vocab_size=setup.tokenizer.vocab_size,
+        unit=row_unit(config),
+        max_seq_len=longest or setup.args.max_seq_len,
         compiled=config.compile.enable,
     )
 

@@ -190,6 +190,9 @@ def _check_paths(config: Config) -> Iterator[str]:
             else:
                 if found is None:
                     yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+    tasks = config.eval.include_path
+    if config.eval.enable and tasks and not os.path.isdir(tasks):
+        yield f"eval.include_path: {tasks!r} is no folder (relative to {Path.cwd()})"
     if is_url(config.job.dump_folder):
         yield (
             f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, because logs are appended to; for "
@@ -212,6 +215,8 @@ def _check_paths(config: Config) -> Iterator[str]:
 
 
 def _check_packages(config: Config) -> Iterator[str]:
+    if config.eval.enable and importlib.util.find_spec("lm_eval") is None:
+        yield "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or set it to false"
     if problem := too_old(installed_torch()):
         yield problem
     ac = config.activation_checkpoint

@@ -39,7 +39,6 @@ class Probe:
         rows: int,
         unit: int,
         max_seq_len: int,
-        vocab_size: int,
         compiled: bool,
     ):
         """
@@ -47,12 +46,11 @@ class Probe:
             build: what runs the model on rows of a length, with a loss.
             rows: of a batch on each rank.
             unit: the length of a row is a multiple of this.
-            max_seq_len: tokens of the longest text, a multiple of `unit`.
-            vocab_size: logits from here on are of no token.
+            max_seq_len: tokens of the longest text.
             compiled: the model is compiled, for shapes other than these.
         """
         self.build, self.mesh, self.device, self.rows = build, mesh, device, rows
-        self.unit, self.max_seq_len, self.vocab_size, self.compiled = unit, max_seq_len, vocab_size, compiled
+        self.unit, self.max_seq_len, self.compiled = unit, max_seq_len, compiled
         self._computes: dict[int, Compute] = {}
         self._read: Read = lambda logits, _: logits
         self._found = torch.empty(0)
@@ -90,12 +88,20 @@ class Probe:
         self._found = torch.empty(0)
         return all_reduce(found, self.mesh.loss_group)
 
+    def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor:
+        """The logits of the token after each text: `[texts, vocab_size]` fp32.
+
+        Args:
+            vocab_size: later ids are unknown to the tokenizer.
+        """
+        return self(texts, [[len(text) - 1] for text in texts], lambda logits, _: logits[:, :vocab_size], vocab_size)
+
     def _length(self, tokens: int) -> int:
         """Of rows that hold so many tokens."""
         length = -(-_SHORTEST // self.unit) * self.unit
         while length < tokens:
             length *= 2
-        return min(length, self.max_seq_len)
+        return min(length, -(-self.max_seq_len // self.unit) * self.unit)
 
     def _compute(self, length: int) -> Compute:
         if length not in self._computes:
@@ -119,13 +125,13 @@ class Probe:
             sharded = DTensor.from_local(
                 part, logits.device_mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
             )
-            return sharded.full_tensor()[:, : self.vocab_size]
-        return logits[row, column].float()[:, : self.vocab_size]
+            return sharded.full_tensor()
+        return logits[row, column].float()
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
         """Not compiled: training's graphs, which are of one shape, stay the only ones."""
-        compute = self._compute(self.max_seq_len)
+        compute = self._compute(self._length(self.max_seq_len))
         for model in compute.models:
             model.eval()
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():

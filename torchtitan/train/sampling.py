@@ -1,10 +1,8 @@
 """Texts that the model writes during training, from the prompts of `[sampling]`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan.config.evals import Sampling
 from torchtitan.data.tokenizer import Tokenizer
@@ -14,11 +12,6 @@ from torchtitan.generate.plain import continue_prompts
 from torchtitan.train.probe import Probe
 
 
-def next_logits(probe: Probe, texts: Sequence[list[int]]) -> Tensor:
-    """The logits of the token after each text: `[texts, vocab]` fp32."""
-    return probe(texts, [[len(text) - 1] for text in texts], lambda logits, _: logits, probe.vocab_size)
-
-
 def write_samples(probe: Probe, config: Sampling, tokenizer: Tokenizer, device: torch.device) -> list[dict[str, Any]]:
     """Continue the prompts. All ranks make the same calls, and get the same texts."""
     prompts = [prompt_ids(tokenizer, text) for text in config.prompts]
@@ -26,7 +19,7 @@ def write_samples(probe: Probe, config: Sampling, tokenizer: Tokenizer, device: 
     for first in range(0, len(prompts), probe.batch):
         rows += continue_prompts(
             prompts[first : first + probe.batch],
-            lambda texts: next_logits(probe, texts),
+            lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
             generator.Sampling(temperature=config.temperature, seed=config.seed),
             stop=[tokenizer.eos_id],
             max_new_tokens=config.max_new_tokens,

@@ -13,6 +13,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
+from torchtitan.evals.tasks import Tasks, scores
 from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
 from torchtitan.observe.ledger import Ledger
@@ -66,6 +67,7 @@ class Trainer:
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
+        self.tasks = self._load_tasks() if config.eval.enable else None
         note("building the model")
         self.parts = build(config, setup, self.device)
         if self.owns_process_group:
@@ -102,6 +104,7 @@ class Trainer:
             self._check_replicas,  # before a save would make a fault permanent
             self._validate,
             self._write_samples,
+            self._evaluate,
             self._save_if_due,
             self._collect_garbage,
         )
@@ -113,6 +116,11 @@ class Trainer:
         configure_flight_recorder(comm, folder)
         init_distributed(comm, self.device)
         return Watch(comm, folder, layout_degrees(self.config.parallelism)) if comm.trace_buf_size else None
+
+    def _load_tasks(self) -> Tasks:
+        note("loading tasks of lm-eval")
+        own = self.config.eval
+        return Tasks(own.tasks, include_path=own.include_path, num_fewshot=own.num_fewshot, limit=own.limit)
 
     def _observe(self, about: dict[str, Any], began: float) -> None:
         """Start what measures and reports the run.
@@ -284,6 +292,15 @@ class Trainer:
         with phase("validation", "writing samples"):
             samples = write_samples(self.parts.probe, config, self.setup.tokenizer, self.device)
         self.metrics.log_samples(step, samples)
+
+    def _evaluate(self, _: StepResult) -> None:
+        step = self.progress.step
+        due = step % self.config.eval.freq == 0 or step == self.config.training.steps
+        if self.tasks is None or self.parts.probe is None or self.stopped or not due:
+            return
+        with phase("validation", "running lm-eval"):
+            results = self.tasks.run(self.parts.probe, self.setup.tokenizer)
+        self.metrics.log_evals(step, scores(results))
 
     def _save_if_due(self, _: StepResult) -> None:
         step = self.progress.step
