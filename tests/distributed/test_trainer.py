@@ -1,6 +1,7 @@
 """Validation, profiling and data position, through the real trainer."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -40,13 +41,14 @@ def validations(run):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path, batch):
     """Against one long pass by hand; 13 documents divide evenly among no number of ranks here."""
-    argv = validation_arguments(tmp_path, f"--validation.local_batch_size={batch}")
+    rows = f"--validation.global_batch_size={2 * batch}"
+    argv = validation_arguments(tmp_path, f"--validation.local_batch_size={batch}", rows)
     run = ranks(2, train, argv)[0]
     assert [step for step, *_ in validations(run)] == [2, 4]
     setup = preflight(resolve(argv, 1).config)
     model = setup.spec.build(setup.args, attention_backend("cpu"))
     model.load_state_dict(run["weights"])
-    rows = ranks(1, all_rows, argv, batch * 2)[0]
+    rows = ranks(1, all_rows, argv, 2)[0]
     loss = tokens = 0
     with torch.no_grad():
         for inputs, labels in rows:
@@ -62,31 +64,70 @@ def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path,
     assert sum(map(len, documents)) - tokens <= batch * 2, "only each lane's very first token is not predicted"
 
 
-def all_rows(argv, rows):
+def all_rows(argv, world):
+    """The batches of the whole set, as one rank of `world` or of one would have them."""
     from torchtitan.train.build import build_data
 
-    config = resolve([*argv, f"--validation.local_batch_size={rows}"], 1).config
+    config = resolve(argv, world).config
     loader = build_data(config, "validation", preflight(config).tokenizer)
     return [(b.tokens, b.labels) for b in loader]
 
 
+LAYOUTS = [
+    (1, "validation.local_batch_size=4"),
+    (2, "validation.local_batch_size=2"),
+    (4, "validation.local_batch_size=1"),
+    (2, "parallelism.context_parallel_degree=2"),
+    (2, "parallelism.tensor_parallel_degree=2"),
+    (2, "parallelism.pipeline_parallel_degree=2"),
+]
+
+
 def test_validation_does_not_depend_on_the_ranks_nor_change_training(ranks, tmp_path):
+    """Two sets, of which one is limited to batches that its number of rows makes partly empty."""
     plain = ranks(2, train, arguments(tmp_path, f"--job.dump_folder={tmp_path / 'plain'}"))[0]
-    curves = []
-    for world, batch in ((1, 4), (2, 2), (4, 1)):
-        extra = [f"--validation.local_batch_size={batch}", f"--job.dump_folder={tmp_path / str(world)}"]
-        run = ranks(world, train, validation_arguments(tmp_path, *extra))[0]
+    write_corpus(tmp_path / "code.jsonl", documents=40, seed=6)
+    validation_arguments(tmp_path)
+    sets = f'''[[validation.sets]]
+name = "prose"
+dataset_path = "{tmp_path / "held-out.jsonl"}"
+[[validation.sets]]
+name = "code"
+dataset_path = "{tmp_path / "code.jsonl"}"
+steps = 3
+'''
+    (tmp_path / "sets.toml").write_text(sets)
+    asked = ["--validation.enable", "--validation.seq_len=32", "--validation.freq=2", "--validation.local_batch_size=4"]
+    found = []
+    for i, (world, layout) in enumerate(LAYOUTS):
+        argv = arguments(tmp_path, *asked, f"--{layout}", f"--job.dump_folder={tmp_path / str(i)}")
+        run = ranks(world, train, [f"--job.config_file={tmp_path / 'sets.toml'}", *argv])[0]
         assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
-        curves.append(validations(run))
-    for curve in curves[1:]:
-        assert [c[2] for c in curve] == [c[2] for c in curves[0]]
-        assert [c[1] for c in curve] == pytest.approx([c[1] for c in curves[0]], rel=1e-5)
+        found.append([record for record in run["metrics"] if "validation_loss/code" in record])
+    for records in found:
+        for one, first in zip(records, found[0], strict=True):
+            for name in ("prose", "code"):
+                assert one[f"validation_tokens/{name}"] == first[f"validation_tokens/{name}"]
+                for key in ("loss", "bits_per_byte"):
+                    key = f"validation_{key}/{name}"
+                    assert one[key] == pytest.approx(first[key], rel=1e-5)
+    assert found[0][0]["validation_tokens/code"] == 3 * 8 * 32, "three batches of training.global_batch_size rows"
+    assert found[0][0]["validation_tokens/prose"] < 60 * 32
+
+
+def test_bits_per_byte_are_those_of_the_text(ranks, tmp_path):
+    """The whole set's loss in bits, over the bytes of its files; only each lane's first token isn't predicted."""
+    argv = validation_arguments(tmp_path, "--validation.global_batch_size=1")
+    record = next(r for r in ranks(1, train, argv)[0]["metrics"] if "validation_loss" in r)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "held-out.jsonl").read_text().splitlines()]
+    bits = record["validation_loss"] * record["validation_tokens"] / math.log(2)
+    assert record["validation_bits_per_byte"] == pytest.approx(bits / sum(len(t.encode()) for t in texts), rel=1e-9)
 
 
 def test_validation_steps_limit_the_batches(ranks, tmp_path):
-    extra = ["--validation.local_batch_size=2", "--validation.steps=2"]
+    extra = ["--validation.local_batch_size=2", "--validation.steps=2", "--validation.global_batch_size=4"]
     run = ranks(2, train, validation_arguments(tmp_path, *extra))[0]
-    assert validations(run)[0][2] == 2 * 2 * 2 * 32
+    assert validations(run)[0][2] == 2 * 4 * 32
 
 
 def test_a_save_after_validation_holds_whole_weights(ranks, tmp_path):

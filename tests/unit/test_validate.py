@@ -262,6 +262,7 @@ def test_derived_values_and_their_formulas():
     assert config.lr_scheduler.warmup_steps == 50
     assert set(resolved.formulas) == {
         "parallelism.data_parallel_shard_degree",
+        "validation.global_batch_size",
         "training.global_batch_size",
         "lr_scheduler.total_steps",
         "lr_scheduler.warmup_steps",

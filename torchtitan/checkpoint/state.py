@@ -99,8 +99,8 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
         group["lr"] = rate
 
 
-def read_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> None:
-    """Fill a model in place from a checkpoint. Reads whole tensors, or the shards that `model` has of them.
+def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = False) -> None:
+    """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the shards that it has.
 
     Args:
         averaged: take the parameters from the average of the weights; buffers have none.
@@ -108,9 +108,10 @@ def read_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
     Raises:
         CheckpointError: it is damaged, or of another model.
     """
-    reader, state = Reader(path), {"model": model_state([model])}
+    reader, state = Reader(path), {"model": model_state(models)}
     if averaged:
-        state["ema"] = {name: state["model"].pop(name) for name, _ in model.named_parameters()}
+        names = [name for model in models for name, _ in model.named_parameters()]
+        state["ema"] = {name: state["model"].pop(name) for name in names}
     check_tensors(state, reader)
     load(state, reader)
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "matrix": "Measure which features work together.",
     "ckpt": "Inspect, verify, compare, prune, convert and merge checkpoints.",
     "generate": "Generate text from a checkpoint.",
+    "eval": "Score a checkpoint on benchmarks (lm-eval).",
     "tokenize": "Tokenize text once, ahead of training.",
     "submit": "Write a Slurm job for a configuration.",
     "doctor": "Explain why a run hangs or has failed.",

@@ -66,7 +66,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
         print(f"{source.folder}: {tokens} tokens, {tokens / seconds:,.1f} tokens/s", file=sys.stderr)
     elif rank == 0:
         made = [
-            {"prompt": text, "text": _text(tokenizer, row), "tokens": row.tokens, "end": row.end}
+            {"prompt": text, "text": row.text(tokenizer), "tokens": row.tokens, "end": row.end}
             for text, row in zip(texts, rows, strict=True)
         ]
         about = {"checkpoint": str(source.folder), "tokens_per_second": tokens / seconds, "continuations": made}
@@ -87,7 +87,7 @@ class _Printer:
     def progress(self, row: "Continuation") -> None:
         if not self.streams:
             return
-        text = _text(self.tokenizer, row)
+        text = row.text(self.tokenizer)
         if not row.end:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the first bytes of a character
         print(text[len(self.shown) :], end="", flush=True)
@@ -96,13 +96,8 @@ class _Printer:
     def finish(self, rows: "Sequence[Continuation]") -> None:
         """Print the texts of `rows` that haven't been printed."""
         for text, row in list(zip(self.texts, rows, strict=False))[self.finished :]:
-            print("" if self.streams else f"{text}{_text(self.tokenizer, row)}\n{'-' * 20}", flush=True)
+            print("" if self.streams else f"{text}{row.text(self.tokenizer)}\n{'-' * 20}", flush=True)
         self.finished = len(rows)
-
-
-def _text(tokenizer: "Tokenizer", row: "Continuation") -> str:
-    """The text of a continuation, decoded with the prompt: some tokenizers drop the space before the first word."""
-    return tokenizer.decode([*row.prompt, *row.tokens])[len(tokenizer.decode(row.prompt)) :]
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:

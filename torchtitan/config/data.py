@@ -70,5 +70,5 @@ class ValidationSet(Section):
     """As `training.dataset_path`."""
     text_column: Name = "text"
     """As `training.text_column`."""
-    steps: StepsOrDefault = -1
-    """As `validation.steps`."""
+    steps: StepsOrDefault | None = None
+    """Batches of this set. Default: `validation.steps`."""

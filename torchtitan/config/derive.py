@@ -93,6 +93,16 @@ def _expert_degree(config: Config, world: int) -> Derived | None:
     return "parallelism.expert_parallel_degree", value, f"at most {given}, for experts on {ranks} ranks"
 
 
+def _validation_batch(config: Config, world: int) -> Derived | None:
+    """The same rows on any number of ranks, unlike the default of `training.global_batch_size`."""
+    v, rows = config.validation, config.training.global_batch_size
+    if v.global_batch_size != -1:
+        return None
+    if rows > 0:
+        return "validation.global_batch_size", rows, "training.global_batch_size"
+    return "validation.global_batch_size", v.local_batch_size, "validation.local_batch_size"
+
+
 def _global_batch(config: Config, world: int) -> Derived | None:
     t, dp = config.training, data_parallel_degree(config)
     if t.global_batch_size != -1 or config.fault_tolerance.elastic:
@@ -105,6 +115,7 @@ RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
     _copies,
     _shard_degree,
     _expert_degree,
+    _validation_batch,
     _global_batch,
     *lr_schedule.DERIVED,
 )
@@ -180,6 +191,14 @@ def largest_batch(config: Config) -> int:
     """Rows of the largest optimizer step, of all stages."""
     t = config.training
     return max(t.global_batch_size, *(stage.global_batch_size or 0 for stage in t.stages), 0)
+
+
+def validation_rows(config: Config) -> int:
+    """Rows per forward pass of validation on each rank: no more than its share of a batch, in whole microbatches."""
+    v, p = config.validation, config.parallelism
+    unit = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else 1
+    share = -(-v.global_batch_size // data_parallel_degree(config))
+    return min(v.local_batch_size, -(-share // unit) * unit)
 
 
 def gradient_accumulation_steps(config: Config) -> int:

@@ -1,16 +1,11 @@
 """The section `[quantize]`: low-precision matrix products."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import field_validator
 
 from torchtitan.config.section import Section
-from torchtitan.config.types import Name
-
-
-def _split(value: Any) -> Any:
-    """A string is a list of names with commas between them."""
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+from torchtitan.config.types import Name, split_names
 
 
 class Float8(Section):
@@ -59,7 +54,7 @@ class GroupedFloat8(Section):
     emulate: bool = False
     """Round to Float8 but multiply in the original type: the same numbers without Float8 hardware, slowly."""
 
-    _commas = field_validator("fqns", mode="before")(_split)
+    _commas = field_validator("fqns", mode="before")(split_names)
 
 
 class GroupedMXFP8(Section):
@@ -70,7 +65,7 @@ class GroupedMXFP8(Section):
     fqns: list[Name] = []
     """Convert experts whose module name contains one of these, for example `experts`."""
 
-    _commas = field_validator("fqns", mode="before")(_split)
+    _commas = field_validator("fqns", mode="before")(split_names)
 
 
 class QuantizedGroups(Section):

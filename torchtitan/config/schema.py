@@ -10,6 +10,7 @@ from pydantic import Field
 
 from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
 from torchtitan.config.ema import EMA
+from torchtitan.config.evals import Eval, Sampling
 from torchtitan.config.optim import LRScheduler, Optimizer
 from torchtitan.config.quantize import Quantize
 from torchtitan.config.registry import Custom, losses
@@ -377,13 +378,16 @@ class Validation(Section):
     sets: Annotated[list[ValidationSet], Field(max_length=1000)] = []
     """Validate on several sets, instead of `dataset` and `dataset_path`: `[[validation.sets]]` tables."""
     local_batch_size: Rows = 8
-    """Rows per forward pass on each data-parallel rank."""
+    """Rows per forward pass on each data-parallel rank, at most."""
+    global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1
+    """Rows per batch over all ranks, on any number of them. -1: `training.global_batch_size` if it is set, else
+    `local_batch_size`."""
     seq_len: SeqLen = 2048
     """Tokens per row."""
     freq: Steps = 10
     """Steps between validations."""
     steps: StepsOrDefault = -1
-    """Batches per validation. -1: the whole data set once."""
+    """Batches of `global_batch_size` rows per validation. -1: the whole data set once."""
     dataloader: DataLoader = DataLoader()
 
 
@@ -458,6 +462,8 @@ class Config(Section):
     comm: Comm = Comm()
     fault_tolerance: FaultTolerance = FaultTolerance()
     validation: Validation = Validation()
+    eval: Eval = Eval()
+    sampling: Sampling = Sampling()
     guard: Guard = Guard()
     debug: Debug = Debug()
     experimental: Experimental = Experimental()

@@ -4,7 +4,7 @@ takes long, and text so that it can be printed and used as a path."""
 import os
 import re
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -106,3 +106,8 @@ InDumpFolder = Annotated[str, Field(max_length=1024), AfterValidator(_inside)]
 """A path relative to `job.dump_folder` that doesn't leave it."""
 FilePrefix = Annotated[str, Field(max_length=100), AfterValidator(_file_name)]
 """The beginning of the name of files."""
+
+
+def split_names(value: Any) -> Any:
+    """A string is a list of names with commas between them."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from torchtitan.config import lr_schedule, mixtures
+from torchtitan.config.data import ValidationSet
 from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
@@ -13,7 +14,7 @@ from torchtitan.config.derive import (
     divisors,
     expert_ranks,
 )
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief, listed
@@ -273,8 +274,33 @@ def warn_only_needs_determinism(config: Config, world: int) -> Iterator[str]:
 
 
 def validation_sees_data(config: Config, world: int) -> Iterator[str]:
-    if config.validation.enable and config.validation.steps == 0:
-        yield "validation.steps: 0 batches give no loss; set -1 for the whole data set, or validation.enable = false"
+    v = config.validation
+    if not v.enable:
+        return
+    advice = "0 batches give no loss; set -1 for the whole data set"
+    if v.steps == 0 and any(one.steps is None for one in v.sets or [ValidationSet(name="")]):
+        yield f"validation.steps: {advice}, or validation.enable = false"
+    for one in v.sets:
+        if one.steps == 0:
+            yield f"validation.sets: {brief(one.name)}: steps: {advice}, or remove the set"
+    if v.global_batch_size == 0:
+        yield "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the default"
+
+
+def validation_sets_are_distinct(config: Config, world: int) -> Iterator[str]:
+    v = config.validation
+    names = [one.name for one in v.sets]
+    for name in {name for name in names if not name or names.count(name) > 1}:
+        yield f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of its own"
+    single = {key: getattr(v, key) for key in ("dataset", "dataset_path", "text_column")}
+    for key in single if v.sets else ():
+        if single[key] != getattr(Validation(), key):
+            yield f"validation.{key} and validation.sets can't both be set; move {key} to a [[validation.sets]] table"
+
+
+def evals_have_tasks(config: Config, world: int) -> Iterator[str]:
+    if config.eval.enable and not config.eval.tasks:
+        yield "eval.tasks: eval.enable = true needs the name of at least one task"
 
 
 def average_has_a_use(config: Config, world: int) -> Iterator[str]:
@@ -319,6 +345,8 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     validation_sees_data,
     average_has_a_use,
     *mixtures.RULES,
+    validation_sets_are_distinct,
+    evals_have_tasks,
 )
 
 

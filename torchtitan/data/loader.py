@@ -216,13 +216,18 @@ class StepLoader:
         state = rows.state | {"fingerprint": self.fingerprint}
         return StepBatch(tokens, labels, state, self.spec.at(step).rows, sources, rows.epochs)
 
+    def blank(self) -> StepBatch:
+        """A first batch without labels."""
+        return self._batch(0, Rows([], [], [], {}))
+
     def _stalled(self) -> str:
-        section, workers = self.spec.section, self.spec.options.num_workers
+        section, workers = self.spec.section.split(".")[0], self.spec.options.num_workers
+        options = f"{section.split('.')[0]}.dataloader"
         reading = "; ".join(retry.doing for retry in self.retries.values())
         doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"
         return (
             f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. Check whether its storage or "
-            f"network hangs, or raise {section}.dataloader.timeout_seconds (keep it below comm.train_timeout_seconds)."
+            f"network hangs, or raise {options}.timeout_seconds (keep it below comm.train_timeout_seconds)."
         )
 
     def _warn_of_shared_lanes(self) -> None:

@@ -8,7 +8,7 @@ Shapes: b rows, s new tokens of each, vocab size of the vocabulary.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.layers import Attend
 
 
@@ -42,8 +43,23 @@ class Continuation:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     """Without the end-of-text token."""
-    end: Literal["", "eos", "length", "context"] = ""
-    """Why it ended: end of text, `max_new_tokens`, or the model's `max_seq_len`. Empty: not ended."""
+    end: Literal["", "eos", "length", "context", "stop"] = ""
+    """Why it ended: end of text, `max_new_tokens`, the model's `max_seq_len`, or a text to stop at. Empty: not yet."""
+
+    def take(self, token: int, stop: Collection[int], max_new_tokens: int, max_seq_len: int) -> None:
+        """Append a token, or end."""
+        if token in stop:
+            self.end = "eos"
+            return
+        self.tokens.append(token)
+        if len(self.tokens) == max_new_tokens:
+            self.end = "length"
+        elif len(self.prompt) + len(self.tokens) == max_seq_len:
+            self.end = "context"
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """The continuation, decoded with the prompt: some tokenizers drop the space before the first word."""
+        return tokenizer.decode([*self.prompt, *self.tokens])[len(tokenizer.decode(self.prompt)) :]
 
 
 class _Cache:
@@ -89,6 +105,12 @@ class _CachedAttention:
             return self.plain(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=cache.visible, enable_gqa=grouped)
+
+
+def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
+    """A random generator that depends on the prompt, and not on the rest of its batch."""
+    digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
@@ -165,7 +187,7 @@ class TextGenerator:
             progress: called with a continuation whenever it has grown or ended.
         """
         rows = [Continuation(list(prompt)) for prompt in prompts]
-        generators = [self._generator(sampling.seed, prompt) for prompt in prompts]
+        generators = [noise_generator(sampling.seed, prompt, self.device) for prompt in prompts]
         lengths = [len(prompt) for prompt in prompts]
         tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -179,7 +201,7 @@ class TextGenerator:
             chosen = drawn.tolist()
             for i, row in enumerate(rows):
                 if not row.end:
-                    self._take(row, chosen[i], max_new_tokens)
+                    row.take(chosen[i], self.stop, max_new_tokens, self.max_seq_len)
                     progress(row)
             if all(row.end for row in rows):
                 return rows
@@ -187,16 +209,6 @@ class TextGenerator:
             begin = [n if not row.end else first for n, first, row in zip(lengths, begin, rows, strict=True)]
             lengths = [first + 1 for first in begin]
             tokens = drawn.cpu()[:, None]
-
-    def _take(self, row: Continuation, token: int, max_new_tokens: int) -> None:
-        if token in self.stop:
-            row.end = "eos"
-            return
-        row.tokens.append(token)
-        if len(row.tokens) == max_new_tokens:
-            row.end = "length"
-        elif len(row.prompt) + len(row.tokens) == self.max_seq_len:
-            row.end = "context"
 
     def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
         """The logits of the next token, `[b, vocab]` fp32.
@@ -217,8 +229,3 @@ class TextGenerator:
         # Under tensor parallelism, every rank passes this same token as its part of the sequence.
         logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()
         return logits[:, : self.vocab_size]
-
-    def _generator(self, seed: int, prompt: Sequence[int]) -> torch.Generator:
-        """A random generator that depends on the prompt, and not on the rest of its batch."""
-        digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
-        return torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

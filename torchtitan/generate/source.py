@@ -1,11 +1,13 @@
 """Finding a trained model, opening its tokenizer, and loading both into a `TextGenerator`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at
@@ -126,6 +128,15 @@ def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:
     return tokenizer
 
 
+def load_weights(source: Source, models: Sequence[nn.Module]) -> None:
+    """Fill the weights of a model, sharded or not, or of this rank's pipeline stages."""
+    with alone():
+        if source.hugging_face:
+            load_hf(models, source.folder, source.spec.hf.names(source.args))
+        else:
+            read_weights(models, source.folder, averaged=source.averaged)
+
+
 def load(
     source: Source, tokenizer: Tokenizer, max_seq_len: int, rows: int, dtype: str | None, world: int
 ) -> TextGenerator:
@@ -154,11 +165,7 @@ def load(
     model.to_empty(device=device)
     model.init_buffers()  # on the CPU, as in training
     model.to(device)
-    with alone():
-        if source.hugging_face:
-            load_hf([model], source.folder, source.spec.hf.names(args))
-        else:
-            read_weights(model, source.folder, averaged=source.averaged)
+    load_weights(source, [model])
     return TextGenerator(
         model,
         device,

@@ -1,6 +1,7 @@
 """What a run reports at its logged steps."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ class Metrics:
         peak_flops: float | None,
         experts: bool = False,
         custom: Custom | None = None,
+        samples: bool = False,
     ):
         """
         Args:
             custom: keys of registered sinks.
             experts: the model is a mixture of experts.
+            samples: the model writes texts.
         """
         self.freq, self.start, self.total = config.log_freq, start_step, total_steps
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
@@ -51,10 +54,14 @@ class Metrics:
         self.sinks: list[Sink] = [self.console]
         self.loads: JsonlSink | None = None
         """Loads of single experts. In a file of their own, because they are many."""
+        self.samples: JsonlSink | None = None
+        """Texts of the model, in a file of their own."""
         if rank == 0:
             self.sinks.append(JsonlSink(folder / "metrics.jsonl", start_step))
             if experts:
                 self.loads = JsonlSink(folder / "expert_load.jsonl", start_step)
+            if samples:
+                self.samples = JsonlSink(folder / "samples.jsonl", start_step)
         if rank == 0 or config.save_for_all_ranks:
             own = f"rank_{rank}" if config.save_for_all_ranks else ""
             if config.enable_tensorboard:
@@ -142,20 +149,46 @@ class Metrics:
 
     def rewind(self, step: int) -> None:
         """Drop the steps after `step`, which will be trained again. TensorBoard and W&B keep both versions."""
-        for sink in (*self.sinks, self.loads):
+        for sink in (*self.sinks, self.loads, self.samples):
             if rewind := getattr(sink, "rewind", None):
                 rewind(step)
         self._stopwatch.lap()
         self.new_tokens = self.steps = 0
 
-    def log_validation(self, step: int, loss: float, tokens: int, averaged: float | None = None) -> None:
+    def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
         """Record a validation.
 
         Args:
-            averaged: the loss with the average of the weights, if it was computed.
+            sets: loss, bits_per_byte (if known) and tokens of each set, and its name; empty for the only one. With the
+                average of the weights, also loss_ema and bits_per_byte_ema.
         """
-        record = {"step": step, "validation_loss": loss, "validation_tokens": tokens, "time": time.time()}
-        self._send(record if averaged is None else record | {"validation_loss_ema": averaged})
+        record: Record = {"step": step}
+        for one in sets:
+            suffix = f"/{one['name']}" if one["name"] else ""
+            record |= {f"validation_{key}{suffix}": value for key, value in one.items() if key != "name"}
+        self._send(record | {"time": time.time()})
+
+    def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record benchmarks.
+
+        Args:
+            scores: by task and metric.
+        """
+        self._send({"step": step, **{f"eval/{name}": value for name, value in scores.items()}, "time": time.time()})
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Record texts of the model.
+
+        Args:
+            samples: prompt, text after it, and why it ended, of each.
+        """
+        for sample in samples:
+            logger.info(f"step {step}: {sample['prompt']}|{sample['text']}")
+            if self.samples is not None:
+                self.samples.log({"step": step, **sample})
+        for sink in self.sinks:
+            if isinstance(sink, TensorBoardSink | WandbSink):
+                sink.log_samples(step, samples)
 
     def _send(self, record: Record) -> None:
         for sink in self.sinks:
@@ -163,6 +196,6 @@ class Metrics:
 
     def close(self) -> None:
         self._stopwatch.close()
-        for sink in (*self.sinks, self.loads):
+        for sink in (*self.sinks, self.loads, self.samples):
             if sink is not None:
                 sink.close()

@@ -108,6 +108,21 @@ class TensorBoardSink:
             [self.summary.Value(tag=tag, histo=self._histogram(np.array(of_tag))) for tag, of_tag in values.items()],
         )
 
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Show texts of the model in the tab of texts."""
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        metadata = create_summary_metadata(display_name=None, description=None)
+        values = []
+        for i, sample in enumerate(samples, 1):
+            lines = f"{sample['prompt']}{sample['text']}".splitlines()
+            text = "\n".join(f"    {line}" for line in lines)  # as it is: TensorBoard renders Markdown
+            values.append(
+                self.summary.Value(tag=f"samples/{i}", metadata=metadata, tensor=make_tensor_proto([text.encode()]))
+            )
+        self._add(step, time.time(), values)
+
     def _histogram(self, values: Any) -> Any:
         counts, edges = np.histogram(values, bins=30)
         return self.histogram(
@@ -148,6 +163,13 @@ class WandbSink:
     def log(self, record: Record) -> None:
         self.run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Record texts of the model as a table."""
+        import wandb
+
+        rows = [[step, sample["prompt"], sample["text"]] for sample in samples]
+        self.run.log({"samples": wandb.Table(columns=["step", "prompt", "text"], data=rows)}, step=step)
+
     def close(self) -> None:
         self.run.finish()
 
@@ -172,15 +194,18 @@ class ConsoleSink:
             self.progress.update(self.task, completed=step)
 
     def log(self, record: Record) -> None:
-        logger.info(self.line(record))
+        for line in self.line(record).splitlines():
+            logger.info(line)
 
     def line(self, record: Record) -> str:
         """The record in words."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
-        if "validation_loss" in record:
-            averaged = f", {record['validation_loss_ema']:.4f} averaged," if "validation_loss_ema" in record else ""
-            loss, tokens = record["validation_loss"], record["validation_tokens"]
-            return f"{step}  validation loss {loss:.4f}{averaged} over {tokens:,} tokens"
+        losses = (key.removeprefix("validation_loss") for key in record if key.startswith("validation_loss"))
+        if sets := [suffix for suffix in losses if not suffix.startswith("_")]:
+            return "\n".join(f"{step}  {_validation(record, name)}" for name in sets)
+        if found := {key.removeprefix("eval/"): value for key, value in record.items() if key.startswith("eval/")}:
+            shown = (f"{name} {value:.4f}" for name, value in found.items() if "_stderr" not in name)
+            return f"{step}  eval  {'  '.join(shown)}"
         parts = [
             step,
             f"loss {record['loss']:.4f}",
@@ -197,6 +222,19 @@ class ConsoleSink:
     def close(self) -> None:
         if self.progress is not None:
             self.progress.stop()
+
+
+def _validation(record: Record, suffix: str) -> str:
+    """
+    Args:
+        suffix: of the keys of one validation set.
+    """
+    loss, bits, tokens = (record[f"validation_{key}{suffix}"] for key in ("loss", "bits_per_byte", "tokens"))
+    per_byte = f", {bits:.4f} bits per byte," if bits is not None else ""
+    name = f" of {suffix[1:]}" if suffix else ""
+    average = record.get(f"validation_loss_ema{suffix}")
+    averaged = f", {average:.4f} averaged," if average is not None else ""
+    return f"validation loss{name} {loss:.4f}{averaged}{per_byte} over {tokens:,} tokens"
 
 
 def _require(package: str, key: str) -> None:

@@ -84,7 +84,8 @@ def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
         if path and path != default and not glob(str(Path(path).expanduser()), recursive=True):
             config = replace(config, key, default)
             notes.append(f"{key} {path!r} is not on this machine; the plan doesn't need it, the run will")
-    return config, notes
+    # A plan is for training; validation needs less (docs/plan-memory.md).
+    return replace(config, "validation.sets", []), notes
 
 
 def planned_toml(plan: Plan, argv: list[str]) -> str:

@@ -1,5 +1,6 @@
 """Build the parts of a run from a checked configuration."""
 
+import math
 import os
 import random
 from typing import Literal
@@ -8,8 +9,8 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.data import Source
-from torchtitan.config.derive import data_parallel_degree
+from torchtitan.config.data import Source, ValidationSet
+from torchtitan.config.derive import replace, validation_rows
 from torchtitan.config.registry import data_sources
 from torchtitan.config.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
@@ -28,7 +29,9 @@ from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
 from torchtitan.train.compute import Compute, ModelLoss
+from torchtitan.train.evaluate import HeldOut, Validator
 from torchtitan.train.preflight import Setup
+from torchtitan.train.probe import Probe
 from torchtitan.train.state import Parts
 
 
@@ -47,9 +50,9 @@ def set_determinism(debug: Debug) -> None:
 def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     """Everything the trainer works with. The default process group must exist."""
     mesh = build_mesh(config, device.type, experts=setup.n_experts > 0)
-    share = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
-    loader = build_data(config, "training", setup.tokenizer, **share)
-    held_out = build_data(config, "validation", setup.tokenizer, **share) if config.validation.enable else None
+    share = mesh.dp_rank, mesh.dp_degree
+    loader = build_data(config, "training", setup.tokenizer, share)
+    held_out = build_held_out(config, setup.tokenizer, share) if config.validation.enable else []
     models = parallelize(config, setup.spec, setup.args, setup.stages, mesh, device)
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
@@ -59,35 +62,60 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
         optimizer, config.optimizer.lr, config.lr_scheduler, config.custom, stages=config.training.stages
     )
     validation = None
-    if held_out is not None:
-        validation = held_out, build_compute(config, setup, mesh, device, models, config.validation)
+    if held_out:
+        section = config.validation.model_copy(update={"local_batch_size": validation_rows(config)})
+        forward = build_compute(config, setup, mesh, device, models, section)
+        lengths = setup.tokenizer.byte_lengths()
+        validation = Validator(forward, section.local_batch_size, held_out, mesh, device, lengths)
     experts = None
     if setup.n_experts:
         blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
         experts = ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
     average = WeightAverage(models, config.ema) if config.ema.enable else None
-    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts, average)
+    probe = build_probe(config, setup, mesh, device, models) if config.eval.enable or config.sampling.prompts else None
+    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts, average, probe)
+
+
+def build_held_out(config: Config, tokenizer: Tokenizer, share: tuple[int, int]) -> list[HeldOut]:
+    """The validation sets.
+
+    Args:
+        share: as for `build_data`.
+    """
+    section = config.validation
+    if not section.sets:
+        return [HeldOut("", build_data(config, "validation", tokenizer, share), section.steps)]
+    found = []
+    for one in section.sets:
+        loader = build_data(config, "validation", tokenizer, share, held_out=one)
+        found.append(HeldOut(one.name, loader, section.steps if one.steps is None else one.steps))
+    return found
 
 
 def build_data(
     config: Config,
     key: Literal["training", "validation"],
     tokenizer: Tokenizer,
+    share: tuple[int, int] = (0, 1),
     *,
-    dp_rank: int = 0,
-    dp_degree: int = 1,
+    held_out: ValidationSet | None = None,
 ) -> StepLoader:
-    """The loader of `[training]` or `[validation]`. By default this rank reads every row of a step."""
+    """The loader of `[training]` or `[validation]`. By default this rank reads every row of a step.
+
+    Args:
+        share: this rank's index among those that read different rows, and their number.
+        held_out: one of several validation sets.
+    """
     section: Training | Validation = getattr(config, key)
-    one = Source(
-        name="data", dataset=section.dataset, dataset_path=section.dataset_path, text_column=section.text_column
-    )
+    one = held_out or section
+    only = Source(name="data", dataset=one.dataset, dataset_path=one.dataset_path, text_column=one.text_column)
+    rows, size = section.global_batch_size, section.local_batch_size
     if isinstance(section, Training):
-        rows, first = section.global_batch_size, config.comm.init_timeout_seconds
-        sources, stages = section.sources or [one], section.stages
+        first = config.comm.init_timeout_seconds
+        sources, stages = section.sources or [only], section.stages
     else:
-        rows, first = section.local_batch_size * data_parallel_degree(config), config.comm.train_timeout_seconds
-        sources, stages = [one], []
+        size, first = validation_rows(config), config.comm.train_timeout_seconds
+        sources, stages = [only], []
     spec = DataSpec(
         sources=sources,
         stages=stages,
@@ -97,14 +125,51 @@ def build_data(
         seed=config.debug.seed,
         infinite=key == "training",
         options=section.dataloader,
-        section=key,
+        section=key if held_out is None else f"{key}.sets.{held_out.name}",
         custom={
             source.dataset: make for source in sources if (make := data_sources.chosen(source.dataset, config.custom))
         },
     )
     limits = first / 2, config.comm.train_timeout_seconds / 2
-    return build_loader(
-        spec, dp_rank=dp_rank, dp_degree=dp_degree, local_batch_size=section.local_batch_size, limits=limits
+    return build_loader(spec, dp_rank=share[0], dp_degree=share[1], local_batch_size=size, limits=limits)
+
+
+def row_unit(config: Config) -> int:
+    """What the length of a row must be a multiple of."""
+    p, cp = config.parallelism, config.parallelism.context_parallel_degree
+    chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
+    return math.lcm(chunks, cp * p.tensor_parallel_degree * config.training.loss_chunks)
+
+
+def build_probe(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    device: torch.device,
+    models: list[FSDPModule],
+    *,
+    longest: int | None = None,
+) -> Probe:
+    """Build what reads the logits of `models`, in batches of `training.local_batch_size` rows.
+
+    Args:
+        longest: tokens of the longest text; None: as many as the model supports.
+    """
+    training = config.training
+    whole = replace(config, "training.document_mask", False)  # a text is one document
+
+    def build(length: int, read: RowLoss) -> Compute:
+        section = training.model_copy(update={"seq_len": length})
+        return build_compute(whole, setup, mesh, device, models, section, loss=read)
+
+    return Probe(
+        build,
+        mesh,
+        device,
+        rows=training.local_batch_size,
+        unit=row_unit(config),
+        max_seq_len=longest or setup.args.max_seq_len,
+        compiled=config.compile.enable,
     )
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.data import ValidationSet
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.schema import Config, MoE, Training, Validation
@@ -173,9 +174,10 @@ def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    sections: dict[str, Training | Validation] = {"training": config.training}
+    sections: dict[str, Training | Validation | ValidationSet] = {"training": config.training}
     if config.validation.enable:
         sections["validation"] = config.validation
+        sections |= {f"validation.sets.{one.name}": one for one in config.validation.sets}
     for name, section in sections.items():
         # What a registered source reads is its own affair.
         path = section.dataset_path if data_sources.find(section.dataset) is None else None
@@ -188,6 +190,9 @@ def _check_paths(config: Config) -> Iterator[str]:
             else:
                 if found is None:
                     yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+    tasks = config.eval.include_path
+    if config.eval.enable and tasks and not os.path.isdir(tasks):
+        yield f"eval.include_path: {tasks!r} is no folder (relative to {Path.cwd()})"
     if is_url(config.job.dump_folder):
         yield (
             f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, because logs are appended to; for "
@@ -210,6 +215,8 @@ def _check_paths(config: Config) -> Iterator[str]:
 
 
 def _check_packages(config: Config) -> Iterator[str]:
+    if config.eval.enable and importlib.util.find_spec("lm_eval") is None:
+        yield "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or set it to false"
     if problem := too_old(installed_torch()):
         yield problem
     ac = config.activation_checkpoint

@@ -17,6 +17,8 @@ from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.compute import Compute
+from torchtitan.train.evaluate import Validator
+from torchtitan.train.probe import Probe
 
 
 @dataclass
@@ -31,11 +33,13 @@ class Parts:
     schedule: LRSchedule
     loader: StepLoader
     compute: Compute
-    validation: tuple[StepLoader, Compute] | None
+    validation: Validator | None
     experts: ExpertBalance | None = None
     """None for a dense model."""
     average: WeightAverage | None = None
     """Of the weights; None without `ema.enable`."""
+    probe: Probe | None = None
+    """Of a run that evaluates or writes samples."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
+from torchtitan.evals.tasks import Tasks, scores
 from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
 from torchtitan.observe.ledger import Ledger
@@ -27,11 +28,11 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.evaluate import evaluate
 from torchtitan.train.folders import hold_folders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, write_config
 from torchtitan.train.restore import restore
+from torchtitan.train.sampling import write_samples
 from torchtitan.train.state import Progress, RunState, seed_step
 from torchtitan.train.step import StepResult, averaged_weights, max_over_ranks, prepare_weights, train_step
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
@@ -66,6 +67,7 @@ class Trainer:
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
+        self.tasks = self._load_tasks() if config.eval.enable else None
         note("building the model")
         self.parts = build(config, setup, self.device)
         if self.owns_process_group:
@@ -101,6 +103,8 @@ class Trainer:
             lambda _: self.profiler.step(self.progress.step),
             self._check_replicas,  # before a save would make a fault permanent
             self._validate,
+            self._write_samples,
+            self._evaluate,
             self._save_if_due,
             self._collect_garbage,
         )
@@ -112,6 +116,11 @@ class Trainer:
         configure_flight_recorder(comm, folder)
         init_distributed(comm, self.device)
         return Watch(comm, folder, layout_degrees(self.config.parallelism)) if comm.trace_buf_size else None
+
+    def _load_tasks(self) -> Tasks:
+        note("loading tasks of lm-eval")
+        own = self.config.eval
+        return Tasks(own.tasks, include_path=own.include_path, num_fewshot=own.num_fewshot, limit=own.limit)
 
     def _observe(self, about: dict[str, Any], began: float) -> None:
         """Start what measures and reports the run.
@@ -133,6 +142,7 @@ class Trainer:
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
             experts=self.parts.experts is not None,
             custom=config.custom,
+            samples=bool(config.sampling.prompts),
         )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
@@ -272,14 +282,34 @@ class Trainer:
         due = step % config.freq == 0 or step == self.config.training.steps
         if self.parts.validation is None or self.stopped or not due:
             return
-        loader, compute = self.parts.validation
         with phase("validation", "validating"):
-            loss, tokens = evaluate(compute, loader, self.parts.mesh, self.device, config.steps)
-            averaged = None
+            found = [one.record() for one in self.parts.validation.run()]
             if self.config.ema.validation:
                 with averaged_weights(self.parts, self.config):
-                    averaged, _ = evaluate(compute, loader, self.parts.mesh, self.device, config.steps)
-        self.metrics.log_validation(step, loss, tokens, averaged)
+                    averaged = [one.record() for one in self.parts.validation.run()]
+                found = [
+                    one | {f"{key}_ema": other[key] for key in ("loss", "bits_per_byte")}
+                    for one, other in zip(found, averaged, strict=True)
+                ]
+        self.metrics.log_validation(step, found)
+
+    def _write_samples(self, _: StepResult) -> None:
+        config, step = self.config.sampling, self.progress.step
+        due = step % config.freq == 0 or step == self.config.training.steps
+        if not config.prompts or self.parts.probe is None or self.stopped or not due:
+            return
+        with phase("validation", "writing samples"):
+            samples = write_samples(self.parts.probe, config, self.setup.tokenizer, self.device)
+        self.metrics.log_samples(step, samples)
+
+    def _evaluate(self, _: StepResult) -> None:
+        step = self.progress.step
+        due = step % self.config.eval.freq == 0 or step == self.config.training.steps
+        if self.tasks is None or self.parts.probe is None or self.stopped or not due:
+            return
+        with phase("validation", "running lm-eval"):
+            results = self.tasks.run(self.parts.probe, self.setup.tokenizer)
+        self.metrics.log_evals(step, scores(results))
 
     def _save_if_due(self, _: StepResult) -> None:
         step = self.progress.step
@@ -335,7 +365,7 @@ class Trainer:
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:
-            self.parts.validation[0].close()
+            self.parts.validation.close()
         self.folders.release()
         if error is None:
             logger.info(self.ledger.goodput())

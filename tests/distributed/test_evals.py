@@ -1,0 +1,96 @@
+"""lm-eval on our model against its `hf` backend on the exported model, in every layout; the command, and in a run."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests import families
+from tests.lm_eval_tasks import write_tasks
+from torchtitan.commands import ckpt
+from torchtitan.utils.assets import find_asset
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of transformers, `ours` converted from it, `theirs` exported again, and tasks."""
+    folder = tmp_path_factory.mktemp("evals")
+    torch.manual_seed(0)
+    twin = families.twin("llama3", families.build("llama3", vocab_size=2048))
+    twin.save_pretrained(folder / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_asset("./tests/assets/tokenizer") / name, folder / "source")
+    assert ckpt.main(["from-hf", str(folder / "source"), str(folder / "ours")]) == 0
+    assert ckpt.main(["to-hf", str(folder / "ours"), str(folder / "theirs")]) == 0
+    write_tasks(folder / "tasks")
+    return folder
+
+
+TASKS = ["own_choice", "own_shots", "own_rolling", "own_texts"]
+
+
+def evaluate(folder, model):
+    """What the model answered to each request, and the scores."""
+    from lm_eval.evaluator import evaluate
+
+    from torchtitan.evals.tasks import Tasks, scores
+
+    tasks = Tasks(TASKS, include_path=str(folder / "tasks"), num_fewshot=2)
+    results = evaluate(model, tasks.loaded, bootstrap_iters=0)
+    answers = {name: [doc["resps"] for doc in docs] for name, docs in results["samples"].items()}
+    return answers, scores(results)
+
+
+def ours(folder, *layout, rows=3, length=None):
+    from torchtitan.evals.harness import HarnessModel
+    from torchtitan.generate.source import find, open_tokenizer
+    from torchtitan.train.trained import load_probe
+
+    source = find(str(folder / "ours"))
+    tokenizer = open_tokenizer(source, None)
+    probe = load_probe(source, tokenizer, list(layout), rows=rows, max_seq_len=length, dtype="float32")
+    return evaluate(folder, HarnessModel(probe, tokenizer))
+
+
+def backend(folder):
+    """lm-eval's own backend, on one process."""
+    from lm_eval.models.huggingface import HFLM
+
+    return evaluate(folder, HFLM(str(folder / "theirs"), device="cpu", dtype="float32", batch_size=3))
+
+
+def flat(answers):
+    """Numbers and texts in a fixed order."""
+    if isinstance(answers, dict):
+        return [x for name in sorted(answers) for x in flat(answers[name])]
+    return [x for part in answers for x in flat(part)] if isinstance(answers, list | tuple) else [answers]
+
+
+@pytest.fixture(scope="module")
+def expected(folder, ranks):
+    pytest.importorskip("accelerate")
+    return ranks(1, backend, folder, timeout=120)[0]
+
+
+CP, TP, PP = (f"--parallelism.{axis}_parallel_degree=2" for axis in ("context", "tensor", "pipeline"))
+LAYOUTS = [
+    (1, []),
+    (2, []),
+    (2, [TP]),
+    (2, [CP]),
+    (2, [PP]),
+    pytest.param(8, [TP, CP, PP], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_scores_are_those_of_the_hf_backend(ranks, folder, expected, world, layout):
+    rows = 4 if layout == [PP] else 3
+    answers, scores = ranks(world, ours, folder, *layout, rows=rows, timeout=240)[0]
+    assert len(answers["own_choice"]) == 10
+    for found, wanted in zip(flat(answers), flat(expected[0]), strict=True):
+        assert found == (pytest.approx(wanted, rel=1e-4, abs=1e-4) if isinstance(wanted, float) else wanted)
+    assert scores == pytest.approx(expected[1], rel=1e-4)
+    assert len({str(text) for text in answers["own_texts"]}) > 2, "a model that repeats itself proves nothing"

@@ -1,0 +1,97 @@
+"""Score a checkpoint on tasks of EleutherAI's lm-eval.
+
+    torchtitan eval --checkpoint outputs/llama3_8b --tasks hellaswag,arc_easy
+    torchtitan eval --checkpoint outputs/debug_model --include-path my_tasks --tasks my_task
+    torchrun --nproc-per-node 8 -m torchtitan eval ... --parallelism.tensor_parallel_degree 2
+
+A run's folder, or a folder of checkpoints, means the newest complete checkpoint in it. Under torchrun, the model is
+sharded over the ranks (FSDP), or as keys of [parallelism] say.
+"""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.text import count
+
+_BOOTSTRAP = 100_000
+"""Samples for the errors of metrics that are no mean, as lm-eval takes."""
+
+
+def main(argv: list[str]) -> int:
+    rank, _ = rank_and_world()
+    try:
+        return _eval(argv, rank)
+    except UserError as error:
+        if rank == 0:
+            raise
+        return error.exit_code  # all ranks find the same mistakes
+
+
+def _eval(argv: list[str], rank: int) -> int:
+    options, layout = parser().parse_known_args(argv)
+    if wrong := [word for word in layout if word.startswith("-") and not word.startswith("--parallelism.")]:
+        raise ConfigError([f"{word}: unknown option; `torchtitan eval --help` lists them" for word in wrong])
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(["torchtitan eval needs the package lm-eval: pip install 'titan-pretrain[eval]'"])
+    if options.include_path and not Path(options.include_path).is_dir():
+        raise ConfigError([f"--include-path: {options.include_path} is no folder"])
+
+    from torchtitan.evals.tasks import Tasks, scores  # imports torch
+    from torchtitan.generate.source import find, open_tokenizer
+    from torchtitan.train.trained import load_probe, process_group
+
+    source = find(options.checkpoint, options.custom_import)
+    tokenizer = open_tokenizer(source, options.assets)
+    with process_group():
+        tasks = Tasks(
+            options.tasks.split(","),
+            include_path=options.include_path,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+        )
+        sizes = {"rows": options.batch_size, "max_seq_len": options.max_length, "dtype": options.dtype}
+        probe = load_probe(source, tokenizer, layout, **sizes)
+        results = tasks.run(probe, tokenizer, bootstrap=_BOOTSTRAP if rank == 0 else 0)
+    if rank == 0:
+        _report(str(source.folder), results, scores(results), options.output)
+    return 0
+
+
+def _report(checkpoint: str, results: dict[str, Any], scores: dict[str, float], output: str | None) -> None:
+    from lm_eval.utils import make_table
+
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    if output:
+        kept = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
+        about = {"checkpoint": checkpoint, "scores": scores} | {key: results[key] for key in kept if key in results}
+        write_whole(Path(output), (json.dumps(about, indent=1, default=str) + "\n").encode())
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="folder of a run, of checkpoints, or of a Hugging Face model")
+    add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
+    add("--include-path", help="folder with task files of your own, whose Python functions are run")
+    add("--num-fewshot", type=int, help="solved examples before each question (default: what each task says)")
+    add("--limit", type=count, help="only this many documents of each task (default: all)")
+    add("--batch-size", type=count, default=8, help="texts per batch on each rank (default: %(default)s)")
+    add("--max-length", type=count, help="tokens of the longest text (default: the longest row in training)")
+    add("--output", help="write the results to this JSON file")
+    add("--assets", help="folder of the tokenizer (default: the one used in training)")
+    dtypes = ["float32", "bfloat16"]
+    add("--dtype", choices=dtypes, help="dtype of the weights (default: bfloat16; float32 on the CPU)")
+    add("--custom-import", metavar="MODULE", help="module that registers the model's family")
+    return parser

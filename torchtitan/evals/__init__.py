@@ -1,0 +1,1 @@
+"""Benchmarks of EleutherAI's lm-eval."""
