@@ -15,12 +15,14 @@ of a lane reads past the others.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.documents import Documents
+from torchtitan.data.records import FileText, Text
 from torchtitan.data.retry import Retry
 from torchtitan.data.shuffle import permute
 from torchtitan.data.token_files import TokenFiles
@@ -96,7 +98,7 @@ class TokenReader(RowReader):
 class Cursor(Protocol):
     """The sequence of documents of a lane."""
 
-    def next(self) -> str | None: ...
+    def next(self) -> Text | None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -110,13 +112,17 @@ class DocumentCursor:
         self.documents, self.position, self.lanes, self.seed = documents, lane, lanes, seed
         self.infinite, self.retry = infinite, retry
 
-    def next(self) -> str | None:
+    def next(self) -> Text | None:
         epoch, slot = divmod(self.position, len(self.documents))
         if epoch and not self.infinite:
             return None
         self.position += self.lanes
         index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
-        return self.retry(f"document {index}", lambda: self.documents[index])
+        what = f"document {index}"
+        text = self.retry(what, lambda: self.documents[index])
+        if isinstance(text, FileText):
+            text.attempt = partial(self.retry, what)
+        return text
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -128,14 +134,17 @@ class DocumentCursor:
 class Lane:
     """Cuts rows from a cursor's documents.
 
-    Its state is the cursor's before the current document and the offset in that document, which is tokenized again.
+    Its state is the cursor's before the current document and the offset in that document, which is tokenized again. A
+    long document is tokenized in pieces: then the offset is one in the piece, and the state has its position, too.
     """
 
     def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
         self.cursor, self.tokenizer, self.seq_len = cursor, tokenizer, seq_len
         self.before: dict[str, Any] = cursor.state_dict()
         self.document: Row | None = None
-        self.offset = 0
+        """The ids of the current document, or of a piece of it."""
+        self.offset = self.position = 0
+        self.pieces: Iterator[tuple[int, Row]] = iter(())
 
     def row(self) -> Row | None:
         """The next row, padded where the data ends; None after that."""
@@ -157,22 +166,26 @@ class Lane:
         self.offset -= 1
         return _padded(np.concatenate(parts), self.seq_len)
 
-    def _read(self) -> bool:
-        before = self.cursor.state_dict()
-        text = self.cursor.next()
-        if text is None:
-            return False
-        self.before, self.offset = before, 0
-        self.document = np.asarray(self.tokenizer.encode_document(text), np.int64)
+    def _read(self, start: int = 0) -> bool:
+        """Get the next piece, or else the next document from position `start` on."""
+        if (piece := next(self.pieces, None)) is None:
+            before = self.cursor.state_dict()
+            text = self.cursor.next()
+            if text is None:
+                return False
+            self.before, self.pieces = before, self.tokenizer.encode_in_pieces(text, start)
+            piece = next(self.pieces)
+        (self.position, self.document), self.offset = piece, 0
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.before, "offset": self.offset if self.document is not None else -1}
+        position = {"position": self.position} if self.document is not None and self.position else {}
+        return {"cursor": self.before, "offset": self.offset if self.document is not None else -1} | position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
-        self.document = None
-        if state["offset"] >= 0 and self._read():
+        self.document, self.pieces = None, iter(())
+        if state["offset"] >= 0 and self._read(state.get("position", 0)):
             self.offset = state["offset"]
 
 

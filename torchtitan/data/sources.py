@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config.data import DataLoader
-from torchtitan.data.documents import Documents, find_files, open_documents
+from torchtitan.data.documents import Documents, OnBad, open_documents
+from torchtitan.data.files import find_files
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import Cursor, DocumentCursor, Lane, LaneReader, RowReader, TokenReader, lanes_of
 from torchtitan.data.streams import StreamCursor, open_stream
@@ -29,6 +30,10 @@ class DataSpec:
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
     options: DataLoader
+    text_column: str = "text"
+    """Column or JSON key of the text."""
+    on_bad_document: OnBad = "stop"
+    """What to do with documents that can't be decoded or have no text."""
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
 
@@ -65,10 +70,17 @@ def _open(spec: DataSpec, retry: Retry) -> Source:
     if spec.dataset_path is not None and (pattern := _token_files(spec.dataset_path)):
         key = f"{spec.section}.dataset_path"
         return TokenSource(TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key), spec, retry)
-    documents = open_documents(spec.dataset, spec.dataset_path, spec.section)
+    documents = open_documents(
+        spec.dataset,
+        spec.dataset_path,
+        spec.section,
+        text_column=spec.text_column,
+        on_bad_document=spec.on_bad_document,
+        cache_folder=spec.options.cache_folder,
+    )
     if documents is not None:
         return DocumentSource(documents, spec, retry)
-    return StreamSource(open_stream(spec.dataset, spec.section), spec, retry)
+    return StreamSource(open_stream(spec.dataset, spec.section, spec.text_column), spec, retry)
 
 
 def _token_files(path: str) -> str | None:
@@ -133,4 +145,7 @@ class StreamSource(_LaneSource):
         self.stream, self.fingerprint = stream, f"stream of {spec.dataset}"
 
     def cursor(self, lane: int) -> Cursor:
-        return StreamCursor(self.stream, lane, self.lanes, self.spec.infinite, self.retry)
+        spec = self.spec
+        return StreamCursor(
+            self.stream, lane, self.lanes, spec.infinite, self.retry, spec.text_column, spec.on_bad_document
+        )

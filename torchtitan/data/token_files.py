@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.messages import explain_errors
+from torchtitan.data.files import EndOfFileError, OpenFiles
 from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
@@ -74,8 +75,9 @@ class TokenFiles:
 
     def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
         self.seq_len = seq_len
-        self.files: list[tuple[Path, int, np.dtype[Any], int]] = []
-        """(path, open file, dtype, number of tokens). Not memory-mapped: a failing disk would kill the process."""
+        self.files: list[tuple[Path, np.dtype[Any], int]] = []
+        """(path, dtype, number of tokens)"""
+        self._open = OpenFiles()
         self.vocab_size = tokenizer.vocab_size
         for file in files:
             meta = _read_meta(file, key)
@@ -92,7 +94,7 @@ class TokenFiles:
                     "tokenize the text again"
                 )
             if meta.tokens > 1:
-                self.files.append((file, os.open(file, os.O_RDONLY), dtype, meta.tokens))
+                self.files.append((file, dtype, meta.tokens))
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
@@ -120,11 +122,12 @@ class TokenFiles:
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
-        path, file, dtype, tokens = self.files[which]
+        path, dtype, tokens = self.files[which]
         count = min(self.seq_len + 1, tokens - start)
-        content = os.pread(file, count * dtype.itemsize, start * dtype.itemsize)
-        if len(content) < count * dtype.itemsize:
-            raise OSError(f"{path} ends before token {start + count} (truncated?)")
+        try:
+            content = self._open.read(str(path), start * dtype.itemsize, count * dtype.itemsize)
+        except EndOfFileError:
+            raise OSError(f"{path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
         if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
             first = int(wrong[0])

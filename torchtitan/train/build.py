@@ -83,6 +83,8 @@ def build_data(
         seed=config.debug.seed,
         infinite=key == "training",
         options=section.dataloader,
+        text_column=section.text_column,
+        on_bad_document=config.training.on_bad_document,
         section=key,
     )
     limits = first / 2, config.comm.train_timeout_seconds / 2
