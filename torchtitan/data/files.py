@@ -8,7 +8,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -22,6 +22,7 @@ from torchtitan.utils.text import listed, plural
 Format = Literal["json", "text", "parquet"]
 FORMATS: dict[str, Format] = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_BUFFER = 2**20
 _MOST_ENTRIES = 1_000_000
 """Files and folders that a pattern may search. They take some seconds."""
 
@@ -110,15 +111,33 @@ def is_compressed(file: Path) -> bool:
     return file.name.lower().endswith(COMPRESSED)
 
 
-def open_plain(file: Path) -> IO[bytes]:
-    """The bytes of a file, decompressed by the ending of its name."""
+def open_plain(file: Path, advance: Callable[[int], None] | None = None) -> IO[bytes]:
+    """The bytes of a file, decompressed by the ending of its name.
+
+    Args:
+        advance: called with numbers of bytes that were read, before they are decompressed.
+    """
+    raw = cast(IO[bytes], io.BufferedReader(_Counted(file, advance), _BUFFER) if advance else file.open("rb"))
     ending = file.suffix.lower()
     if ending == ".zst":
         import pyarrow
 
-        return cast(IO[bytes], io.BufferedReader(pyarrow.CompressedInputStream(str(file), "zstd"), 2**20))
+        return cast(IO[bytes], io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _BUFFER))
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return cast(IO[bytes], openers.get(ending, open)(file, "rb"))
+    return cast(IO[bytes], openers[ending](raw) if ending in openers else raw)
+
+
+class _Counted(io.FileIO):
+    """A file that tells how much was read of it."""
+
+    def __init__(self, file: Path, advance: Callable[[int], None]):
+        super().__init__(file)
+        self.advance = advance
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self.advance(count or 0)
+        return count
 
 
 def is_damage(error: BaseException) -> bool:

@@ -150,8 +150,11 @@ def kind_of(file: Path) -> str:
         raise
 
 
-def read_records(file: Path, column: str) -> Iterator[Record]:
+def read_records(file: Path, column: str, advance: Callable[[int], None] | None = None) -> Iterator[Record]:
     """The records of a file, blank lines left out.
+
+    Args:
+        advance: called with numbers of bytes that were read of the file.
 
     Raises:
         OSError: reading fails.
@@ -160,13 +163,15 @@ def read_records(file: Path, column: str) -> Iterator[Record]:
     kind = kind_of(file)
     if kind == "text":
         yield Record(1, FileText(str(file)))
+        if advance:
+            advance(file.stat().st_size)
         return
     number = 0
     try:
         if kind == "parquet":
-            yield from _parquet_rows(file, column)
+            yield from _parquet_rows(file, column, advance)
             return
-        with open_plain(file) as content:
+        with open_plain(file, advance) as content:
             for record in records_of(content, array=kind == "array"):
                 number = record.number
                 yield record
@@ -228,7 +233,7 @@ def _entries(file: IO[bytes]) -> Iterator[Record]:
         yield Record(number, entry)
 
 
-def _parquet_rows(file: Path, column: str) -> Iterator[Record]:
+def _parquet_rows(file: Path, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
@@ -243,7 +248,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Record]:
             bad = _missing(column, table.schema_arrow.names)
             yield from (Record(i + 1, bad) for i in range(table.metadata.num_rows))
             return
-        number = 0
+        number, share = 0, file.stat().st_size / max(1, table.metadata.num_rows)
         for batch in table.iter_batches(256, columns=[column], use_threads=False):
             values = batch.column(0)
             if pyarrow.types.is_dictionary(values.type):
@@ -253,6 +258,8 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Record]:
             for value in values.to_pylist():
                 number += 1
                 yield Record(number, {column: value})
+            if advance:
+                advance(int(share * len(values)))
 
 
 def decode(content: Any, column: str) -> Text:

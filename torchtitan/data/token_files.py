@@ -1,7 +1,7 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
 corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
-corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
+corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", ...}
 """
 
 import json
@@ -30,27 +30,33 @@ class _Meta(BaseModel):
 
     dtype: Literal["uint16", "uint32", "uint8", "uint64", "int8", "int16", "int32", "int64"]
     tokens: int = Field(ge=0, lt=2**60)
+    bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The type of ids in token files."""
+    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+
+
 def write_token_file(
-    path: Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, about: dict[str, Any]
+    path: Path, documents: Iterable[Sequence[int] | NDArray[Any]], tokenizer: Tokenizer, about: dict[str, Any]
 ) -> dict[str, Any]:
     """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are complete.
 
     Args:
-        about: further entries of the JSON file.
+        about: further entries of the JSON file, read when `documents` is exhausted.
 
     Returns:
         The contents of the JSON file.
     """
-    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    dtype = token_dtype(tokenizer)
     tokens = count = 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             for ids in documents:
-                file.write(np.asarray(ids, dtype).tobytes())
+                file.write(np.ascontiguousarray(ids, dtype).data)
                 tokens, count = tokens + len(ids), count + 1
             file.flush()
             os.fsync(file.fileno())
@@ -78,6 +84,8 @@ class TokenFiles:
         self.files: list[tuple[Path, np.dtype[Any], int]] = []
         """(path, dtype, number of tokens)"""
         self._open = OpenFiles()
+        self.text_bytes: int | None = 0
+        """Of the texts, as UTF-8; None if a file's description doesn't say."""
         self.vocab_size = tokenizer.vocab_size
         for file in files:
             meta = _read_meta(file, key)
@@ -93,6 +101,8 @@ class TokenFiles:
                     f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (truncated?); "
                     "tokenize the text again"
                 )
+            if self.text_bytes is not None:
+                self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
                 self.files.append((file, dtype, meta.tokens))
         # Ceiling: the last window of a file may be short; it is padded.
