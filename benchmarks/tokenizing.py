@@ -101,6 +101,7 @@ def main() -> None:
         side(options.side[0], Path(options.side[1]))
         return
     from _sides import alternate, median, ratios
+
     from torchtitan.data.documents import DemoDocuments
 
     with tempfile.TemporaryDirectory() as folder:

@@ -36,6 +36,8 @@ def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files",
         rows_per_step=rows,
         seed=options.pop("seed", 3),
         infinite=infinite,
+        text_column=options.pop("text_column", "text"),
+        on_bad_document=options.pop("on_bad_document", "stop"),
         options=DataLoader(**options),
     )
     return build_loader(spec, dp_rank=rank, dp_degree=degree)

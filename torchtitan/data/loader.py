@@ -4,6 +4,7 @@ DataSpec -> open_source -> Source.reader -> RowReader -> StepLoader -> StepBatch
 """
 
 import queue
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.read_ahead import ReadAhead
-from torchtitan.data.rows import Row, blank_row, split_rows
+from torchtitan.data.rows import Row, blank_row, skipped_until, split_rows
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
@@ -112,6 +113,16 @@ class StepLoader:
                 )
         self.start = state
         self._workers = None
+
+    def skipped(self, state: dict[str, Any] | None = None) -> Counter[str]:
+        """Bad documents that were left out, by kind.
+
+        Args:
+            state: merged position up to which those of a stream are counted.
+        """
+        if isinstance(self.source, DocumentSource):
+            return self.source.documents.skipped
+        return skipped_until(state or {})
 
     def __iter__(self) -> Iterator[StepBatch]:
         """

@@ -14,6 +14,7 @@ of a lane reads past the others.
 
 import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -61,6 +62,12 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     for state in states:
         lanes |= state.get("lanes", {})
     return states[0] | ({"lanes": lanes} if "lanes" in states[0] else {})
+
+
+def skipped_until(state: dict[str, Any]) -> Counter[str]:
+    """Bad documents that the lanes of a merged position have passed over, by kind."""
+    cursors = [lane["cursor"] for lane in state.get("lanes", {}).values()]
+    return sum((Counter(cursor.get("skipped", {})) for cursor in cursors), Counter[str]())
 
 
 class TokenReader(RowReader):
