@@ -1,6 +1,8 @@
 """Fixtures that all tests share."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,13 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the figures are those of th
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+_CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
+
 from torchtitan.lab.ranks import RankPool
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tests.runs import arguments, train
 from tests.unit.test_data import corpora, loader, open_kind, take  # noqa: F401 - a fixture
-from torchtitan.data import token_files
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.utils.errors import UserError
 
@@ -51,7 +50,7 @@ def breaking(times, after):
 
 def break_reads(kind, monkeypatch, times, after=5):
     if kind == "tokens":
-        monkeypatch.setattr(token_files.os, "pread", failing(os.pread, times, after))
+        monkeypatch.setattr(os, "pread", failing(os.pread, times, after))
     elif kind == "jsonl":
         monkeypatch.setattr(LocalDocuments, "__getitem__", failing(LocalDocuments.__getitem__, times, after))
     else:
@@ -101,8 +100,8 @@ def test_token_files_truncated_or_overwritten_during_training(corpora, tmp_path)
 
 STREAMS = {
     "numbers": ('{"text": 1}', r"0.json.gz: line 1: column 'text' holds int, not text"),
-    "brackets": ("[" * 100_000, r"0.json.gz is nested too deeply"),
-    "other columns": ('{"body": "a"}', r"0.json.gz: no column 'text'; it has body"),
+    "brackets": ("[" * 100_000, r"0.json.gz: line 1: nested too deeply"),
+    "other columns": ('{"body": "a"}', r"0.json.gz: line 1: no column 'text'; it has body"),
     "no text": ('{"text": ""}', r"lane \d of the dataset has no text"),
 }
 

@@ -2,104 +2,68 @@
 
     torchtitan tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer assets/hf/Llama-3.1-8B
 
-then set `training.dataset_path = "tokens/"`. Processes tokenize parts of `--part` documents each, and write each part
-atomically. After an interruption, the same command does only the missing parts.
+then set `training.dataset_path = "tokens/"`. One process reads the files in sequence, without a cache, and others
+tokenize. Every `--part` documents make a token file, written atomically. After an interruption, the same command does
+only the missing parts. A report of documents, tokens, bytes, exact duplicates and bad documents ends up in
+`NAME-report.json` beside the token files.
 """
 
 import argparse
+import hashlib
 import json
-import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.schema import Model
-from torchtitan.data.documents import DemoDocuments, Documents, LocalDocuments, check_has_text
-from torchtitan.data.token_files import write_token_file
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.documents import DemoDocuments, counted
+from torchtitan.data.duplicates import count_duplicates
+from torchtitan.data.files import find_text_files, listing
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizing import Encoder, Item, Output, read_items, tokenize
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.text import count
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.text import count, plural
+
+_REPORT_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a worker process needs to tokenize a part."""
+class Meter:
+    """Documents, rate and remaining time: a bar on a terminal, else a line every half minute."""
 
-    input: tuple[str, ...]
-    output: Path
-    tokenizer: str
-    part: int
-    name: str
+    def __init__(self, size: int):
+        """
+        Args:
+            size: bytes of all files.
+        """
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    def documents(self) -> Documents:
-        if self.input in (("demo",), ("demo_validation",)):
-            return DemoDocuments(validation=self.input == ("demo_validation",))
-        return LocalDocuments(self.input, "--input")
+        columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, disable=not sys.stdout.isatty())
+        self.task = self.bar.add_task("", total=size)
+        self.size, self.read, self.documents, self.tokens = size, 0, 0, 0
+        self.start = self.reported = time.monotonic()
 
-    def file(self, index: int) -> Path:
-        return self.output / f"{self.name}-{index:05d}.bin"
+    def advance(self, size: int) -> None:
+        """`size` bytes were read."""
+        self.read += size
 
-
-@cache
-def _opened(job: Job) -> tuple[Documents, Tokenizer]:
-    return job.documents(), build_tokenizer(job.tokenizer)
-
-
-def _do_part(job: Job, index: int) -> None:
-    """Tokenize part `index`."""
-    documents, tokenizer = _opened(job)
-    chosen = range(index * job.part, min((index + 1) * job.part, len(documents)))
-    ids: Iterator[list[int]] = (tokenizer.encode_document(documents[i]) for i in chosen)
-    about = {"source": documents.fingerprint, "first_document": chosen.start, "part": job.part}
-    write_token_file(job.file(index), ids, tokenizer, about)
-
-
-def _do_parts(job: Job, todo: list[int], workers: int, advance: Callable[[], None]) -> None:
-    """Tokenize the parts `todo`, in this process or in several `workers`."""
-    try:
-        if workers == 1:
-            for index in todo:
-                _do_part(job, index)
-                advance()
-            return
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
-            try:
-                for part in as_completed([pool.submit(_do_part, job, index) for index in todo]):
-                    part.result()
-                    advance()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process was killed, probably for lack of memory. Finished parts are kept: run the same command "
-            "again with fewer --workers"
-        ) from None
-    except OSError as error:
-        raise UserError(f"--output: can't write to {job.output}: {error}. Finished parts are kept") from error
-
-
-def _is_done(file: Path, expected: dict[str, Any]) -> bool:
-    """Whether a part is complete.
-
-    Raises:
-        UserError: it was made from another input or tokenizer, or with another part size.
-    """
-    try:
-        meta = json.loads(file.with_suffix(".json").read_text())
-    except (OSError, ValueError):
-        return False
-    if any(meta.get(key) != value for key, value in expected.items()):
-        raise UserError(
-            f"--output: {file} was made from another input, tokenizer or --part; choose an empty folder or another "
-            "--name"
-        )
-    return file.is_file()
+    def wrote(self, documents: int, tokens: int) -> None:
+        """So many documents and tokens were written."""
+        self.documents, self.tokens = self.documents + documents, self.tokens + tokens
+        now = time.monotonic()
+        rate = self.tokens / max(now - self.start, 1e-9)
+        what = f"{plural(self.documents, 'document')}, {rate:,.0f} tokens/s"
+        self.bar.update(self.task, completed=self.read, description=what)
+        if self.bar.disable and now - self.reported > _REPORT_SECONDS:
+            self.reported = now
+            left = (self.size - self.read) * (now - self.start) / max(self.read, 1)
+            print(f"{self.read / max(self.size, 1):.1%} read, {what}, about {left / 60:,.0f} minutes left", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,33 +75,100 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the token files")
     parser.add_argument("--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path")
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="column or JSON key of the text (text)")
+    parser.add_argument(
+        "--on-bad-document",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do with a document that can't be decoded or has no text (stop)",
+    )
     parser.add_argument("--workers", type=count, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
     parser.add_argument("--part", type=count, default=100_000, metavar="N", help="documents per file (100000)")
     parser.add_argument("--name", default="tokens", help="prefix of the files' names (tokens)")
     return parser
 
 
+def _size_and_fingerprint(options: argparse.Namespace, files: list[Path]) -> tuple[int, str]:
+    """Bytes of the input, and what changes when it does."""
+    if not files:
+        demo = _demo(options)
+        return demo.text_bytes, demo.fingerprint
+    made_from = listing(files)
+    if (options.text_column, options.on_bad_document) != ("text", "stop"):
+        made_from += f"{options.text_column}:{options.on_bad_document}"
+    return sum(file.stat().st_size for file in files), hashlib.sha256(made_from.encode()).hexdigest()[:16]
+
+
+def _demo(options: argparse.Namespace) -> DemoDocuments:
+    return DemoDocuments(validation=options.input == ["demo_validation"])
+
+
+def _demo_items(demo: DemoDocuments, meter: Meter) -> Iterator[Item]:
+    for i, file in enumerate(demo.files):
+        meter.advance(file.stat().st_size)
+        yield Item(str(file), i + 1, demo[i])
+
+
+def _report(output: Output, parts: int) -> dict[str, Any]:
+    """What all token files hold together."""
+    metas = [meta for i in range(parts) if (meta := output.meta(i))]
+    documents, tokens, size = (sum(meta[key] for meta in metas) for key in ("documents", "tokens", "bytes"))
+    again, again_bytes = count_duplicates([output.file(i).with_suffix(".hashes") for i in range(parts)])
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "bytes": size,
+        "bytes_per_token": round(size / tokens, 4) if tokens else None,
+        "duplicates": {"documents": again, "bytes": again_bytes},
+        "skipped": dict(sum((Counter(meta["bad"]) for meta in metas), Counter[str]()).most_common()),
+        "first_skipped": [place for meta in metas for place in meta["places"]][:100],
+        "files": parts,
+    }
+
+
+def _write(options: argparse.Namespace, encoder: Encoder, output: Output, files: list[Path], size: int) -> int:
+    """Tokenize what is missing; the number of parts."""
+    try:
+        with (meter := Meter(size)).bar:
+            items = (
+                read_items(files, options.text_column, meter.advance) if files else _demo_items(_demo(options), meter)
+            )
+            return tokenize(items, encoder, output, options.workers, meter.wrote)
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed, probably for lack of memory. Finished parts are kept: run the same command "
+            "again with fewer --workers"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--output: can't write to {options.output}: {error}. Finished parts are kept") from error
+
+
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    job = Job(tuple(options.input), options.output, options.tokenizer, options.part, options.name)
-    documents, tokenizer = job.documents(), build_tokenizer(job.tokenizer)
-    check_has_text(documents, "--input", ", ".join(job.input))
+    files = [] if options.input in (["demo"], ["demo_validation"]) else find_text_files(options.input, "--input")
+    size, fingerprint = _size_and_fingerprint(options, files)
+    common = {"source": fingerprint, "tokenizer": build_tokenizer(options.tokenizer).fingerprint, "part": options.part}
+    output = Output(options.output, options.name, options.part, common)
     try:
-        job.output.mkdir(parents=True, exist_ok=True)
+        options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output: can't create the folder {job.output}: {error.strerror}") from error
-    parts = range(-(-len(documents) // job.part))
-    common = {"source": documents.fingerprint, "tokenizer": tokenizer.fingerprint, "part": job.part}
-    todo = [i for i in parts if not _is_done(job.file(i), common)]
-    if skipped := len(parts) - len(todo):
-        print(f"{skipped} of {len(parts)} parts are already done")
-
-    from rich.progress import Progress
-
-    with Progress(disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("tokenizing", total=len(parts), completed=skipped)
-        _do_parts(job, todo, min(options.workers, max(1, len(todo))), lambda: progress.advance(bar))
-    total = sum(json.loads(job.file(i).with_suffix(".json").read_text())["tokens"] for i in parts)
-    print(f"{total:,} tokens of {len(documents):,} documents in {job.output}")
-    print(f'Train on them: --training.dataset_path {job.output} --model.hf_assets_path "{options.tokenizer}"')
+        raise UserError(f"--output: can't create the folder {options.output}: {error.strerror}") from error
+    if done := sum(output.meta(i) is not None for i in output.existing()):
+        print(f"{plural(done, 'part')} already done")
+    encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
+    report = _report(output, _write(options, encoder, output, files, size))
+    write_whole(options.output / f"{options.name}-report.json", json.dumps(report, indent=1).encode())
+    skipped = Counter(report["skipped"])
+    if not report["bytes"]:
+        what = f"all {report['documents']:,} documents are empty" if report["documents"] else "no documents"
+        raise UserError(f"--input: {', '.join(options.input)} holds no text: {what}; {counted(skipped)} skipped")
+    print(
+        f"{report['tokens']:,} tokens of {plural(report['documents'], 'document')} in {options.output}: "
+        f"{report['bytes']:,} bytes, {report['bytes_per_token']} per token"
+    )
+    duplicates = report["duplicates"]
+    print(f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, {duplicates['bytes']:,} bytes")
+    if skipped:
+        print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")
+    print(f'Train on them: --training.dataset_path {options.output} --model.hf_assets_path "{options.tokenizer}"')
     return 0

@@ -19,8 +19,12 @@ class DataLoader(Section):
     """Copy batches to pinned memory, so the copy to the GPU overlaps with compute (CUDA only)."""
     prefetch_factor: Few | None = None
     """Batches that each worker prepares ahead. Default: 2."""
+    cache_folder: LocalPath | None = None
+    """Keep the index of local files here, and the texts of those that can't be read in any order (compressed, Parquet,
+    JSON arrays). `none`: keep nothing, and index plain JSON lines and text at every start. Default:
+    `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache folder."""
     retries: Annotated[int, Field(ge=0, le=20)] = 3
-    """Retry a read this many times if it fails or returns invalid text."""
+    """Retry a read this many times if it fails. What can't be decoded is not read again."""
     retry_pause_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """Wait this long before the first retry, then twice as long before each further one."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None

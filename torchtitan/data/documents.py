@@ -3,19 +3,24 @@
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
-from torchtitan.data.retry import DataError, first_line
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.cache import open_cache
+from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed
+from torchtitan.data.index import RANGE, FileIndex, find_documents, new_index
+from torchtitan.data.records import LONG, SKIP_ADVICE, BadDocument, FileText, Text, decode, place
+from torchtitan.data.retry import DataError
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.patterns import TooManyEntriesError, matching_files
+from torchtitan.utils.text import plural
 
-FORMATS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
-_MOST_ENTRIES = 1_000_000
-"""Files and folders that a pattern may search. They take some seconds."""
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+OnBad = Literal["stop", "skip"]
 
 # Tests differ between distributions, and tables of encodings are not text.
 _NOT_DEMO = {"test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip", "turtledemo", "__pycache__"}
@@ -27,10 +32,14 @@ class Documents(Protocol):
 
     fingerprint: str
     """Changes when the texts do."""
+    text_bytes: int
+    """Of all texts, as UTF-8."""
+    skipped: Counter[str]
+    """Documents that were left out, by kind."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> str: ...
+    def __getitem__(self, index: int) -> Text: ...
 
 
 class DemoDocuments:
@@ -49,6 +58,8 @@ class DemoDocuments:
         self.files = [f for i, f in enumerate(files) if (i % _HELD_OUT_EVERY == 0) == validation]
         listing = "".join(f"{f.relative_to(root)}:{f.stat().st_size};" for f in self.files)
         self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+        self.text_bytes = sum(f.stat().st_size for f in self.files)
+        self.skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.files)
@@ -58,103 +69,111 @@ class DemoDocuments:
 
 
 class LocalDocuments:
-    """JSONL, text or Parquet files, memory-mapped by the `datasets` library, which indexes them once per node.
+    """JSON, text or Parquet files, compressed or not: one document per JSON line, array entry, row or text file.
 
-    A text file is one document; other formats hold one per line or row, in the column `text`.
+    Where each is in its file is found out once and kept in the cache folder; without one, at every start.
     """
 
-    def __init__(self, path: str | Sequence[str], key: str):
-        self.files = find_files(path, key)
-        kinds = {_format(file) for file in self.files}
-        if len(kinds) != 1 or None in kinds:
-            names = ", ".join(sorted({file.name for file in self.files})[:3])
-            raise UserError(
-                f"{key}: files must all have the same format, one of {', '.join(FORMATS)} (also .gz, .zst); got {names}"
-            )
-        self.table = self._load(str(kinds.pop()), self.files, key)
-        columns = self.table.column_names
-        if "text" not in columns:
-            raise UserError(f"{key}: no column 'text' in {path}; it has {', '.join(columns)}. Rename one to 'text'")
-        kind = getattr(self.table.features["text"], "dtype", "nested values")
-        if kind not in ("string", "large_string"):
-            raise UserError(f"{key}: column 'text' in {path} holds {kind}, not text")
-        listing = "".join(f"{file.name}:{file.stat().st_size};" for file in self.files)
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-
-    @staticmethod
-    def _load(kind: str, files: Sequence[Path], key: str) -> Any:
-        datasets = import_datasets()
-        options = {"sample_by": "document"} if kind == "text" else {}
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        key: str,
+        *,
+        text_column: str = "text",
+        on_bad_document: OnBad = "stop",
+        cache_folder: str | None = None,
+        cache_key: str = "training.dataloader.cache_folder",
+    ):
+        """
+        Args:
+            key: the configuration key of `path`, for errors.
+            cache_folder: None: the default; "none": no cache.
+        """
+        files = find_text_files(path, key)
+        stamps = [FileStamp.of(file) for file in files]
+        stop = on_bad_document == "stop"
+        cache = open_cache(cache_folder, cache_key)
+        self._files, self._held = OpenFiles(), list[NDArray[np.int64]]()
+        self._cache, self._column = cache, text_column
         try:
-            return datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train", **options)
-        except Exception as error:
-            if len(files) > 1:  # name the one that fails
-                for file in files:
-                    LocalDocuments._load(kind, [file], key)
-                why = first_line(_innermost(error))
-                raise UserError(f"{key}: the files don't all have the same columns: {why}") from error
-            if files[0].stat().st_size == 0 or "EmptyDataset" in type(error).__name__:
-                raise UserError(f"{key}: {files[0]} is empty") from None
-            cause = _innermost(error)
-            if isinstance(cause, DataError):
-                raise UserError(f"{key}: {cause}") from None
-            raise UserError(f"{key}: can't read {files[0]} (damaged or truncated?): {first_line(cause)}") from error
+            self.indexes = cache.open(stamps, text_column, stop) if cache else self._hold(stamps, stop, cache_key)
+            self._stop_at_bad(stop)
+        except DataError as error:
+            raise UserError(f"{key}: {error}") from None
+        self._ends = np.cumsum([index.documents for index in self.indexes], dtype=np.int64)
+        self.text_bytes = sum(index.text_bytes for index in self.indexes)
+        self.skipped = sum((Counter(index.bad) for index in self.indexes), Counter[str]())
+        listing = "".join(f"{file.name}:{stamp.size};" for file, stamp in zip(files, stamps, strict=True))
+        if text_column != "text" or self.skipped:
+            listing += f"{text_column}: {sorted(self.skipped.items())}"
+        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+        if self.skipped:
+            first = next(index for index in self.indexes if index.places)
+            where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
+            logger.warning(f"{key}: skipping {counted(self.skipped)}; the first is {where}")
+
+    def _hold(self, stamps: Sequence[FileStamp], stop: bool, cache_key: str) -> list[FileIndex]:
+        """Index files in memory."""
+        logger.info(f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder")
+        indexes = [new_index(stamp, self._column) for stamp in stamps]
+        for index in indexes:
+            if index.copied:
+                what = "compressed" if is_compressed(Path(index.path)) else f"{index.kind} file"
+                raise DataError(
+                    f'{index.path} is {what} and can\'t be read in any order without a copy. With {cache_key} = "none" '
+                    "only plain JSON lines and text can; name a folder, or tokenize ahead, which needs no copy"
+                )
+        self._held = [find_documents(index, stop) for index in indexes]
+        return indexes
+
+    def _stop_at_bad(self, stop: bool) -> None:
+        for index in self.indexes if stop else []:
+            if index.places:
+                number, problem = index.places[0]
+                raise DataError(f"{place(Path(index.path), number)}: {problem}{SKIP_ADVICE}")
 
     def __len__(self) -> int:
-        return len(self.table)
+        return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> str:
-        return self.table[index]["text"] or ""
+    def __getitem__(self, index: int) -> Text:
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        file, number = self.indexes[which], index - (int(self._ends[which - 1]) if which else 0)
+        start, end = self._range(which, number)
+        if file.kind == "json" and not file.copied:
+            stamp = FileStamp(file.path, file.size, file.mtime_ns)
+            try:
+                return decode(self._files.read(file.path, start, end - start, stamp), file.column)
+            except BadDocument as error:
+                raise DataError(f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)") from None
+        path = self._cache.texts(file) if file.copied and self._cache else file.path
+        if end - start > LONG:
+            return FileText(path, start, end)
+        return self._files.read(path, start, end - start).decode()
 
-
-def find_files(path: str | Sequence[str], key: str) -> list[Path]:
-    """The files that `path` names: a file, folder or glob, or several of them. Sorted within each.
-
-    Raises:
-        UserError: there are none.
-    """
-    if not isinstance(path, str):
-        return [file for one in path for file in find_files(one, key)]
-    expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded):
-        found = [p for p in sorted(Path(expanded).rglob("*")) if p.is_file() and _format(p)]
-    else:
-        try:
-            found = [Path(p) for p in sorted(set(matching_files(expanded, _MOST_ENTRIES)))]
-        except TooManyEntriesError as error:
-            raise UserError(f"{key}: {error}; name a folder closer to the files") from None
-    if not found:
-        raise UserError(f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin token files)")
-    return found
-
-
-def _format(file: Path) -> str | None:
-    name = file.name.lower()
-    for ending in _COMPRESSED:
-        name = name.removesuffix(ending)
-    return FORMATS.get(Path(name).suffix)
+    def _range(self, which: int, number: int) -> tuple[int, int]:
+        if self._cache is None:
+            start, end = self._held[which][number]
+        else:
+            path = self._cache.ranges(self.indexes[which])
+            start, end = np.frombuffer(self._files.read(path, number * RANGE, RANGE), np.int64)
+        return int(start), int(end)
 
 
-def import_datasets() -> Any:
-    """The library `datasets`, quiet, and reading JSON by `json_texts`. Its import takes seconds."""
-    import datasets
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity_error()
-    reader = Path(__file__).with_name("json_texts.py")
-    version = hashlib.sha256(reader.read_bytes()).hexdigest()  # names its folder in the library's cache
-    _PACKAGED_DATASETS_MODULES["json"] = (f"{__package__}.{reader.stem}", version)
-    return datasets
+def counted(kinds: Counter[str]) -> str:
+    """`4 bad documents (3 null text, 1 not UTF-8)`."""
+    of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+    return f"{plural(kinds.total(), 'bad document')} ({of_kinds})"
 
 
-def _innermost(error: BaseException) -> BaseException:
-    while (inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
-        error = inner
-    return error
-
-
-def open_documents(dataset: str, dataset_path: str | None, section: str) -> Documents | None:
+def open_documents(
+    dataset: str,
+    dataset_path: str | None,
+    section: str,
+    *,
+    text_column: str = "text",
+    on_bad_document: OnBad = "stop",
+    cache_folder: str | None = None,
+) -> Documents | None:
     """Open the local files or demo text that the configuration names; None if it names a stream.
 
     Raises:
@@ -162,7 +181,14 @@ def open_documents(dataset: str, dataset_path: str | None, section: str) -> Docu
     """
     documents: Documents
     if dataset_path is not None:
-        documents = LocalDocuments(dataset_path, f"{section}.dataset_path")
+        documents = LocalDocuments(
+            dataset_path,
+            f"{section}.dataset_path",
+            text_column=text_column,
+            on_bad_document=on_bad_document,
+            cache_folder=cache_folder,
+            cache_key=f"{section}.dataloader.cache_folder",
+        )
     elif dataset in ("demo", "c4_test", "demo_validation"):
         if dataset == "c4_test":
             logger.info(f'{section}.dataset: "c4_test" is an alias of "demo": the source of Python\'s standard library')
@@ -179,6 +205,7 @@ def check_has_text(documents: Documents, key: str, name: str) -> None:
         UserError: there are no documents, or all are empty; training would only see begin-of-text and end-of-text.
     """
     if len(documents) == 0:
-        raise UserError(f"{key}: {name} holds no documents")
-    if not any(documents[i] for i in range(len(documents))):  # seldom reads more than one
+        skipped = f" but {counted(documents.skipped)}" if documents.skipped else ""
+        raise UserError(f"{key}: {name} holds no documents{skipped}")
+    if documents.text_bytes == 0:
         raise UserError(f"{key}: {name} holds no text: all its documents are empty ({len(documents):,} of them)")

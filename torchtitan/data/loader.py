@@ -5,6 +5,7 @@ DataSpec -> open_source -> Source.reader -> StepReader -> StepLoader -> StepBatc
 
 import math
 import queue
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchtitan.data.mixture import run_dry
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.reader import Rows, StepReader
-from torchtitan.data.rows import Share, blank_row
+from torchtitan.data.rows import Share, blank_row, skipped_until
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
@@ -167,6 +168,21 @@ class StepLoader:
             logger.info(f"{self.spec.section}.sources: from here on also {', '.join(added)}")
         if removed := sorted(saved - now):
             logger.info(f"{self.spec.section}.sources: no longer {', '.join(removed)}; their positions are kept")
+
+    def skipped(self, state: dict[str, Any] | None = None) -> Counter[str]:
+        """Bad documents that were left out, by kind.
+
+        Args:
+            state: merged position up to which those of a stream are counted.
+        """
+        positions = (state or {}).get("sources", {})
+        found = Counter[str]()
+        for name, source in self.sources.items():
+            if isinstance(source, DocumentSource):
+                found += source.documents.skipped
+            else:
+                found += skipped_until(positions.get(name, {}))
+        return found
 
     def __iter__(self) -> Iterator[StepBatch]:
         """

@@ -7,7 +7,7 @@ other, and the only one that looks ahead, from a blank, never ends at a cut. Imp
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 LLAMA3_PATTERN = (
@@ -30,15 +30,20 @@ PIECE = 100_000
 """Characters of a piece, up to twice as many. A run of so many without a cut, for example of blanks, is cut anyway."""
 
 
-def pieces(text: str) -> Iterator[str]:
-    """`text`, cut."""
-    start = 0
-    while len(text) - start > 2 * PIECE:
-        found = _CUT.search(text, start + PIECE, start + 2 * PIECE)
-        end = found.start() if found else start + 2 * PIECE
-        yield text[start:end]
-        start = end
-    yield text[start:]
+def pieces(text: str | Iterable[str]) -> Iterator[str]:
+    """`text`, or its consecutive parts, cut at the same places."""
+    held = ""
+    for part in [text] if isinstance(text, str) else text:
+        held = held + part if held else part
+        start = 0
+        # A cut depends on the 2 * PIECE characters before it alone.
+        while len(held) - start > 2 * PIECE:
+            found = _CUT.search(held, start + PIECE, start + 2 * PIECE)
+            end = found.start() if found else start + 2 * PIECE
+            yield held[start:end]
+            start = end
+        held = held[start:]
+    yield held
 
 
 def separable(backend: Any) -> bool:

@@ -17,8 +17,10 @@ stream as many as its shards allow.
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.documents import Documents
 from torchtitan.data.mixture import Slots
+from torchtitan.data.records import FileText, Text
 from torchtitan.data.retry import Retry
 from torchtitan.data.shuffle import permute
 from torchtitan.data.token_files import TokenFiles
@@ -129,7 +132,7 @@ class Cursor(Protocol):
     def epochs(self) -> float:
         """How often the lane's documents have been read."""
 
-    def next(self) -> str | None: ...
+    def next(self) -> Text | None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -144,13 +147,17 @@ class DocumentCursor:
         self.position = lane
         self.infinite, self.retry = infinite, retry
 
-    def next(self) -> str | None:
+    def next(self) -> Text | None:
         epoch, slot = divmod(self.position, len(self.documents))
         if epoch and not self.infinite:
             return None
         self.position += self.lanes
         index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
-        return self.retry(f"document {index}", lambda: self.documents[index])
+        what = f"document {index}"
+        text = self.retry(what, lambda: self.documents[index])
+        if isinstance(text, FileText):
+            text.attempt = partial(self.retry, what)
+        return text
 
     @property
     def epochs(self) -> float:
@@ -166,14 +173,17 @@ class DocumentCursor:
 class Lane:
     """Cuts rows from a cursor's documents.
 
-    Its state is the cursor's before the current document and the offset in that document, which is tokenized again.
+    Its state is the cursor's before the current document and the offset in that document, which is tokenized again. A
+    long document is tokenized in pieces: then the offset is one in the piece, and the state has its position, too.
     """
 
     def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
         self.cursor, self.tokenizer, self.seq_len = cursor, tokenizer, seq_len
         self.before: dict[str, Any] = cursor.state_dict()
         self.document: Row | None = None
-        self.offset = 0
+        """The ids of the current document, or of a piece of it."""
+        self.offset = self.position = 0
+        self.pieces: Iterator[tuple[int, Row]] = iter(())
 
     def row(self) -> Row | None:
         """The next row, padded where the data ends; None after that."""
@@ -195,22 +205,26 @@ class Lane:
         self.offset -= 1
         return _padded(np.concatenate(parts), self.seq_len)
 
-    def _read(self) -> bool:
-        before = self.cursor.state_dict()
-        text = self.cursor.next()
-        if text is None:
-            return False
-        self.before, self.offset = before, 0
-        self.document = np.asarray(self.tokenizer.encode_document(text), np.int64)
+    def _read(self, start: int = 0) -> bool:
+        """Get the next piece, or else the next document from position `start` on."""
+        if (piece := next(self.pieces, None)) is None:
+            before = self.cursor.state_dict()
+            text = self.cursor.next()
+            if text is None:
+                return False
+            self.before, self.pieces = before, self.tokenizer.encode_in_pieces(text, start)
+            piece = next(self.pieces)
+        (self.position, self.document), self.offset = piece, 0
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.before, "offset": self.offset if self.document is not None else -1}
+        position = {"position": self.position} if self.document is not None and self.position else {}
+        return {"cursor": self.before, "offset": self.offset if self.document is not None else -1} | position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
-        self.document = None
-        if state["offset"] >= 0 and self._read():
+        self.document, self.pieces = None, iter(())
+        if state["offset"] >= 0 and self._read(state.get("position", 0)):
             self.offset = state["offset"]
 
 
@@ -277,6 +291,16 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if "lanes" in source:
             source["lanes"] = {k: lane for state in states for k, lane in state["sources"][name]["lanes"].items()}
     return merged
+
+
+def skipped_until(state: dict[str, Any]) -> Counter[str]:
+    """Bad documents that the lanes of a source have passed over, by kind.
+
+    Args:
+        state: the source's merged position.
+    """
+    cursors = [lane["cursor"] for lane in state.get("lanes", {}).values()]
+    return sum((Counter(cursor.get("skipped", {})) for cursor in cursors), Counter[str]())
 
 
 def own_rows(count: int, share: Share) -> range:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torchtitan.config import data as config
 from torchtitan.data.custom import is_stream, open_custom
-from torchtitan.data.documents import Documents, find_files, open_documents
+from torchtitan.data.documents import Documents, OnBad, open_documents
+from torchtitan.data.files import find_files
 from torchtitan.data.mixture import Phase
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import (
@@ -46,6 +47,8 @@ class DataSpec:
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
     options: config.DataLoader
+    on_bad_document: OnBad = "stop"
+    """What to do with documents that can't be decoded or have no text."""
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
     custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -121,11 +124,18 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
         )
     if make is not None:
         made = open_custom(make, source.dataset, source.dataset_path, section)
-        return StreamSource(made, spec, source.dataset, retry) if is_stream(made) else DocumentSource(made, spec, retry)
-    documents = open_documents(source.dataset, source.dataset_path, section)
+        return StreamSource(made, spec, source, retry) if is_stream(made) else DocumentSource(made, spec, retry)
+    documents = open_documents(
+        source.dataset,
+        source.dataset_path,
+        section,
+        text_column=source.text_column,
+        on_bad_document=spec.on_bad_document,
+        cache_folder=spec.options.cache_folder,
+    )
     if documents is not None:
         return DocumentSource(documents, spec, retry)
-    return StreamSource(open_stream(source.dataset, section), spec, source.dataset, retry)
+    return StreamSource(open_stream(source.dataset, section, source.text_column), spec, source, retry)
 
 
 def token_files(path: str) -> str | None:
@@ -184,10 +194,13 @@ class DocumentSource(_LaneSource):
 class StreamSource(_LaneSource):
     """A stream of documents; as many lanes as its shards allow."""
 
-    def __init__(self, stream: Any, spec: DataSpec, dataset: str, retry: Retry):
+    def __init__(self, stream: Any, spec: DataSpec, source: config.Source, retry: Retry):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read the whole stream.
         super().__init__(math.gcd(max(spec.batch_sizes), stream.num_shards), spec, retry)
-        self.stream, self.fingerprint = stream, f"stream of {dataset}"
+        self.stream, self.source, self.fingerprint = stream, source, f"stream of {source.dataset}"
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
-        return StreamCursor(self.stream, lane, lanes, self.spec.infinite, self.retry)
+        spec = self.spec
+        return StreamCursor(
+            self.stream, lane, lanes, spec.infinite, self.retry, self.source.text_column, spec.on_bad_document
+        )

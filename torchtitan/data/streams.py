@@ -1,12 +1,17 @@
 """Datasets too large to index, streamed from the Hugging Face hub."""
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torchtitan.data.documents import import_datasets
+from torchtitan.data.documents import OnBad
+from torchtitan.data.records import SKIP_ADVICE, BadDocument, Text, decode
 from torchtitan.data.retry import DataError, Retry
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.logging import logger
 
 KNOWN = {
     "c4": ("allenai/c4", "en", "train"),
@@ -14,8 +19,21 @@ KNOWN = {
 }
 
 
-def open_stream(dataset: str, section: str) -> Any:
-    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`.
+def import_datasets() -> Any:
+    """The library `datasets`, quiet, and reading JSON by `json_texts`. Its import takes seconds."""
+    import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity_error()
+    reader = Path(__file__).with_name("json_texts.py")
+    version = hashlib.sha256(reader.read_bytes()).hexdigest()  # names its folder in the library's cache
+    _PACKAGED_DATASETS_MODULES["json"] = (f"{__package__}.{reader.stem}", version)
+    return datasets
+
+
+def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
+    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column `text_column`.
 
     Raises:
         UserError: it can't be found or read.
@@ -33,7 +51,10 @@ def open_stream(dataset: str, section: str) -> Any:
             f'"org/name:config@split", or set {section}.dataset_path to local files'
         )
     try:
-        return datasets.load_dataset(path, name or None, split=split or "train", streaming=True)
+        builder = datasets.load_dataset_builder(path, name or None)
+        if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
+            builder.config.columns = [text_column]
+        return builder.as_streaming_dataset(split=split or "train")
     except Exception as error:
         raise UserError(
             f"{section}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
@@ -44,11 +65,23 @@ def open_stream(dataset: str, section: str) -> Any:
 class StreamCursor:
     """The documents of one lane of a stream: every `lanes`-th shard, or document if there are too few shards."""
 
-    def __init__(self, stream: Any, lane: int, lanes: int, infinite: bool, retry: Retry):
+    def __init__(
+        self,
+        stream: Any,
+        lane: int,
+        lanes: int,
+        infinite: bool,
+        retry: Retry,
+        text_column: str = "text",
+        on_bad_document: OnBad = "stop",
+    ):
         from datasets.distributed import split_dataset_by_node
 
         self.stream = split_dataset_by_node(stream, lane, lanes)
         self.infinite, self.retry, self.lane = infinite, retry, lane
+        self.text_column, self.stop = text_column, on_bad_document == "stop"
+        self.skipped: Counter[str] = Counter()
+        """Bad documents passed over since the first step, by kind."""
         self.key = f"{retry.section}.dataset"
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
@@ -61,12 +94,17 @@ class StreamCursor:
         """Whole epochs: how long one is, a stream doesn't know."""
         return float(self.epoch)
 
-    def next(self) -> str | None:
+    def next(self) -> Text | None:
         """The next document; None at the end of a finite pass."""
         while True:
             before = self.state_dict()
             text = self.retry(self._place(before), self._read, partial(self.load_state_dict, before))
             self.loaded = None
+            if isinstance(text, BadDocument):
+                if not self.skipped:
+                    logger.warning(f"{self.key}: skipping bad documents of {self.retry.source}; the first is {text}")
+                self.skipped[text.kind] += 1
+                continue
             self.has_text |= bool(text)
             if text is not None or not self.infinite:
                 return text
@@ -74,18 +112,21 @@ class StreamCursor:
                 raise UserError(f"{self.key}: lane {self.lane} of the dataset has no text; lower the batch size")
             self.epoch, self.iterator, self.has_text = self.epoch + 1, None, False
 
-    def _read(self) -> str | None:
+    def _read(self) -> Text | BadDocument | None:
+        from torchtitan.data.json_texts import content_of, place_of
+
         if self.iterator is None:
             self.stream.set_epoch(self.epoch)
             self.iterator = iter(self.stream)
         row = next(self.iterator, None)
         if row is None:
             return None
-        if "text" not in row:
-            raise UserError(f"{self.key}: no column 'text'; it has {', '.join(row)}")
-        if row["text"] is not None and not isinstance(row["text"], str):
-            raise DataError(f"column 'text' holds {type(row['text']).__name__}, not text")
-        return row["text"] or ""  # null is an empty document
+        try:
+            return decode(content_of(row), self.text_column)
+        except BadDocument as error:
+            if self.stop:
+                raise DataError(f"{place_of(row)}{error}{SKIP_ADVICE}") from None
+            return BadDocument(error.kind, f"{place_of(row)}{error}")
 
     def _place(self, state: dict[str, Any]) -> str:
         """The position in words, as far as `datasets` gives it."""
@@ -98,10 +139,15 @@ class StreamCursor:
     def state_dict(self) -> dict[str, Any]:
         if self.loaded is not None:  # the stream returns it only after the next read
             return self.loaded
-        return {"epoch": self.epoch, "stream": self.stream.state_dict() if self.iterator is not None else None}
+        skipped = {"skipped": dict(self.skipped)} if self.skipped else {}
+        return {
+            "epoch": self.epoch,
+            "stream": self.stream.state_dict() if self.iterator is not None else None,
+        } | skipped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.loaded, self.has_text = state["epoch"], state, True
+        self.skipped = Counter(state.get("skipped", {}))
         self.stream.set_epoch(self.epoch)
         self.iterator = None
         if state["stream"] is not None:

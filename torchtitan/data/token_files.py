@@ -1,7 +1,7 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
 corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
-corpus-00000.json   {"dtype", "tokens", "documents", "vocab_size", "tokenizer", ...}
+corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", ...}
 """
 
 import json
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.messages import explain_errors
+from torchtitan.data.files import EndOfFileError, OpenFiles
 from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
@@ -29,27 +30,33 @@ class _Meta(BaseModel):
 
     dtype: Literal["uint16", "uint32", "uint8", "uint64", "int8", "int16", "int32", "int64"]
     tokens: int = Field(ge=0, lt=2**60)
+    bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The type of ids in token files."""
+    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+
+
 def write_token_file(
-    path: Path, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, about: dict[str, Any]
+    path: Path, documents: Iterable[Sequence[int] | NDArray[Any]], tokenizer: Tokenizer, about: dict[str, Any]
 ) -> dict[str, Any]:
     """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are complete.
 
     Args:
-        about: further entries of the JSON file.
+        about: further entries of the JSON file, read when `documents` is exhausted.
 
     Returns:
         The contents of the JSON file.
     """
-    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    dtype = token_dtype(tokenizer)
     tokens = count = 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             for ids in documents:
-                file.write(np.asarray(ids, dtype).tobytes())
+                file.write(np.ascontiguousarray(ids, dtype).data)
                 tokens, count = tokens + len(ids), count + 1
             file.flush()
             os.fsync(file.fileno())
@@ -74,8 +81,11 @@ class TokenFiles:
 
     def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
         self.seq_len = seq_len
-        self.files: list[tuple[Path, int, np.dtype[Any], int]] = []
-        """(path, open file, dtype, number of tokens). Not memory-mapped: a failing disk would kill the process."""
+        self.files: list[tuple[Path, np.dtype[Any], int]] = []
+        """(path, dtype, number of tokens)"""
+        self._open = OpenFiles()
+        self.text_bytes: int | None = 0
+        """Of the texts, as UTF-8; None if a file's description doesn't say."""
         self.vocab_size = tokenizer.vocab_size
         for file in files:
             meta = _read_meta(file, key)
@@ -91,8 +101,10 @@ class TokenFiles:
                     f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (truncated?); "
                     "tokenize the text again"
                 )
+            if self.text_bytes is not None:
+                self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
-                self.files.append((file, os.open(file, os.O_RDONLY), dtype, meta.tokens))
+                self.files.append((file, dtype, meta.tokens))
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
@@ -120,11 +132,12 @@ class TokenFiles:
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
-        path, file, dtype, tokens = self.files[which]
+        path, dtype, tokens = self.files[which]
         count = min(self.seq_len + 1, tokens - start)
-        content = os.pread(file, count * dtype.itemsize, start * dtype.itemsize)
-        if len(content) < count * dtype.itemsize:
-            raise OSError(f"{path} ends before token {start + count} (truncated?)")
+        try:
+            content = self._open.read(str(path), start * dtype.itemsize, count * dtype.itemsize)
+        except EndOfFileError:
+            raise OSError(f"{path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
         if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
             first = int(wrong[0])

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.pieces import LLAMA3_PATTERN, backend_state, pieces, separable
+from torchtitan.data.records import LongText, Text
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.json_files import read_json_object
@@ -113,6 +114,37 @@ class Tokenizer(ABC):
         """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
         return self.encode(text, bos=self.bos_id is not None, eos=True)
 
+    def encode_in_pieces(self, text: Text, start: int = 0) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The ids of a document, of a long one piece by piece, each with its position in the text.
+
+        Args:
+            start: the position of the first piece to encode, from an earlier call.
+        """
+        if not isinstance(text, LongText) or not self.separable:
+            yield 0, np.asarray(self.encode_document(str(text)), np.int64)
+            return
+        for piece in pieces(text.parts(start)):
+            ids = np.asarray(self.encode(piece, bos=start == 0), np.int64)
+            if len(ids):
+                yield start, ids
+            start += text.size(piece)
+        yield start, np.array([self.eos_id])
+
+    def encode_batch(self, texts: Sequence[str], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+        """The documents `texts` as training sees them, in fewer steps than one by one."""
+        first = 0 if self.bos_id is None else 1
+        out = []
+        with _rust_errors(self.name, "can't encode a text"):
+            for ids in self._batch_ids(texts):
+                document = np.empty(first + len(ids) + 1, dtype)
+                document[:first], document[first:-1], document[-1] = self.bos_id or 0, ids, self.eos_id
+                out.append(document)
+        return out
+
+    @abstractmethod
+    def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        """Ids of each text."""
+
     @property
     def files(self) -> list[Path]:
         """The files an export needs for others to use the tokenizer."""
@@ -160,6 +192,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        # Without the places of tokens in the text.
+        encode = getattr(self.backend, "encode_batch_fast", self.backend.encode_batch)
+        return (encoding.ids for encoding in encode(list(texts), add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
@@ -211,6 +248,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, disallowed_special=())
+
+    def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        return (self.backend.encode_to_numpy(text, disallowed_special=()) for text in texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))

@@ -56,4 +56,7 @@ class EvalTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if hasattr(self, "_special"):
             return self._backend.decode([i for i in ids if not (skip_special_tokens and i in self._special)])
+        if isinstance(self._backend, Tokenizer):
+            special = {self.prefix_id, self.eos_id} if skip_special_tokens else set()
+            return self._backend.decode([i for i in ids if i not in special])
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -125,6 +125,7 @@ def build_data(
         seed=config.debug.seed,
         infinite=key == "training",
         options=section.dataloader,
+        on_bad_document=config.training.on_bad_document,
         section=key if held_out is None else f"{key}.sets.{held_out.name}",
         custom={
             source.dataset: make for source in sources if (make := data_sources.chosen(source.dataset, config.custom))

@@ -1,0 +1,370 @@
+"""Local files and streams as people have them, against a plain reading of the same files."""
+
+import bz2
+import gzip
+import json
+import logging
+import lzma
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.unit.test_data import SEQ, TOKENIZER, loader, take
+from torchtitan.commands import tokenize
+from torchtitan.data import pieces, records
+from torchtitan.data.cache import Cache
+from torchtitan.data.documents import LocalDocuments
+from torchtitan.data.duplicates import HASH, count_duplicates, save_hashes
+from torchtitan.data.records import LongText
+from torchtitan.data.rows import merge_states
+from torchtitan.utils.errors import UserError
+
+RANDOM = random.Random(5)
+TEXTS = ["", "plain", "two\nlines\r\n", "ä日本🚀", '"quoted" \\ \u2028', "x" * 5000] + [
+    " ".join(RANDOM.choices(["some", "words,", "grün", "1234"], k=40)) for _ in range(30)
+]
+"""In several files, of every format."""
+
+
+def read(documents):
+    return [str(documents[i]) for i in range(len(documents))]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of all formats and compressions, with what usually lies beside data; its texts in order of the files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = ["\n".join(json.dumps({"body": text, "id": i, "text": 5}) for text in part) for i, part in parts()]
+    content = [line.encode() for line in lines]
+    (folder / "0.jsonl").write_bytes(b"\xef\xbb\xbf" + content[0])
+    (folder / "1.jsonl.gz").write_bytes(gzip.compress(content[1]))
+    (folder / "2.jsonl.bz2").write_bytes(bz2.compress(content[2]) + bz2.compress(b"\n"))
+    (folder / "3.json.xz").write_bytes(lzma.compress(content[3]))
+    with pa.CompressedOutputStream(str(folder / "4.jsonl.zst"), "zstd") as file:
+        file.write(content[4])
+    table = pa.table({"body": dict(parts())[5], "id": range(5)})
+    pq.write_table(table, folder / "5.parquet", row_group_size=4)
+    (folder / "6.json").write_text(json.dumps([{"body": text} for text in dict(parts())[6]], indent=1))
+    (folder / "7").mkdir()
+    (folder / "7/a.txt").write_bytes("a text\r\nof lines ä".encode())
+    (folder / "7/b.md.gz").write_bytes(gzip.compress(b"another"))
+    for name in ("README.md", "LICENSE", "LICENSE.txt", "dataset_infos.json", ".hidden.jsonl", "image.png"):
+        (folder / name).write_text("{ nothing")
+    (folder / ".git").mkdir()
+    (folder / ".git/x.json").write_text("{ nothing")
+    texts = [text for _, part in parts() for text in part] + ["a text\r\nof lines ä", "another"]
+    return folder, texts
+
+
+def parts():
+    return [(i, [*part]) for i, part in enumerate(np.array_split(np.array(TEXTS[:36], object), 7))][:7]
+
+
+@pytest.mark.parametrize("name", ["", "*", "**/*"])
+def test_a_folder_of_everything(corpus, tmp_path, name, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    monkeypatch.setattr(records, "_BLOCK", 64)
+    folder, texts = corpus
+    with caplog.at_level("INFO", "torchtitan"):
+        documents = LocalDocuments(f"{folder}/{name}", "key", text_column="body", cache_folder=str(tmp_path))
+    expected = texts[:-2] if name == "*" else texts
+    found = read(documents)
+    assert sorted(found) == sorted(expected)
+    if not name:
+        assert found == expected
+    assert documents.text_bytes == sum(len(text.encode()) for text in expected)
+    assert not documents.skipped
+    assert "without documents: " in caplog.text
+    assert "README.md" in caplog.text
+    assert f"go to {tmp_path}, about" in caplog.text
+
+
+def test_a_second_start_reads_only_the_index(corpus, tmp_path, monkeypatch):
+    folder, texts = corpus
+    LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "_make", None)
+        assert read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))) == texts
+    for file in tmp_path.glob("*.ranges"):
+        file.unlink()
+    assert read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))) == texts
+    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_only_texts_that_cannot_be_read_at_any_place_are_copied(corpus, tmp_path):
+    folder, _ = corpus
+    LocalDocuments([f"{folder}/0.jsonl", f"{folder}/7/a.txt"], "key", text_column="body", cache_folder=str(tmp_path))
+    assert not list(tmp_path.glob("*.texts"))
+
+
+def test_without_a_cache(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path))
+    folder, texts = corpus
+    plain = [f"{folder}/0.jsonl", f"{folder}/7/a.txt"]
+    documents = LocalDocuments(plain, "key", text_column="body", cache_folder="none")
+    assert read(documents) == [*texts[:6], "a text\r\nof lines ä"]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"1.jsonl.gz is compressed and .* name a folder, or tokenize ahead"):
+        LocalDocuments(str(folder), "key", text_column="body", cache_folder="none")
+
+
+def test_a_cache_that_cannot_be_written(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"training.dataloader.cache_folder: can't write to .*file/cache"):
+        LocalDocuments(f"{corpus[0]}/0.jsonl", "key", text_column="body", cache_folder=f"{tmp_path}/file/cache")
+
+
+def test_a_file_that_changes_is_indexed_again_or_an_error(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "one"}\n')
+    documents = LocalDocuments(str(file), "key")
+    file.write_text('{"text": "another"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl has changed since"):
+        documents[0]
+    assert read(LocalDocuments(str(file), "key")) == ["another"]
+
+
+BAD_LINES = {
+    b'{"text": null}': "null text",
+    b'{"x": 1}': "no column text",
+    b'{"text": 5}': "not a string",
+    b'{"text": ["a"]}': "not a string",
+    b'{"text": "caf\xe9"}': "not UTF-8",
+    b'{"text": "cut': "not JSON",
+    b'{"text": "\\ud800"}': "lone surrogate",
+    b"7": "not an object",
+    b"[" * 100_000: "not JSON",
+}
+
+
+def write_bad(path, compress=gzip.compress):
+    """Good lines, with every kind of bad one between; the good texts."""
+    good = [f"document {i} of words" for i in range(40)]
+    lines = [json.dumps({"text": text}).encode() for text in good]
+    for i, line in enumerate(BAD_LINES):
+        lines.insert(3 * i + 2, line)
+    path.mkdir()
+    (path / "0.jsonl").write_bytes(b"\n".join(lines[:25]))
+    (path / "1.json.gz").write_bytes(compress(b"\n".join(lines[25:])))
+    return good
+
+
+def test_bad_documents_are_skipped_and_counted(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    good = write_bad(tmp_path / "data")
+    for cache in (None, "again"):
+        documents = LocalDocuments(str(tmp_path / "data"), "key", on_bad_document="skip")
+        assert read(documents) == good, cache
+        assert documents.skipped == Counter(BAD_LINES.values())
+    assert "skipping 9 bad documents" in caplog.text
+    assert "0.jsonl: line 3: column 'text' is null" in caplog.text
+    with pytest.raises(UserError, match=r"0.jsonl: line 3: column 'text' is null. on_bad_document = .skip."):
+        LocalDocuments(str(tmp_path / "data"), "key")  # also from the index of those who skipped
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path, line):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
+    with pytest.raises(UserError, match=r"x.jsonl: line 3: "):
+        LocalDocuments(str(tmp_path), "key", on_bad_document="stop")
+
+
+def test_bad_rows_entries_and_texts(tmp_path):
+    texts = pa.array(["a", None, "b"])
+    bad = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(np.int32([0, 1, 3])), pa.py_buffer(b"c\xff\xfe")])
+    pq.write_table(pa.table({"text": pa.chunked_array([texts, bad])}), tmp_path / "0.parquet")
+    (tmp_path / "1.json").write_bytes(b'[{"text": "d"}, {"text": "\xe9"}, "e", {"text": 2}, {"text": "f"}, {"te')
+    (tmp_path / "2.txt").write_bytes(b"sound\n" * 10 + b"caf\xe9")
+    (tmp_path / "3.txt.gz").write_bytes(gzip.compress(os.urandom(3000).hex().encode())[:-500])
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "4.parquet")
+    documents = LocalDocuments(str(tmp_path), "key", on_bad_document="skip")
+    assert read(documents) == ["a", "b", "c", "d", "e", "f"]
+    kinds = {"null text": 1, "not UTF-8": 3, "not a string": 3, "not JSON": 1, "damaged compression": 1}
+    assert documents.skipped == kinds
+    for name, place in {
+        "0.parquet": "row 2: column 'text' is null",
+        "1.json": "entry 2: not UTF-8",
+        "2.txt": "line 11: not UTF-8: 0xe9, .* at byte 64",
+        "3.txt.gz": "can't be decompressed from here on",
+        "4.parquet": "row 1: column 'text' holds int, not text",
+    }.items():
+        with pytest.raises(UserError, match=rf"{name}: {place}"):
+            LocalDocuments(str(tmp_path / name), "key")
+
+
+@pytest.mark.parametrize("kind", ["files", "stream"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
+    """Rows equal those of a folder without the bad lines, also after a resume; a stream counts what it passed over."""
+    good = write_bad(tmp_path / "data")
+    path = None if kind == "stream" else tmp_path / "data"
+    rows, options = (2 if kind == "stream" else 4), {"dataset": str(tmp_path / "data"), "on_bad_document": "skip"}
+    whole = take(loader(path, rows=rows, **options), 8)
+    ids = [[TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id] for text in good]
+    if kind == "files":
+        (tmp_path / "good").mkdir()
+        (tmp_path / "good/x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in good))
+        expected = take(loader(tmp_path / "good", rows=rows), 8)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(whole, expected, strict=True))
+    else:
+        split = 25 - sum(1 for i in range(9) if 3 * i + 2 < 25)
+        for lane, part in enumerate((ids[:split], ids[split:])):
+            flat = [i for document in part for i in document]
+            steps = min(8, len(flat) // SEQ)
+            assert torch.cat([tokens[lane] for tokens, *_ in whole[:steps]]).tolist() == flat[: steps * SEQ]
+    degree = min(degree, rows)
+    ranks = [take(loader(path, rank, degree, rows=rows, **options), 5) for rank in range(degree)]
+    assert all(torch.equal(torch.cat([r[i][0] for r in ranks]), whole[i][0]) for i in range(5))
+    resumed = loader(path, rows=rows, **options)
+    resumed.load_state_dict(json.loads(json.dumps(merge_states([rank[-1][2] for rank in ranks]))))
+    later = take(resumed, 3)
+    assert all(torch.equal(later[i][0], whole[5 + i][0]) for i in range(3))
+    assert later[-1][2] == whole[-1][2]
+    assert resumed.skipped(later[-1][2]) == (Counter(BAD_LINES.values()) if kind == "files" else stream_tally(later))
+
+
+def stream_tally(steps):
+    lanes = steps[-1][2]["lanes"].values()
+    counts = sum((Counter(lane["cursor"].get("skipped", {})) for lane in lanes), Counter())
+    assert counts.total() >= 5
+    return counts
+
+
+def test_streams_read_another_column(tmp_path):
+    (tmp_path / "README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - {name: id, dtype: int64}\n  - {name: body, dtype: string}\n---\n"
+    )
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"id": i, "body": f"text {i}"}) + "\n" for i in range(50)))
+    (tmp_path / "rows").mkdir()
+    pq.write_table(pa.table({"id": range(50), "body": [f"text {i}" for i in range(50)]}), tmp_path / "rows/t.parquet")
+    expected = [i for k in range(50) for i in [TOKENIZER.bos_id, *TOKENIZER.encode(f"text {k}"), TOKENIZER.eos_id]]
+    for folder in (tmp_path, tmp_path / "rows"):
+        steps = take(loader(None, rows=1, dataset=str(folder), text_column="body"), 3)
+        assert torch.cat([tokens[0] for tokens, *_ in steps]).tolist() == expected[: 3 * SEQ]
+    with pytest.raises(UserError, match=r"train.jsonl: line 1: no column 'text'; it has id, body"):
+        take(loader(None, rows=1, dataset=str(tmp_path)), 1)
+
+
+def test_long_documents_in_pieces(tmp_path, monkeypatch):
+    """The same rows and, from every position, the same after a resume, while a piece at a time is tokenized."""
+    text = " ".join(RANDOM.choices(TEXTS[2:4] + TEXTS[6:], k=400))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}')
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode()))
+    expected = take(loader(tmp_path, rows=2), 400)
+    monkeypatch.setattr(records, "LONG", 1000)
+    monkeypatch.setattr("torchtitan.data.documents.LONG", 1000)
+    monkeypatch.setattr(records, "_BLOCK", 700)
+    monkeypatch.setattr(pieces, "PIECE", 500)
+    documents = LocalDocuments(str(tmp_path), "key")
+    assert [isinstance(documents[i], LongText) for i in range(4)] == [True, True, False, True]
+    longest, encode = [], TOKENIZER.encode
+    monkeypatch.setattr(TOKENIZER, "encode", lambda text, **k: longest.append(len(text)) or encode(text, **k))
+    reading = loader(tmp_path, rows=2)
+    got = take(reading, 400)
+    assert max(longest) <= 1000
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(got, expected, strict=True))
+    for at in (3, 50, 181, 300):
+        resumed = loader(tmp_path, rows=2)
+        longest.clear()
+        resumed.load_state_dict(json.loads(json.dumps(got[at][2])))
+        (step,) = take(resumed, 1)
+        assert torch.equal(step[0], expected[at + 1][0])
+        assert sum(longest) < 20_000, "a resume encodes from the piece on, not the whole document"
+
+
+def token_file_ids(folder):
+    return np.concatenate([np.fromfile(file, np.uint16) for file in sorted(folder.glob("*.bin"))]).tolist()
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.e2e)])
+def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
+    monkeypatch.setattr("torchtitan.data.tokenizing._BATCH", 3000)
+    folder, texts = corpus
+    argv = ["--output", str(tmp_path), "--part", "10", "--workers", str(workers), "--text-column", "body"]
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    tokenize.main(["--input", str(folder), *argv])
+    expected = [i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]]
+    assert token_file_ids(tmp_path) == expected
+    assert not (tmp_path / "cache").exists()
+    report = json.loads((tmp_path / "tokens-report.json").read_text())
+    size = sum(len(text.encode()) for text in texts)
+    again = Counter(texts)
+    assert report == {
+        "documents": len(texts),
+        "tokens": len(expected),
+        "bytes": size,
+        "bytes_per_token": round(size / len(expected), 4),
+        "duplicates": {
+            "documents": len(texts) - len(again),
+            "bytes": sum((n - 1) * len(text.encode()) for text, n in again.items()),
+        },
+        "skipped": {},
+        "first_skipped": [],
+        "files": 4,
+    }
+    assert f"{len(expected):,} tokens of {len(texts)} documents" in capsys.readouterr().out
+
+
+def test_tokenize_skips_counts_and_finds_duplicates(tmp_path, capsys):
+    good = write_bad(tmp_path / "data")
+    (tmp_path / "data/2.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in good[:7]))
+    argv = ["--input", str(tmp_path / "data"), "--output", str(tmp_path / "out"), "--workers", "1", "--part", "20"]
+    with pytest.raises(UserError, match=r"--input: .*0.jsonl: line 3: column 'text' is null. --on-bad-document skip"):
+        tokenize.main(argv)
+    tokenize.main([*argv, "--on-bad-document", "skip"])
+    report = json.loads((tmp_path / "out/tokens-report.json").read_text())
+    assert report["documents"] == 47
+    assert report["skipped"] == Counter(BAD_LINES.values())
+    assert report["duplicates"] == {"documents": 7, "bytes": sum(map(len, good[:7]))}
+    assert report["first_skipped"][0].endswith("0.jsonl: line 3: column 'text' is null")
+    assert "Skipped 9 bad documents (2 not a string, 2 not JSON, " in capsys.readouterr().out
+    assert len(token_file_ids(tmp_path / "out")) == report["tokens"]
+
+
+def test_tokenize_long_documents(tmp_path, monkeypatch):
+    text = " ".join(RANDOM.choices(TEXTS, k=300))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}')
+    monkeypatch.setattr(records, "LONG", 1000)
+    monkeypatch.setattr(pieces, "PIECE", 500)
+    monkeypatch.setattr("torchtitan.data.tokenizing.PIECE", 500)
+    tokenize.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "1"])
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+    assert token_file_ids(tmp_path / "out") == [
+        *ids,
+        *ids,
+        TOKENIZER.bos_id,
+        *TOKENIZER.encode("short"),
+        TOKENIZER.eos_id,
+    ]
+    report = json.loads((tmp_path / "out/tokens-report.json").read_text())
+    assert report["duplicates"] == {"documents": 1, "bytes": len(text.encode())}
+
+
+def test_duplicates_are_counted_in_bounded_memory(tmp_path):
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 2**64, 500, np.uint64)[rng.integers(0, 500, 2000)]
+    sizes = hashes % np.uint64(1000)
+    files = []
+    for i, part in enumerate(np.array_split(np.arange(2000), 5)):
+        table = np.empty(len(part), HASH)
+        table["hash"], table["bytes"] = hashes[part], sizes[part]
+        files.append(tmp_path / f"{i}.hashes")
+        save_hashes(files[-1], table)
+    first = np.unique(hashes)
+    expected = 2000 - len(first), int(sizes.sum() - (first % np.uint64(1000)).sum())
+    assert count_duplicates(files) == count_duplicates(files, held=30) == expected
+
+
+def test_sizes_of_texts_are_known(tmp_path, corpus):
+    folder, texts = corpus
+    tokenize.main(["--input", str(folder), "--text-column", "body", "--output", str(tmp_path), "--workers", "1"])
+    assert loader(tmp_path).source.files.text_bytes == sum(len(text.encode()) for text in texts)
