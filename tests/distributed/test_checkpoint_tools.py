@@ -328,7 +328,7 @@ for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all th
     for param in model.parameters():
         torch.nn.init.zeros_(param)  # memory that nothing was written to doesn't count
     measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
-    measure("resume", read_weights, model, Path(new, "step-0"))
+    measure("resume", read_weights, [model], Path(new, "step-0"))
 print(json.dumps(peaks))
 """
 

@@ -10,13 +10,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.checkpoints import change
-from tests.runs import EXPERTS, arguments, train
+from tests.runs import EXPERTS, arguments, train, weights
 from torchtitan.checkpoint import merge as module
 from torchtitan.checkpoint.dcp_storage import Reader, alone, read_tensor
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.commands import ckpt
 from torchtitan.generate import source as sources
 from torchtitan.models import get_spec
+from torchtitan.train.trained import load_probe
 from torchtitan.utils.errors import CheckpointError, UserError
 
 FLAGS = [*EXPERTS, "--checkpoint.enable", "--checkpoint.interval=1", "--lr_scheduler.total_steps=3"]
@@ -92,14 +93,24 @@ def test_merge_of_averages_and_of_a_single_one(steps, tmp_path):
     assert single.keys() > last.keys(), "buffers too"
 
 
-def test_tools_take_the_average(steps, tmp_path):
-    """`generate --ema` and `to-hf --ema`; the latter also compares logits with transformers."""
+def loaded_average(step, *layout):
+    """The weights that `eval --ema` loads."""
+    source = sources.find(str(step), averaged=True)
+    probe = load_probe(source, sources.open_tokenizer(source, None), list(layout), rows=2, dtype="float32")
+    return weights(probe.build(32, None).models)
+
+
+def test_tools_take_the_average(steps, ranks, tmp_path):
+    """`generate --ema`, `eval --ema` and `to-hf --ema`; the last also compares logits with transformers."""
     pytest.importorskip("transformers")
     expected = tensors(steps[2], "ema")
     source = sources.find(str(steps[2]), averaged=True)
     model = sources.load(source, sources.open_tokenizer(source, None), 16, 1, None, 1).model
     for name, param in model.named_parameters():
         assert torch.equal(param, expected[name]), name
+    found = ranks(2, loaded_average, steps[2], "--parallelism.pipeline_parallel_degree=2")[0]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
     ckpt.main(["to-hf", str(steps[2]), str(tmp_path / "hf"), "--ema"])
     theirs = load_file(tmp_path / "hf/model.safetensors")
     for name, hf in get_spec("qwen3_moe").hf.names(source.args).items():

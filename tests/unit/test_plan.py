@@ -149,6 +149,15 @@ def test_parts_add_up_to_the_step():
         assert time.tokens_per_second > 0
 
 
+def test_time_of_an_average():
+    """AdamW's 40 bytes per parameter, and 12 in every update of the average."""
+    seconds = [
+        step_time(workload("--model.flavor=8B", *argv, world=8), H100).parts["optimizer"]
+        for argv in ([], ["--ema.enable"], ["--ema.enable", "--ema.every=4"])
+    ]
+    assert seconds == pytest.approx([seconds[0], seconds[0] * 52 / 40, seconds[0] * 43 / 40])
+
+
 def test_state_is_sharded_and_optimizers_differ():
     """16 bytes a parameter with AdamW in fp32, over the shards."""
 

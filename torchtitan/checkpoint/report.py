@@ -103,7 +103,7 @@ def overview(found: Sequence[Summary]) -> str:
                 _size(s.file_bytes),
                 ", ".join(s.bytes.get("model", {})),
                 "" if tokens is None else f"{tokens:,}",
-                "yes" if s.resumable else "weights only",
+                "yes" if s.resumable else _kind(s),
             )
         )
     return aligned(rows)

@@ -46,7 +46,7 @@ def _eval(argv: list[str], rank: int) -> int:
     from torchtitan.generate.source import find, open_tokenizer
     from torchtitan.train.trained import load_probe, process_group
 
-    source = find(options.checkpoint, options.custom_import)
+    source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
     with process_group():
         tasks = Tasks(
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint", required=True, help="folder of a run, of checkpoints, or of a Hugging Face model")
+    add("--ema", action="store_true", help="score the average of the weights, which the run kept with ema.enable")
     add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
     add("--include-path", help="folder with task files of your own, whose Python functions are run")
     add("--num-fewshot", type=int, help="solved examples before each question (default: what each task says)")
