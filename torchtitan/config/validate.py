@@ -327,9 +327,9 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     guard_can_act,
     warn_only_needs_determinism,
     validation_sees_data,
-    *mixtures.RULES,
     validation_sets_are_distinct,
     evals_have_tasks,
+    *mixtures.RULES,
 )
 
 

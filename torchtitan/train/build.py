@@ -156,7 +156,7 @@ def build_probe(
     training = config.training
     whole = replace(config, "training.document_mask", False)  # a text is one document
 
-    def build(length: int, read: LossSum) -> Compute:
+    def build(length: int, read: RowLoss) -> Compute:
         section = training.model_copy(update={"seq_len": length})
         return build_compute(whole, setup, mesh, device, models, section, loss=read)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.data.rows import IGNORE_INDEX
-from torchtitan.optim.loss import LossSum
+from torchtitan.optim.loss import RowLoss
 from torchtitan.parallel.collectives import all_reduce
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.compute import Compute
@@ -32,7 +32,7 @@ class Probe:
 
     def __init__(
         self,
-        build: Callable[[int, LossSum], Compute],
+        build: Callable[[int, RowLoss], Compute],
         mesh: Mesh,
         device: torch.device,
         *,
@@ -109,13 +109,13 @@ class Probe:
         return self._computes[length]
 
     def _take(self, logits: Tensor, numbers: Tensor) -> Tensor:
-        """In place of the loss of a microbatch, or of a slice of its positions."""
+        """In place of the losses of a microbatch, or of a slice of its positions."""
         rows, columns = (numbers != IGNORE_INDEX).nonzero(as_tuple=True)
         for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):
             number = numbers[row, column]
             if len(number):
                 self._found[number] = self._read(self._whole(logits, row, column), number)
-        return torch.zeros((), device=self.device)
+        return torch.zeros(len(numbers), device=self.device)
 
     def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """The logits of some positions, gathered if they are sharded over the vocabulary: `[n, vocab]` fp32."""
