@@ -11,21 +11,21 @@ def _text(rng: random.Random, most: int) -> str:
     return " ".join(rng.choices(_WORDS, k=rng.randint(2, most)))
 
 
-def write_tasks(folder: Path, documents: int = 10) -> list[str]:
+def write_tasks(folder: Path, documents: int = 8) -> list[str]:
     """Write the files of three tasks, and return the tasks' names.
 
     Some contexts are empty, end in blanks, begin with the first token's spelling, or are longer than any row.
     """
     rng = random.Random(1)
     folder.mkdir()
-    contexts = ["", "ends in blanks  ", "<|begin_of_text|>its own start", _text(rng, 400) * 3]
+    contexts = ["", "ends in blanks  ", "<|begin_of_text|>its own start", _text(rng, 100) * 5]
     contexts += [_text(rng, 20) for _ in range(documents - len(contexts))]
     questions = [
         {"question": context, "choices": [" a", " one", " rows of tokens", _text(rng, 9)], "answer": i % 4}
         for i, context in enumerate(contexts)
     ]
-    texts = [{"text": _text(rng, most)} for most in (3, 9, 90, 200)]
-    prompts = [{"question": context or "a", "answer": " a"} for context in contexts[1:6]]
+    texts = [{"text": _text(rng, most)} for most in (3, 9, 150)]
+    prompts = [{"question": context or "a", "answer": " a"} for context in contexts[1:5]]
     data = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
     tasks = {
         "own_choice": (
@@ -48,7 +48,7 @@ def write_tasks(folder: Path, documents: int = 10) -> list[str]:
         "own_texts": (
             prompts,
             'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
-            'generation_kwargs:\n  until: [" row", "\\n"]\n  max_gen_toks: 12\n  do_sample: false\n'
+            'generation_kwargs:\n  until: [" row", "\\n"]\n  max_gen_toks: 6\n  do_sample: false\n'
             "metric_list:\n  - metric: exact_match\n",
         ),
     }

@@ -1,5 +1,6 @@
 """lm-eval on our model against its `hf` backend on the exported model, in every layout; the command, and in a run."""
 
+import json
 import shutil
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 
 from tests import families
 from tests.lm_eval_tasks import write_tasks
+from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.commands import ckpt
+from torchtitan.commands import eval as command
 from torchtitan.utils.assets import find_asset
+from torchtitan.utils.errors import run_main
 
 pytest.importorskip("lm_eval")
 
@@ -89,8 +93,59 @@ LAYOUTS = [
 def test_scores_are_those_of_the_hf_backend(ranks, folder, expected, world, layout):
     rows = 4 if layout == [PP] else 3
     answers, scores = ranks(world, ours, folder, *layout, rows=rows, timeout=240)[0]
-    assert len(answers["own_choice"]) == 10
+    assert len(answers["own_choice"]) == 8
     for found, wanted in zip(flat(answers), flat(expected[0]), strict=True):
         assert found == (pytest.approx(wanted, rel=1e-4, abs=1e-4) if isinstance(wanted, float) else wanted)
     assert scores == pytest.approx(expected[1], rel=1e-4)
     assert len({str(text) for text in answers["own_texts"]}) > 2, "a model that repeats itself proves nothing"
+
+
+def score(capsys, *argv):
+    status = run_main(command.main, [str(arg) for arg in argv])
+    return status, *capsys.readouterr()
+
+
+def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder, tmp_path, capsys):
+    """And is the same run as without, bit for bit."""
+    tasks = [f"--eval.include_path={folder / 'tasks'}", "--eval.tasks=own_choice,own_rolling", "--eval.freq=3"]
+    plain = ranks(2, train, arguments(tmp_path, f"--job.dump_folder={tmp_path / 'plain'}"))[0]
+    asked = ["--eval.enable", *tasks, "--eval.limit=6", "--checkpoint.enable"]
+    run = ranks(2, train, arguments(tmp_path, *asked), timeout=120)[0]
+    assert losses(run) == losses(plain)
+    records = [record for record in run["metrics"] if "eval/own_choice/acc" in record]
+    assert [record["step"] for record in records] == [3, 4]
+    output = tmp_path / "scores.json"
+    ask = ["--checkpoint", tmp_path / "out", "--tasks=own_choice,own_rolling", "--limit=6", "--output", output]
+    status, table, problem = score(capsys, *ask, "--include-path", folder / "tasks")
+    assert status == 0, problem
+    assert "own_rolling" in table
+    found = {key: value for key, value in json.loads(output.read_text())["scores"].items() if "stderr" not in key}
+    assert len(found) == 5
+    for name, value in found.items():
+        assert records[-1][f"eval/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+def test_experts_score_the_same_on_two_ranks(ranks, folder, tmp_path):
+    found = []
+    for world, layout in ((1, []), (2, ["--parallelism.expert_parallel_degree=2"])):
+        asked = ["--eval.enable", f"--eval.include_path={folder / 'tasks'}", "--eval.tasks=own_rolling"]
+        own = [*EXPERTS, *asked, *layout, f"--job.dump_folder={tmp_path / str(world)}"]
+        run = ranks(world, train, arguments(tmp_path, *own, steps=1), timeout=120)[0]
+        found.append(next(r["eval/own_rolling/byte_perplexity"] for r in run["metrics"] if len(r) < 9))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        (["--tasks=own_choise"], "no task 'own_choise'; did you mean"),
+        (["--tasks=own_choice", "--optimizer.lr=1"], "--optimizer.lr=1: unknown option"),
+        (["--tasks=own_choice", "--include-path=nowhere"], "nowhere is no folder"),
+        (["--tasks=own_choice", "--parallelism.tensor_parallel_degree=2"], "but there are 1 ranks"),
+    ],
+)
+def test_mistakes_of_the_command_are_told_in_a_sentence(folder, capsys, extra, text):
+    ask = ["--checkpoint", folder / "ours", "--include-path", folder / "tasks", *extra]
+    status, _, problem = score(capsys, *ask)
+    assert status != 0
+    assert text in problem

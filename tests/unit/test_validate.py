@@ -183,6 +183,10 @@ CASES = {
     ],
     "validation_sees_data": [
         (1, ["--validation.enable", "--validation.steps=0"], "-1 for the whole data set", ["--validation.steps=-1"]),
+        (1, ["--validation.enable", "--validation.global_batch_size=0"], "set 1 or more",
+         ["--validation.global_batch_size=4"]),
+        (1, ["--validation.enable", "--validation.sets=[{name = 'a', steps = 0}]"], "steps: 0 batches",
+         ["--validation.sets=[{name = 'a', steps = 1}]"]),
     ],
     "average_has_a_use": [
         (1, ["--ema.validation", "--validation.enable"], "no effect without ema.enable", ["--ema.enable"]),
@@ -195,6 +199,15 @@ CASES = {
     "sources_are_named_once": [
         (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
         (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
+    ],
+    "validation_sets_are_distinct": [
+        (1, ["--validation.sets=[{name = 'a'}, {name = 'a'}]"], "names 2 sets",
+         ["--validation.sets=[{name = 'a'}, {name = 'b'}]"]),
+        (1, ["--validation.sets=[{name = 'a'}]", "--validation.dataset=demo_validation"], "can't both be set",
+         ["--validation.dataset=c4_validation"]),
+    ],
+    "evals_have_tasks": [
+        (1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"]),
     ],
     "sources_replace_the_dataset": [
         (1, [SOURCES, "--training.dataset=c4"], "make it one of them", ["--training.dataset=demo"]),

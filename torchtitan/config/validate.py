@@ -344,9 +344,9 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     warn_only_needs_determinism,
     validation_sees_data,
     average_has_a_use,
-    *mixtures.RULES,
     validation_sets_are_distinct,
     evals_have_tasks,
+    *mixtures.RULES,
 )
 
 

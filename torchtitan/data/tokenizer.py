@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,15 @@ class Tokenizer(ABC):
             lengths[token] = length
         return lengths
 
-    @abstractmethod
     def _byte_lengths(self) -> dict[int, int]:
         """Bytes of each token, but the special ones, by id."""
+        return self._decoded_lengths(set(range(self.vocab_size)) - {self.bos_id, self.eos_id})
+
+    def _decoded_lengths(self, tokens: Collection[int]) -> dict[int, int]:
+        """Bytes that each token adds to the text of a word before it: some decoders drop a space that begins a text."""
+        word = next((id for id in tokens if self.decode([id]).strip().isalpha()), next(iter(tokens), 0))
+        before = len(self.decode([word]).encode())
+        return {id: len(self.decode([word, id]).encode()) - before for id in tokens}
 
     def encode_document(self, text: str) -> list[int]:
         """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
@@ -211,20 +217,11 @@ class HuggingFaceTokenizer(Tokenizer):
             # Each character of a token's name stands for a byte.
             lengths = {id: len(name) for id, name in plain.items()}
         else:
-            lengths = self._decoded_lengths(plain, byte_fallback="ByteFallback" in kinds)
+            lengths = self._decoded_lengths(plain)
+            if "ByteFallback" in kinds:  # single bytes, which may be no text alone
+                lengths |= {id: 1 for id, name in plain.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)}
         lengths |= {id: len(token.content.encode()) for id, token in added.items()}
         return {id: length for id, length in lengths.items() if id not in special}
-
-    def _decoded_lengths(self, tokens: dict[int, str], *, byte_fallback: bool) -> dict[int, int]:
-        """Bytes that each token adds to the text of a word before it: some decoders drop a space that begins a text.
-
-        Args:
-            byte_fallback: tokens named like <0x0A> are single bytes, which may be no text alone.
-        """
-        word = next((id for id, name in tokens.items() if name.strip("\u2581").isalpha()), next(iter(tokens), 0))
-        before = len(self.decode([word]).encode())
-        single = {id for id, name in tokens.items() if byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", name)}
-        return {id: 1 if id in single else len(self.decode([word, id]).encode()) - before for id in tokens}
 
 
 class TiktokenTokenizer(Tokenizer):

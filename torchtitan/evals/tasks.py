@@ -1,5 +1,6 @@
 """Running tasks of lm-eval and reading their results."""
 
+import inspect
 import logging
 import os
 import random
@@ -44,7 +45,7 @@ class Tasks:
             problem = None
             if (dist.get_rank() == 0) == (turn == 0):
                 try:
-                    with _unchanged_random_state():
+                    with _unchanged_random_state(), _whole_json():
                         self.loaded = self._load()
                 except Exception as error:
                     problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -58,7 +59,10 @@ class Tasks:
         logging.getLogger("lm_eval").setLevel(logging.WARNING)
         from lm_eval.tasks import TaskManager
 
-        manager = TaskManager(include_path=self.include_path)
+        # lm-eval's own tasks are 15,000 files, which take seconds to index.
+        manager = TaskManager(include_path=self.include_path, include_defaults=False) if self.include_path else None
+        if manager is None or not all(manager.match_tasks([name]) for name in self.names):
+            manager = TaskManager(include_path=self.include_path)
         for name in self.names:
             if not manager.match_tasks([name]):
                 raise UserError(f"no task {name!r}{did_you_mean(name, manager.all_tasks) or ''}")
@@ -106,6 +110,23 @@ def scores(results: Mapping[str, Any]) -> dict[str, float]:
             if kind and isinstance(value, int | float):
                 found[f"{task}/{metric}" + (f"/{kind}" if kind != "none" else "")] = float(value)
     return found
+
+
+@contextmanager
+def _whole_json() -> Iterator[None]:
+    """Let `datasets` read all columns of JSON: training data has it read only the text (`data.json_texts`)."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES, _hash_python_lines
+    from datasets.packaged_modules.json import json
+
+    before = _PACKAGED_DATASETS_MODULES["json"]
+    _PACKAGED_DATASETS_MODULES["json"] = (
+        json.__name__,
+        _hash_python_lines(inspect.getsource(json).splitlines()),
+    )
+    try:
+        yield
+    finally:
+        _PACKAGED_DATASETS_MODULES["json"] = before
 
 
 @contextmanager

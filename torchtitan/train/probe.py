@@ -109,7 +109,7 @@ class Probe:
         return self._computes[length]
 
     def _take(self, logits: Tensor, numbers: Tensor) -> Tensor:
-        """In place of the loss of each row of a microbatch, or of a slice of its positions."""
+        """In place of the losses of a microbatch, or of a slice of its positions."""
         rows, columns = (numbers != IGNORE_INDEX).nonzero(as_tuple=True)
         for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):
             number = numbers[row, column]
