@@ -16,6 +16,7 @@ from tests.runs import SAVE, SCHEDULE, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.generate.source import find, open_tokenizer
 from torchtitan.lab import parity
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
@@ -107,6 +108,8 @@ def test_everything_together_trains_and_resumes_on_other_layouts(ranks, whole, t
     for name, values in columns(folder).items():
         assert columns(tmp_path)[name] == pytest.approx(values, rel=1e-3), name
         assert values == [record[name] for record in alone["metrics"]]
+    source = find(str(tmp_path / "out"), all_at_once.__name__)
+    assert open_tokenizer(source, None).decode([10, 11, 100]) == "ab<end>"
     # The sign of a mean near zero depends on rounding; a few weights move by the learning rate the other way.
     for name, value in alone["weights"].items():
         moved = (value - alone["initial"][name]).abs().mean()
