@@ -1,4 +1,4 @@
-"""What a module of the user registers: its keys are checked where they are written, and its promises when it is made."""
+"""What a module of the user registers: its keys are checked where they stand, and its promises when it is made."""
 
 import sys
 
@@ -92,24 +92,22 @@ def test_mistakes_in_tables_are_named_with_their_place(toml):
     ]
     (problem,) = problems("--config", toml('lr_scheduler.name = "slope"\n'))
     assert problem == "custom.slope.start: must be set"
-    (problem,) = problems("--custom.slope.start=1")
+    (problem,) = problems("--custom.unheard.start=1")
     assert problem == (
-        "--custom.slope.start: custom.slope: nothing is registered as 'slope'; name the module that does as "
+        "--custom.unheard.start: custom.unheard: nothing is registered as 'unheard'; name the module that does as "
         "experimental.custom_import"
     )
 
 
 def test_names_are_checked_with_all_other_mistakes_and_before_a_module_is_imported(toml):
     with pytest.raises(ConfigError) as error:
-        load_config(
-            ["--optimizer.name=adamw", "--lr_scheduler.name=cosin", "--metrics.sinks=csv", "--training.stpes=1"]
-        )
+        load_config(["--optimizer.name=adamw", "--lr_scheduler.name=cosin", "--metrics.sinks=csv", "--job.folder=1"])
     for text in (
         "--optimizer.name: no optimizer 'adamw'; known: Adam, AdamW, Muon; register others from a module named by "
         "experimental.custom_import; did you mean 'AdamW'?",
         "did you mean 'cosine'?",
         "--metrics.sinks: no metric sink 'csv'; known: none",
-        "--training.stpes: unknown key",
+        "--job.folder: unknown key",
     ):
         assert any(text in problem for problem in error.value.problems), text
     file = toml('training.loss = "plane"\n')
