@@ -190,6 +190,7 @@ def test_worker_processes_can_make_tokenizer_and_source_again():
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode_document("cab!") == [2, 0, 1, 3, 4] == tokenizer.encode_document("cab!")
     assert again.decode([2, 0, 1, 3, 4]) == "cab?<end>"
+    assert again.byte_lengths().tolist() == [1, 1, 1, 1, 0]
     assert again.fingerprint == tokenizer.fingerprint != characters.Characters(Path(), characters.Keys()).fingerprint
     make = pickle.loads(pickle.dumps(data_sources.chosen("arithmetic", config.custom)))
     sums = make(None)

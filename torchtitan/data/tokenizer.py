@@ -106,9 +106,10 @@ class Tokenizer(ABC):
             lengths[token] = length
         return lengths
 
-    @abstractmethod
     def _byte_lengths(self) -> dict[int, int]:
-        """Bytes of each token, but the special ones, by id."""
+        """Bytes of each token, but the special ones, by id. By default, of the text of each token alone."""
+        special = (self.bos_id, self.eos_id)
+        return {i: len(self.decode([i]).encode()) for i in range(self.vocab_size) if i not in special}
 
     def encode_document(self, text: str) -> list[int]:
         """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
