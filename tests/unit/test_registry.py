@@ -1,5 +1,7 @@
 """What a module of the user registers: its keys are checked where they stand, and its promises when it is made."""
 
+import itertools
+import json
 import sys
 
 import pytest
@@ -8,10 +10,14 @@ from torch import nn
 
 from torchtitan.config import registry, resolve
 from torchtitan.config.command_line import show_help
+from torchtitan.config.data import DataLoader, Source
 from torchtitan.config.extend import recorded_tokenizer
 from torchtitan.config.load import load_config
 from torchtitan.config.registry import Custom, Functions, Section, losses, optimizers, schedules
 from torchtitan.data.custom import open_custom
+from torchtitan.data.loader import build_loader
+from torchtitan.data.rows import merge_states
+from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
@@ -240,6 +246,59 @@ def test_a_data_source_without_its_methods_or_text_is_refused():
     with pytest.raises(UserError, match=r"training\.dataset: mine holds no documents"):
         open_custom(lambda path: Texts(), "mine", None, "training")
     assert open_custom(lambda path: Texts([path]), "mine", "a", "training") == ["a"]
+
+
+def texts(shards):
+    for shard in shards:
+        for i in range(9):
+            yield {"text": f"{shard}: " + " ".join(str(i * k) for k in range(20))}
+
+
+def stream(dataset_path):
+    return datasets().IterableDataset.from_generator(texts, gen_kwargs={"shards": ["a", "b", "c", "d"]})
+
+
+def documents(dataset_path):
+    return Texts(row["text"] for row in texts("abcd"))
+
+
+def datasets():
+    return pytest.importorskip("datasets")
+
+
+def rows(*names, path=None, rank=0, degree=1, start=None, steps=4):
+    """Tokens of steps, and the position after them."""
+    sources = [Source(name=name, dataset=name, dataset_path=path if name == "file" else None) for name in names]
+    spec = DataSpec(
+        sources=sources,
+        tokenizer=build_tokenizer("./tests/assets/tokenizer"),
+        seq_len=16,
+        rows_per_step=4,
+        seed=1,
+        infinite=True,
+        options=DataLoader(),
+        custom={"stream": stream, "documents": documents},
+    )
+    loader = build_loader(spec, dp_rank=rank, dp_degree=degree)
+    if start:
+        loader.load_state_dict(start)
+    batches = list(itertools.islice(iter(loader), steps))
+    loader.close()
+    return torch.cat([batch.tokens for batch in batches]).view(steps, -1, 16), batches[-1].state
+
+
+@pytest.mark.parametrize("names", [["stream"], ["documents"], ["documents", "stream"]])
+def test_registered_sources_keep_the_global_order_and_resume(names):
+    whole, _ = rows(*names)
+    parts, states = zip(*(rows(*names, rank=rank, degree=2, steps=2) for rank in (0, 1)), strict=True)
+    assert torch.equal(torch.cat(parts, dim=1), whole[:2])
+    assert torch.equal(rows(*names, start=merge_states(list(states)), steps=2)[0], whole[2:])
+
+
+def test_registered_documents_are_read_as_those_of_a_file(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in texts("abcd")))
+    assert torch.equal(rows("documents")[0], rows("file", path=str(file))[0])
 
 
 class Letters(Tokenizer):
