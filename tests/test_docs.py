@@ -398,8 +398,13 @@ def test_toml_blocks_are_legal(tmp_path, monkeypatch):
 
 
 def test_example_is_the_tested_one():
-    (shown,) = (block for block in BLOCKS if block.file == "gated_attention.py")
-    assert shown.text == (ROOT / "tests/examples/gated_attention/__init__.py").read_text()
+    files = {file.stem: file for file in (ROOT / "tests/examples").glob("*.py")}
+    files["gated_attention"] = ROOT / "tests/examples/gated_attention/__init__.py"
+    del files["all_at_once"]  # of the tests alone
+    assert len(files) == 7
+    for name, file in files.items():
+        (shown,) = (block for block in BLOCKS if block.file == f"{name}.py")
+        assert shown.text == file.read_text(), name
     (shown,) = (block for block in BLOCKS if block.page == "adding-a-model.md" and block.language == "python")
     assert shown.text == (ROOT / "torchtitan/models/mistral/__init__.py").read_text()
 

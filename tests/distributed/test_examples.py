@@ -16,6 +16,7 @@ from tests.runs import SAVE, SCHEDULE, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.generate.source import find, open_tokenizer
 from torchtitan.lab import parity
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
@@ -107,6 +108,8 @@ def test_everything_together_trains_and_resumes_on_other_layouts(ranks, whole, t
     for name, values in columns(folder).items():
         assert columns(tmp_path)[name] == pytest.approx(values, rel=1e-3), name
         assert values == [record[name] for record in alone["metrics"]]
+    source = find(str(tmp_path / "out"), all_at_once.__name__)
+    assert open_tokenizer(source, None).decode([10, 11, 100]) == "ab<end>"
     # The sign of a mean near zero depends on rounding; a few weights move by the learning rate the other way.
     for name, value in alone["weights"].items():
         moved = (value - alone["initial"][name]).abs().mean()
@@ -187,6 +190,7 @@ def test_worker_processes_can_make_tokenizer_and_source_again():
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode_document("cab!") == [2, 0, 1, 3, 4] == tokenizer.encode_document("cab!")
     assert again.decode([2, 0, 1, 3, 4]) == "cab?<end>"
+    assert again.byte_lengths().tolist() == [1, 1, 1, 1, 0]
     assert again.fingerprint == tokenizer.fingerprint != characters.Characters(Path(), characters.Keys()).fingerprint
     make = pickle.loads(pickle.dumps(data_sources.chosen("arithmetic", config.custom)))
     sums = make(None)

@@ -196,10 +196,6 @@ CASES = {
         (1, ["--ema.enable", "--ema.start_step=20", "--training.steps=10"], "set it to at most training.steps 10",
          ["--ema.start_step=10"]),
     ],
-    "sources_are_named_once": [
-        (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
-        (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
-    ],
     "validation_sets_are_distinct": [
         (1, ["--validation.sets=[{name = 'a'}, {name = 'a'}]"], "names 2 sets",
          ["--validation.sets=[{name = 'a'}, {name = 'b'}]"]),
@@ -208,6 +204,10 @@ CASES = {
     ],
     "evals_have_tasks": [
         (1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"]),
+    ],
+    "sources_are_named_once": [
+        (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
+        (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
     ],
     "sources_replace_the_dataset": [
         (1, [SOURCES, "--training.dataset=c4"], "make it one of them", ["--training.dataset=demo"]),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchtitan.checkpoint.hf import HFExport, import_hf
 from torchtitan.checkpoint.hf_folder import read_hf_config
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.checkpoint.state import check_own_model
+from torchtitan.config.extend import recorded_tokenizer
 from torchtitan.config.load import load_config
 from torchtitan.config.registry import import_custom
 from torchtitan.config.render import to_toml_value
@@ -109,7 +111,8 @@ def to_hf(
     spec, args, recorded = model_of(step, manifest, custom_import)
     with torch.device("meta"):
         check_own_model(spec.build(args, None), Reader(step))
-    tokenizer = _tokenizer(assets or recorded, given=assets is not None)
+    make = recorded_tokenizer(manifest.settings(), step)
+    tokenizer = _tokenizer(assets or recorded, make, given=assets is not None)
     wanted = getattr(torch, dtype) if dtype else None
     export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9), averaged=averaged)
     export.write()
@@ -120,9 +123,9 @@ def to_hf(
         _compare(step, target, spec, args, export.dtype, averaged)
 
 
-def _tokenizer(assets: str, given: bool) -> Tokenizer | None:
+def _tokenizer(assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool) -> Tokenizer | None:
     try:
-        return build_tokenizer(assets)
+        return build_tokenizer(assets, make)
     except UserError as error:
         if given:
             raise

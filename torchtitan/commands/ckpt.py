@@ -181,7 +181,9 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="compare the logits of transformers' model (default: if it is installed and memory suffices)",
     )
-    command.add_argument("--custom-import", metavar="MODULE", help="module that registers the model's family")
+    command.add_argument(
+        "--custom-import", metavar="MODULE", help="module that registers the model's family or its tokenizer"
+    )
     command.set_defaults(run=to_hf)
 
     command = commands.add_parser("from-hf", help="convert a Hugging Face model, to start a run from")

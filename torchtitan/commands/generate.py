@@ -157,6 +157,6 @@ def parser() -> argparse.ArgumentParser:
     dtypes = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, help="dtype of the weights (default: bfloat16; float32 on the CPU)")
     add("--batch-size", type=count, default=8, help="prompts per batch (default: %(default)s)")
-    add("--custom-import", metavar="MODULE", help="module that registers the model's family")
+    add("--custom-import", metavar="MODULE", help="module that registers the model's family or its tokenizer")
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

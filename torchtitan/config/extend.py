@@ -1,15 +1,16 @@
 """Names that the configuration chooses, and the keys of what they stand for, checked against the registries."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from torchtitan.config.keys import Setting, place
 from torchtitan.config.messages import explain_errors
-from torchtitan.config.registry import REGISTRIES, Section, data_sources, import_custom
+from torchtitan.config.registry import REGISTRIES, Custom, Section, data_sources, import_custom, tokenizers
 from torchtitan.config.schema import Config
-from torchtitan.utils.errors import ConfigError, did_you_mean
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief
 
 
@@ -88,6 +89,35 @@ def _complete(
     except ValidationError as error:
         problems += explain_errors(error, keys, lambda key: _at(f"custom.{name}.{key}".rstrip("."), sources))
         return None
+
+
+def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[Path], Any] | None:
+    """The registered tokenizer that a checkpoint's configuration names; None if it names none.
+
+    Args:
+        settings: the configuration, as tables.
+        step: the checkpoint, for messages.
+
+    Raises:
+        UserError: nothing is registered by that name, or not with these keys.
+    """
+    name = settings.get("model", {}).get("tokenizer")
+    if name is None:
+        return None
+    table, module = settings.get("custom", {}).get(name, {}), settings.get("experimental", {}).get("custom_import")
+    if tokenizers.find(name) is None:
+        raise UserError(
+            f"{step} has the tokenizer {name!a}, which the module {module!a} registers; if you trust that module, add "
+            f"--custom-import {module!a}"
+        )
+    problems: list[str] = []
+    keys = tokenizers.registered[name]
+    custom = Custom()
+    if keys is not None:
+        custom = custom.model_copy(update={name: _complete(name, table, keys, {}, problems)})
+    if problems:
+        raise ConfigError([f"{step}: {problem}" for problem in problems])
+    return tokenizers.chosen(name, custom)
 
 
 def _at(key: str, sources: Mapping[str, str]) -> str:

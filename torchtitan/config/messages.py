@@ -60,6 +60,8 @@ def explain_value(item: Any, *, hints: bool = True) -> str:
         legal = re.findall(r"'([^']+)'", context["expected"])
         hint = did_you_mean(str(item["input"])[:100], legal) if hints else ""
         return f"got {got}, must be {context['expected']}{hint}"
+    if kind == "missing":
+        return "must be set"
     if kind == "value_error":
         return str(context["error"])
     if allowed := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):

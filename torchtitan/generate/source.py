@@ -1,6 +1,6 @@
 """Finding a trained model, opening its tokenizer, and loading both into a `TextGenerator`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torchtitan.checkpoint.hf import check_hf, load_hf
 from torchtitan.checkpoint.hf_folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_own_model, read_weights
+from torchtitan.config.extend import recorded_tokenizer
 from torchtitan.config.load import load_config
 from torchtitan.config.registry import import_custom
 from torchtitan.config.schema import Comm
@@ -48,6 +49,8 @@ class Source:
     """Tokens that end a text, in addition to the tokenizer's own."""
     averaged: bool = False
     """Load the average of the weights."""
+    make_tokenizer: Callable[[Path], Tokenizer] | None = None
+    """Of a registered tokenizer."""
 
 
 def find(name: str, custom_import: str | None = None, *, averaged: bool = False) -> Source:
@@ -79,7 +82,8 @@ def find(name: str, custom_import: str | None = None, *, averaged: bool = False)
                 "(torchtitan ckpt verify lists the intact ones)"
             )
     spec, args, assets = model_of(folder, manifest, custom_import)
-    return Source(folder, False, spec, args, assets, manifest.data.get("tokenizer"), (), averaged)
+    make = recorded_tokenizer(manifest.settings(), folder)
+    return Source(folder, False, spec, args, assets, manifest.data.get("tokenizer"), (), averaged, make)
 
 
 def _hugging_face(folder: Path, custom_import: str | None) -> Source:
@@ -108,20 +112,20 @@ def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:
         ConfigError: it can't be read, or is not the one the model was trained with.
     """
     try:
-        tokenizer = build_tokenizer(assets or source.assets)
+        tokenizer = build_tokenizer(assets or source.assets, source.make_tokenizer)
     except UserError as error:
         raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
     if tokenizer.vocab_size > source.args.vocab_size:
         raise ConfigError(
             [
-                f"--assets: the tokenizer {tokenizer.path} has {tokenizer.vocab_size} entries, the model in "
+                f"--assets: the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, the model in "
                 f"{source.folder} only {source.args.vocab_size}; give the folder of the tokenizer it was trained with"
             ]
         )
     if not assets and source.tokenizer not in (None, tokenizer.fingerprint):
         raise ConfigError(
             [
-                f"--assets: {tokenizer.path} is not the tokenizer that the model in {source.folder} was trained with; "
+                f"--assets: {tokenizer.name} is not the tokenizer that the model in {source.folder} was trained with; "
                 "give the folder of that one, or of this one if the difference doesn't matter"
             ]
         )
