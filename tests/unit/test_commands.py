@@ -137,12 +137,12 @@ def test_completion(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").touch()
     assert complete("t") == ["train", "tokenize"]
     assert complete("train", "--nproc") == ["--nproc-per-node"]
-    assert complete("train", "--training.st") == ["--training.steps"]
+    assert complete("train", "--training.ste") == ["--training.steps"]
     assert complete("config", "min") == ["mine.toml"]
     assert complete("submit", "llama3_8") == ["llama3_8b"]
     assert complete("ckpt", "ver") == ["verify"]
     assert complete("ckpt", "prune", "--keep-l") == ["--keep-latest"]
-    assert complete("tokenize", "--training.st") == []
+    assert complete("tokenize", "--training.ste") == []
     assert complete("plan", "--sea") == ["--search"]
 
 

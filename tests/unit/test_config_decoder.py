@@ -65,7 +65,7 @@ def test_mistakes_are_told_in_the_order_of_the_file(toml):
     assert problems("--config", file) == [
         f"{file}:2: validation.freqq: unknown key; did you mean 'validation.freq'?",
         f"{file}:4: checkpoint.exclude_from_loading.1: got 3, must be 'model', 'optimizer', 'lr_scheduler', "
-        "'dataloader' or 'train_state'",
+        "'dataloader', 'train_state' or 'ema'",
         f"{file}:8: fault_tolerance.enable: not supported yet: torchft's fault tolerance; remove the key or set it to "
         "false",
         f"{file}:10: training.dataloader.num_worker: unknown key; did you mean 'training.dataloader.num_workers'?",
