@@ -29,13 +29,19 @@ SEQ, ROWS = 24, 8
 
 def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files", **options):
     spec = DataSpec(
-        sources=[Source(name="data", dataset=dataset, dataset_path=None if path is None else str(path))],
+        sources=[
+            Source(
+                name="data",
+                dataset=dataset,
+                dataset_path=None if path is None else str(path),
+                text_column=options.pop("text_column", "text"),
+            )
+        ],
         tokenizer=TOKENIZER,
         seq_len=options.pop("seq_len", SEQ),
         rows_per_step=rows,
         seed=options.pop("seed", 3),
         infinite=infinite,
-        text_column=options.pop("text_column", "text"),
         on_bad_document=options.pop("on_bad_document", "stop"),
         options=DataLoader(**options),
     )

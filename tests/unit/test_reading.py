@@ -232,7 +232,7 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
 
 
 def stream_tally(steps):
-    lanes = steps[-1][2]["lanes"].values()
+    lanes = steps[-1][2]["sources"]["data"]["lanes"].values()
     counts = sum((Counter(lane["cursor"].get("skipped", {})) for lane in lanes), Counter())
     assert counts.total() >= 5
     return counts
@@ -368,7 +368,7 @@ def test_duplicates_are_counted_in_bounded_memory(tmp_path):
 def test_sizes_of_texts_are_known(tmp_path, corpus):
     folder, texts = corpus
     tokenize.main(["--input", str(folder), "--text-column", "body", "--output", str(tmp_path), "--workers", "1"])
-    assert loader(tmp_path).source.files.text_bytes == sum(len(text.encode()) for text in texts)
+    assert loader(tmp_path).sources["data"].files.text_bytes == sum(len(text.encode()) for text in texts)
 
 
 @pytest.mark.parametrize("kind", ["files", "stream"])
