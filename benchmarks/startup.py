@@ -65,7 +65,7 @@ def make_tokens(folder: Path) -> None:
 
 def start(folder: Path, cache: Path) -> None:
     """Open all sources, read some steps, and print what it took."""
-    from torchtitan.config.data import DataLoader
+    from torchtitan.config.data import DataLoader, Source
     from torchtitan.data.loader import build_loader
     from torchtitan.data.sources import DataSpec
     from torchtitan.data.tokenizer import build_tokenizer
@@ -75,8 +75,7 @@ def start(folder: Path, cache: Path) -> None:
     loaders = [
         build_loader(
             DataSpec(
-                dataset="files",
-                dataset_path=str(folder / f"source-{source}"),
+                sources=[Source(name="files", dataset="files", dataset_path=str(folder / f"source-{source}"))],
                 tokenizer=tokenizer,
                 seq_len=SEQ_LEN,
                 rows_per_step=ROWS,

@@ -41,21 +41,14 @@ def nanochats_way(corpus: Path, folder: Path) -> None:
     library(corpus, folder, fast=False)
 
 
-def ours(corpus: Path, folder: Path, workers: int = 1) -> None:
+def ours(corpus: Path, folder: Path) -> None:
     import contextlib
     import io
 
     from torchtitan.commands.tokenize import main
 
     with contextlib.redirect_stdout(io.StringIO()):
-        main(["--input", str(corpus), "--output", str(folder), "--tokenizer", TOKENIZER, "--workers", str(workers)])
-
-
-def ours_two_workers(corpus: Path, folder: Path) -> None:
-    from multiprocessing.forkserver import _forkserver
-
-    ours(corpus, folder, 2)
-    _forkserver._stop()  # so that the system counts the workers as ours
+        main(["--input", str(corpus), "--output", str(folder), "--tokenizer", TOKENIZER, "--workers", "1"])
 
 
 def datatrove(corpus: Path, folder: Path) -> None:
@@ -74,7 +67,6 @@ SIDES = {
     "library": library,
     "nanochat's way": nanochats_way,
     "torchtitan": ours,
-    "torchtitan, 2 workers": ours_two_workers,
     "datatrove": datatrove,
 }
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.runs import arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
 from torchtitan.data import pieces, records
@@ -231,7 +232,7 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
 
 
 def stream_tally(steps):
-    lanes = steps[-1][2]["lanes"].values()
+    lanes = steps[-1][2]["sources"]["data"]["lanes"].values()
     counts = sum((Counter(lane["cursor"].get("skipped", {})) for lane in lanes), Counter())
     assert counts.total() >= 5
     return counts
@@ -367,4 +368,21 @@ def test_duplicates_are_counted_in_bounded_memory(tmp_path):
 def test_sizes_of_texts_are_known(tmp_path, corpus):
     folder, texts = corpus
     tokenize.main(["--input", str(folder), "--text-column", "body", "--output", str(tmp_path), "--workers", "1"])
-    assert loader(tmp_path).source.files.text_bytes == sum(len(text.encode()) for text in texts)
+    assert loader(tmp_path).sources["data"].files.text_bytes == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("kind", ["files", "stream"])
+def test_a_run_records_what_it_skipped(tmp_path, ranks, kind):
+    """In `run.json`, alike on one rank and two, where each reads a lane of its own of the stream."""
+    write_bad(tmp_path / "data")
+    source = [f"--training.dataset={tmp_path / 'data'}"]
+    if kind == "files":
+        source.append(f"--training.dataset_path={tmp_path / 'data'}")
+    found = []
+    for world in (1, 2):
+        out = tmp_path / f"out{world}"
+        argv = [a for a in arguments(tmp_path, steps=6) if "dataset" not in a and "dump_folder" not in a]
+        ranks(world, train, [*argv, *source, f"--job.dump_folder={out}", "--training.on_bad_document=skip"])
+        found.append(json.loads((out / "run.json").read_text())["starts"][-1]["skipped_documents"])
+    assert found[0] == found[1]
+    assert sum(found[0].values()) >= 9

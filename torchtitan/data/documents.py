@@ -32,10 +32,12 @@ class Documents(Protocol):
 
     fingerprint: str
     """Changes when the texts do."""
-    text_bytes: int
-    """Of all texts, as UTF-8."""
     skipped: Counter[str]
     """Documents that were left out, by kind."""
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Of all texts, as UTF-8; None if that isn't known."""
 
     def __len__(self) -> int: ...
 
@@ -162,7 +164,7 @@ class LocalDocuments:
 def counted(kinds: Counter[str]) -> str:
     """`4 bad documents (3 null text, 1 not UTF-8)`."""
     of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-    return f"{plural(kinds.total(), 'bad document')} ({of_kinds})"
+    return plural(kinds.total(), "bad document") + (f" ({of_kinds})" if of_kinds else "")
 
 
 def open_documents(
@@ -187,7 +189,7 @@ def open_documents(
             text_column=text_column,
             on_bad_document=on_bad_document,
             cache_folder=cache_folder,
-            cache_key=f"{section}.dataloader.cache_folder",
+            cache_key=f"{section.split('.')[0]}.dataloader.cache_folder",
         )
     elif dataset in ("demo", "c4_test", "demo_validation"):
         if dataset == "c4_test":

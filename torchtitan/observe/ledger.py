@@ -148,6 +148,10 @@ class Ledger:
         if self.writes and self.clock() >= self.starts[-1]["last_seen"] + HEARTBEAT_SECONDS:
             self._write(self.starts)
 
+    def record(self, key: str, value: object) -> None:
+        """Add an entry about this start, written with the next heartbeat or at the end."""
+        self.starts[-1][key] = value
+
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> None:
         """Record how this start ended; after a failure, with the message of the rank that caused it."""
         if error is None:

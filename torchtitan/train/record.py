@@ -13,6 +13,9 @@ from torchtitan.checkpoint.commit import versions
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config, Parallelism
+from torchtitan.data.documents import counted
+from torchtitan.data.loader import StepLoader
+from torchtitan.data.rows import merge_states
 from torchtitan.observe.ledger import git_revision
 from torchtitan.train.preflight import Setup
 from torchtitan.utils.device import device_name
@@ -53,6 +56,19 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
         "config": {"path": "config.toml", "sha256": hashlib.sha256(run["config"].encode()).hexdigest()},
         **{key: run[key] for key in ("git", "versions", "data")},
     }
+
+
+def skipped_documents(loader: StepLoader, position: dict[str, Any]) -> dict[str, int]:
+    """Bad documents that were left out, by kind, also in the log. Called by all ranks.
+
+    Args:
+        position: this rank's part of the position up to which those of streams are counted; {} before the first step.
+    """
+    positions: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(positions, position)
+    skipped = loader.skipped(merge_states(positions) if position else loader.start)
+    logger.info(f"Left out {counted(skipped)}")
+    return dict(skipped.most_common())
 
 
 def write_config(config: Config) -> None:

@@ -30,7 +30,7 @@ from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
 from torchtitan.train.folders import hold_folders
 from torchtitan.train.preflight import Setup
-from torchtitan.train.record import describe_run, describe_start, write_config
+from torchtitan.train.record import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.restore import restore
 from torchtitan.train.sampling import write_samples
 from torchtitan.train.state import Progress, RunState, seed_step
@@ -152,6 +152,13 @@ class Trainer:
             writes=dist.get_rank() == 0,
             began=began,
         )
+        self._record_skipped()
+
+    def _record_skipped(self) -> None:
+        """Count the bad documents that were left out: of files at the start, of streams at the end."""
+        if self.config.training.on_bad_document == "skip":
+            skipped = skipped_documents(self.parts.loader, self.progress.data)
+            self.ledger.record("skipped_documents", skipped)
 
     # ---- the loop
 
@@ -179,6 +186,8 @@ class Trainer:
                     self.ledger.step_done(step)
                 with phase("saves", SAVING):
                     self.checkpointer.close()
+                with phase("other", "counting documents that were skipped"):
+                    self._record_skipped()
         except (RuntimeError, MemoryError) as error:
             if self.watch is not None and (hang := self.watch.explain(error)):
                 raise HangError(hang) from error
