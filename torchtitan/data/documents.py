@@ -32,10 +32,12 @@ class Documents(Protocol):
 
     fingerprint: str
     """Changes when the texts do."""
-    text_bytes: int
-    """Of all texts, as UTF-8."""
     skipped: Counter[str]
     """Documents that were left out, by kind."""
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Of all texts, as UTF-8; None if unknown."""
 
     def __len__(self) -> int: ...
 

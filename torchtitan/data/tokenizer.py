@@ -147,9 +147,9 @@ class Tokenizer(ABC):
                 out.append(document)
         return out
 
-    @abstractmethod
     def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
         """Ids of each text."""
+        return map(self._ids, texts)
 
     @property
     def files(self) -> list[Path]:
