@@ -243,9 +243,14 @@ def test_a_data_source_without_its_methods_or_text_is_refused():
     }.items():
         with pytest.raises(UserError, match=text):
             open_custom(lambda path, made=made: made, "mine", None, "training")
-    with pytest.raises(UserError, match=r"training\.dataset: mine holds no documents"):
-        open_custom(lambda path: Texts(), "mine", None, "training")
-    assert open_custom(lambda path: Texts([path]), "mine", "a", "training") == ["a"]
+    for made, text in {
+        (): r'training\.dataset: "mine" is empty',
+        ("", ""): "no text in its first 2 documents",
+        (3,): "has a int as document 0; it must be a string",
+    }.items():
+        with pytest.raises(UserError, match=text):
+            open_custom(lambda path, made=made: Texts(made), "mine", None, "training")
+    assert open_custom(lambda path: Texts([path]), "mine", "a", "training")[0] == "a"
 
 
 def texts(shards):

@@ -145,7 +145,7 @@ schedules = Functions("lr_scheduler.name", "schedule", ("wsd", "linear", "sqrt",
 losses = Functions("training.loss", "loss", ("cross_entropy",))
 """`make([keys])`: a `torchtitan.optim.loss.RowLoss`."""
 data_sources = Functions("training.dataset", "data source")
-"""`make(dataset_path[, keys])`: `torchtitan.data.documents.Documents`, or a `datasets.IterableDataset`."""
+"""`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.custom`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.tokenizer.Tokenizer`."""
 metric_sinks = Functions("metrics.sinks", "metric sink")

@@ -2,10 +2,9 @@
 
 `make(dataset_path[, keys])` returns one of
 
-- `torchtitan.data.documents.Documents`: `len(it)`, `it[i]`, the text of document i, and `fingerprint`, a string that
-  changes when the texts do; `text_bytes` and `skipped` may be missing. Document i must be the same on every rank and at
-  every call; which one is read when follows from the seed.
-- a `datasets.IterableDataset` with a column `text`, for example by `IterableDataset.from_generator(texts,
+- numbered documents: `len(it)`, `it[i]`, the text of document i, and `fingerprint`, a string that changes when the
+  texts do. Document i must be the same on every rank and at every call; which one is read when follows from the seed.
+- a `datasets.IterableDataset` with a column of texts, for example by `IterableDataset.from_generator(texts,
   gen_kwargs={"shards": [...]})`, whose shards ranks divide among them. It keeps its own position.
 
 Both take part in the global order of rows, in mixtures and in resumes as built-in sources do. Every rank and every
@@ -16,34 +15,60 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.data.documents import check_has_text
 from torchtitan.utils.errors import UserError
+
+_LOOKED_AT = 1000
+"""Documents in which to look for text. Reading all may take long."""
+
+
+class RegisteredDocuments:
+    """Documents of a registered source, checked."""
+
+    text_bytes: None = None
+
+    def __init__(self, made: Any, key: str):
+        """
+        Args:
+            key: the start of messages.
+
+        Raises:
+            UserError: it lacks a method, or has no text.
+        """
+        self.made, self.key = made, key
+        self.skipped: Counter[str] = Counter()
+        lacks = [name for name in ("__len__", "__getitem__", "fingerprint") if not hasattr(made, name)]
+        if lacks:
+            raise UserError(
+                f"{key} made a {type(made).__name__} without {', '.join(lacks)}; documents need these, unless they are "
+                "a datasets.IterableDataset"
+            )
+        self.fingerprint = made.fingerprint
+        if not isinstance(self.fingerprint, str):
+            raise UserError(f"{key} has a fingerprint of type {type(self.fingerprint).__name__}; it must be a string")
+        count = min(len(self), _LOOKED_AT)
+        if not any(self[i] for i in range(count)):  # seldom reads more than one
+            raise UserError(f"{key} holds no text in its first {count} documents" if count else f"{key} is empty")
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, index: int) -> str:
+        text = self.made[index]
+        if not isinstance(text, str):
+            raise UserError(f"{self.key} has a {type(text).__name__} as document {index}; it must be a string")
+        return text
 
 
 def open_custom(make: Callable[..., Any], dataset: str, dataset_path: str | None, section: str) -> Any:
-    """Open a registered source.
+    """Open a registered source: `RegisteredDocuments`, or a stream.
 
     Raises:
         UserError: it is neither of the two kinds, or has no text.
     """
-    made, key = make(dataset_path), f'{section}.dataset: "{dataset}"'
-    if is_stream(made):
-        return made
-    lacks = [name for name in ("__len__", "__getitem__", "fingerprint") if not hasattr(made, name)]
-    if lacks:
-        raise UserError(
-            f"{key} made a {type(made).__name__} without {', '.join(lacks)}; it must have the methods of "
-            "torchtitan.data.documents.Documents, or be a datasets.IterableDataset"
-        )
-    if not isinstance(made.fingerprint, str):
-        raise UserError(f"{key} has a fingerprint of type {type(made.fingerprint).__name__}; it must be a string")
-    made.skipped = getattr(made, "skipped", Counter())
-    made.text_bytes = getattr(made, "text_bytes", None)
-    check_has_text(made, f"{section}.dataset", dataset)
-    if made.text_bytes is None and not any(made[i] for i in range(len(made))):  # seldom reads more than one
-        raise UserError(f"{key} holds no text: all its documents are empty ({len(made):,} of them)")
-    return made
+    made = make(dataset_path)
+    return made if is_stream(made) else RegisteredDocuments(made, f'{section}.dataset: "{dataset}"')
 
 
 def is_stream(made: Any) -> bool:
+    """Whether it is a `datasets.IterableDataset`, whose import would take seconds."""
     return hasattr(made, "num_shards")

@@ -37,7 +37,7 @@ class Documents(Protocol):
 
     @property
     def text_bytes(self) -> int | None:
-        """Of all texts, as UTF-8; None if that isn't known."""
+        """Of all texts, as UTF-8; None if unknown."""
 
     def __len__(self) -> int: ...
 
