@@ -29,12 +29,18 @@ def describe_run(config: Config, setup: Setup, data: dict[str, Any]) -> dict[str
     Args:
         data: the loader's fingerprint.
     """
+    training = config.training
+    mixture: dict[str, Any] = {}
+    if training.sources:
+        mixture["weights"] = {source.name: source.weight for source in training.sources}
+    if training.stages:
+        mixture["stages"] = [stage.model_dump(exclude_defaults=True) for stage in training.stages]
     return {
         "versions": versions(),
         "model": {"name": setup.spec.name, **setup.args.model_dump()},
         "git": git_revision() if dist.get_rank() == 0 else None,
         "ranks": dist.get_world_size(),
-        "data": data,
+        "data": data | mixture,
         "config": to_toml(config),
     }
 
