@@ -97,7 +97,12 @@ def test_updates_are_those_of_torch(every, start, warmup):
 @pytest.mark.parametrize(
     "extra",
     [
-        ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16", "--training.enable_cpu_offload"],
+        [
+            "--training.dtype=bfloat16",
+            "--training.mixed_precision_param=bfloat16",
+            "--training.enable_cpu_offload",
+            "--parallelism.pipeline_parallel_degree=2",
+        ],
         [
             "--optimizer.early_step_in_backward",
             "--training.max_norm=0",
@@ -109,7 +114,7 @@ def test_updates_are_those_of_torch(every, start, warmup):
             "--training.mixed_precision_param=bfloat16",
         ],
     ],
-    ids=["bf16 and offload", "float8 and a step in the backward"],
+    ids=["bf16, offload and a pipeline", "float8 and a step in the backward"],
 )
 def test_average_wherever_weights_are(ranks, tmp_path, extra):
     """Saved in the middle and resumed; validated as what a run validates that starts from the exported average."""

@@ -69,6 +69,8 @@ def test_merge_is_the_mean(steps, ranks, tmp_path, capsys):
     ckpt.main(["merge", *map(str, reversed(steps)), "--output", str(other), "--weights", "5", "2", "1"])
     assert ckpt.main(["diff", str(merged), str(other)]) == 0
 
+    with pytest.raises(UserError, match="no average of the weights: its weights are merged; leave --ema out"):
+        sources.find(str(merged), averaged=True)
     source = sources.find(str(merged))
     model = sources.load(source, sources.open_tokenizer(source, None), 16, 1, None, 1).model
     for name, param in model.named_parameters():
@@ -143,7 +145,7 @@ def test_what_cannot_be_merged(steps, ranks, tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=match):
             ckpt.main(["merge", *argv, "--output", str(output)])
-    for weight in ("0", "-1", "nan", "inf", "much"):
+    for weight in ("0", "-1", "nan", "inf", "1e-10", "much"):
         with pytest.raises(SystemExit):
             ckpt.main(["merge", first, second, "--output", str(output), f"--weights={weight}"])
     with pytest.raises(UserError, match=r"--output: .* exists; delete it"):

@@ -69,11 +69,13 @@ def check_averaged(step: Path, manifest: Manifest) -> None:
     Raises:
         UserError: the checkpoint has no average of the weights.
     """
-    if "ema" not in manifest.tensor_bytes:
-        why = (
-            "its weights are the average; leave --ema out" if manifest.averaged else "its run had no ema.enable = true"
-        )
-        raise UserError(f"--ema: {step} has no average of the weights: {why}")
+    if "ema" in manifest.tensor_bytes:
+        return
+    if manifest.averaged or manifest.merged:
+        why = f"its weights are {'merged' if manifest.merged else 'the average'}; leave --ema out"
+    else:
+        why = "its run had no ema.enable = true"
+    raise UserError(f"--ema: {step} has no average of the weights: {why}")
 
 
 def to_hf(

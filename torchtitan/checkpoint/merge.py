@@ -39,9 +39,9 @@ class _Source:
         return own if self.averaged and own in self.reader.read_metadata().state_dict_metadata else name
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights, by key."""
-        stored = self.reader.read_metadata().state_dict_metadata
-        return {name: tuple(about.size) for name, about in stored.items() if name.startswith("model.")}
+        """Shapes of what the mean may need, by key."""
+        stored, parts = self.reader.read_metadata().state_dict_metadata, ("model", "ema")[: 1 + self.averaged]
+        return {key: tuple(about.size) for key, about in stored.items() if key.split(".")[0] in parts}
 
 
 def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: str, *, averaged: bool) -> None:
@@ -76,9 +76,9 @@ def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: 
     wanted = getattr(torch, dtype)
     stored = newest.reader.read_metadata().state_dict_metadata
     state = {}
-    for name, size in newest.shapes().items():
+    for name in (key for key in stored if key.startswith("model.")):
         own = stored[name].properties.dtype
-        state[name] = torch.empty(size, dtype=wanted if own.is_floating_point else own, device="meta")
+        state[name] = torch.empty(stored[name].size, dtype=wanted if own.is_floating_point else own, device="meta")
     write_streamed(output, manifest, state, lambda name: _mean(sources, name, state[name].dtype))
     written = read_manifest(output)
     if problem := next(damage(output, written), None):
@@ -120,11 +120,11 @@ def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) ->
 def _differences(a: _Source, b: _Source) -> Iterator[str]:
     """What keeps two checkpoints from being merged."""
     first, second = a.manifest.model, b.manifest.model
-    for key in first.keys() | second.keys():
+    for key in sorted(first.keys() | second.keys()):
         if first.get(key) != second.get(key) and key != "max_seq_len":  # follows from training.seq_len
             yield f"{key} is {second.get(key)} instead of {first.get(key)}"
-    tokenizers = {source.manifest.data.get("tokenizer") for source in (a, b)} - {None}
-    if len(tokenizers) > 1:
+    tokenizers = [source.manifest.data.get("tokenizer") for source in (a, b)]
+    if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         yield "it was trained with another tokenizer"
     shapes, others = a.shapes(), b.shapes()
     for name in sorted(shapes.keys() | others.keys()):

@@ -15,7 +15,6 @@ of from-hf. At most two tensors are in memory at a time.
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
@@ -124,14 +123,14 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def _share(text: str) -> float:
-    """A finite number above 0.
+    """A number in bounds that no sum or ratio of such numbers takes out of range.
 
     Raises:
-        ValueError: `text` is none.
+        ValueError: `text` is no number.
     """
     value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}, must be above 0 and finite")
+    if not 1e-9 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"got {text}, must be from 1e-9 to 1e9")
     return value
 
 
