@@ -125,6 +125,7 @@ def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder,
         assert records[-1][f"eval/{name}"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_score_the_same_on_two_ranks(ranks, folder, tmp_path):
     found = []
     for world, layout in ((1, []), (2, ["--parallelism.expert_parallel_degree=2"])):
@@ -138,7 +139,7 @@ def test_experts_score_the_same_on_two_ranks(ranks, folder, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        (["--tasks=own_choise"], "no task 'own_choise'; did you mean"),
+        pytest.param(["--tasks=own_choise"], "no task 'own_choise'; did you mean", marks=pytest.mark.slow),
         (["--tasks=own_choice", "--optimizer.lr=1"], "--optimizer.lr=1: unknown option"),
         (["--tasks=own_choice", "--include-path=nowhere"], "nowhere is no folder"),
         (["--tasks=own_choice", "--parallelism.tensor_parallel_degree=2"], "but there are 1 ranks"),

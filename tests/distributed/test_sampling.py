@@ -9,6 +9,7 @@ from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.models.layers import attention_backend
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
 
 PROMPTS = ["a model reads", "7: every rank", "", "own part one"]
 ASKED = [f"--sampling.prompts={json.dumps(PROMPTS)}", "--sampling.freq=3", "--sampling.max_new_tokens=5"]
@@ -54,7 +55,10 @@ def test_greedy_texts_are_those_of_plain_forwards(ranks, tmp_path, world, layout
         assert text == continuation(model, setup.tokenizer.encode(prompt, bos=True), setup.tokenizer)
 
 
-@pytest.mark.parametrize("extra", [["--sampling.temperature=1.5"], ["--compile.enable", "--compile.backend=aot_eager"]])
+COMPILED = pytest.param(["--compile.enable", "--compile.backend=aot_eager"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("extra", [["--sampling.temperature=1.5"], COMPILED])
 def test_training_is_the_same_bit_for_bit(ranks, tmp_path, extra):
     expected = losses(ranks(2, train, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'plain'}"))[0])
     texts = []
@@ -65,6 +69,26 @@ def test_training_is_the_same_bit_for_bit(ranks, tmp_path, extra):
     assert texts[0] == texts[1]
 
 
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
+    argv = arguments(tmp_path, f"--sampling.prompts={json.dumps(['word ' * 40])}")
+    with pytest.raises(ConfigError, match=r"sampling\.prompts: .* tokens; the model reads 32"):
+        preflight(resolve(argv, 1).config)
+
+
+def test_texts_reach_tensorboard(ranks, tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    asked = [*ASKED, "--metrics.enable_tensorboard", "--metrics.save_tb_folder=tb"]
+    ranks(1, train, arguments(tmp_path, *asked, steps=1))
+    (events,) = (tmp_path / "out/tb").rglob("events.*")
+    found = event_accumulator.EventAccumulator(str(events))
+    found.Reload()
+    (event,) = found.Tensors("samples/2")
+    _, prompt, text, _ = samples(tmp_path / "out")[1]
+    shown = event.tensor_proto.string_val[0].decode()
+    assert shown == "\n".join(f"    {line}" for line in f"{prompt}{text}".splitlines())
+
+
+@pytest.mark.slow
 def test_a_mixture_of_experts_writes_the_same(ranks, tmp_path):
     texts = []
     for world, layout in ((1, []), (2, ["--parallelism.expert_parallel_degree=2"])):

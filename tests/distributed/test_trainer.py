@@ -77,7 +77,7 @@ LAYOUTS = [
     (1, "validation.local_batch_size=4"),
     (2, "validation.local_batch_size=2"),
     (4, "validation.local_batch_size=1"),
-    (2, "parallelism.context_parallel_degree=2"),
+    (4, "parallelism.context_parallel_degree=2"),
     (2, "parallelism.tensor_parallel_degree=2"),
     (2, "parallelism.pipeline_parallel_degree=2"),
 ]

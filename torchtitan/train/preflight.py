@@ -80,11 +80,22 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
             f"{args.vocab_size} of {config.model.flavor}; set [model.overrides] vocab_size = {tokenizer.vocab_size}, "
             "or choose another tokenizer"
         )
+    if tokenizer and args:
+        problems += _check_prompts(config, tokenizer, args.max_seq_len)
     if output and not problems:  # last, because it creates the folder
         problems += _check_dump_folder(config)
     if problems or spec is None or tokenizer is None:
         raise ConfigError(problems)
     return Setup(spec, args, tokenizer, stages)
+
+
+def _check_prompts(config: Config, tokenizer: Tokenizer, longest: int) -> Iterator[str]:
+    for prompt in config.sampling.prompts:
+        if (tokens := len(tokenizer.encode(prompt, bos=True))) >= longest:
+            yield (
+                f"sampling.prompts: {brief(prompt)} has {tokens} tokens; the model reads {longest}, of which one must "
+                "be new: shorten it, or raise training.seq_len"
+            )
 
 
 def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str]:
