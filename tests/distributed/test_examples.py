@@ -13,6 +13,8 @@ from torch import nn
 
 from tests.examples import all_at_once, arithmetic, characters, gated_attention, z_loss
 from tests.runs import SAVE, SCHEDULE, arguments, losses, train
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.report import settings
 from torchtitan.config import resolve
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.data.tokenizer import build_tokenizer
@@ -110,6 +112,7 @@ def test_everything_together_trains_and_resumes_on_other_layouts(ranks, whole, t
         assert values == [record[name] for record in alone["metrics"]]
     source = find(str(tmp_path / "out"), all_at_once.__name__)
     assert open_tokenizer(source, None).decode([10, 11, 100]) == "ab<end>"
+    assert settings(read_manifest(source.folder))["custom.z_loss.coefficient"] == 0.1
     # The sign of a mean near zero depends on rounding; a few weights move by the learning rate the other way.
     for name, value in alone["weights"].items():
         moved = (value - alone["initial"][name]).abs().mean()

@@ -28,6 +28,8 @@ def settings(manifest: Manifest) -> dict[str, Any]:
             table = table.get(section, {}) if isinstance(table, dict) else {}
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
+    for name, keys in given.get("custom", {}).items():
+        out |= {f"custom.{name}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {}
     return out
 
 

@@ -37,7 +37,8 @@ Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 class Custom(Section):
-    """Keys of what `experimental.custom_import` registers: `[custom.NAME]` tables, as NAME declares them."""
+    """Keys of what the module `experimental.custom_import` registers as NAME, which declares and checks them.
+    `torchtitan config --explain` lists them."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.keys import fields_of
+from torchtitan.config.registry import Custom
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, did_you_mean
 
@@ -81,6 +82,7 @@ def _documented() -> Iterator[tuple[str, str, type[BaseModel], list[tuple[str, A
         yield name, f"[{name}]", model, fields
         for key, element in _lists_of_tables(fields):
             yield key, f"[[{key}]]", element, list(element.model_fields.items())
+    yield "custom", "[custom.NAME]", Custom, []
 
 
 def _default(info: Any) -> str:
@@ -125,19 +127,13 @@ def markdown() -> str:
         "",
     ]
     for _, header, model, fields in _documented():
-        lines += [
-            f"## {header}",
-            "",
-            (model.__doc__ or "").strip(),
-            "",
-            "| key | type | default | |",
-            "|---|---|---|---|",
-        ]
+        lines += [f"## {header}", "", (model.__doc__ or "").strip(), ""]
+        lines += ["| key | type | default | |", "|---|---|---|---|"] if fields else []
         for key, info in fields:
             kind = type_name(info.annotation, info.metadata).replace("|", "\\|")
             text = " ".join(info.description.split()).replace("|", "\\|")
             lines += [f"| `{key.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {text} |"]
-        lines += [""]
+        lines += [""] if fields else []
     return "\n".join(lines)
 
 
