@@ -1,5 +1,6 @@
 """What a run reports at its logged steps."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -183,7 +184,7 @@ class Metrics:
             samples: prompt, text after it, and why it ended, of each.
         """
         for sample in samples:
-            logger.info(f"step {step}: {sample['prompt']}|{sample['text']}")
+            logger.info(f"step {step}: {json.dumps(sample['prompt'] + ' | ' + sample['text'], ensure_ascii=False)}")
             if self.samples is not None:
                 self.samples.log({"step": step, **sample})
         for sink in self.sinks:

@@ -233,7 +233,7 @@ def _validation(record: Record, suffix: str) -> str:
     per_byte = f", {bits:.4f} bits per byte," if bits is not None else ""
     name = f" of {suffix[1:]}" if suffix else ""
     average = record.get(f"validation_loss_ema{suffix}")
-    averaged = f", {average:.4f} averaged," if average is not None else ""
+    averaged = f" ({average:.4f} averaged)" if average is not None else ""
     return f"validation loss{name} {loss:.4f}{averaged}{per_byte} over {tokens:,} tokens"
 
 
