@@ -139,6 +139,7 @@ def other(*arguments, keys=None):
     [
         (lambda: optimizers.register("two words")(make), "must be named by letters, digits and _"),
         (lambda: optimizers.register("AdamW")(make), "is built in"),
+        (lambda: registry.data_sources.register("demo")(make), "data source 'demo' is built in"),
         (lambda: optimizers.register("local")(lambda: None), "define it at the top level of its module"),
         (lambda: (optimizers.register("same")(make), losses.register("same")(other)), "is registered twice"),
     ],

@@ -145,7 +145,9 @@ schedules = Functions("lr_scheduler.name", "schedule", ("wsd", "linear", "sqrt",
 """`make(lr_scheduler[, keys])`: a `torchtitan.optim.schedule.Shape`."""
 losses = Functions("training.loss", "loss", ("cross_entropy",))
 """`make([keys])`: a `torchtitan.optim.loss.RowLoss`."""
-data_sources = Functions("training.dataset", "data source")
+data_sources = Functions(
+    "training.dataset", "data source", ("demo", "demo_validation", "c4", "c4_test", "c4_validation")
+)
 """`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.custom`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.tokenizer.Tokenizer`."""
