@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError, did_you_mean
+from torchtitan.utils.torch_faults import replaced
 
 SEED = 1234
 """Chooses the examples of few-shot tasks, as in lm-eval."""
@@ -55,8 +55,7 @@ class Tasks:
                 raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
 
     def _load(self) -> dict[str, Any]:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for each rank
-        logging.getLogger("lm_eval").setLevel(logging.WARNING)
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task, on every rank
         from lm_eval.tasks import TaskManager
 
         # lm-eval's own tasks are 15,000 files, which take seconds to index.
@@ -83,11 +82,12 @@ class Tasks:
             logits: reads the model, as `harness.Logits`.
             bootstrap: samples for the errors of metrics that are no mean; 0: without.
         """
+        from lm_eval.api import task
         from lm_eval.evaluator import evaluate
 
         from torchtitan.evals.harness import HarnessModel
 
-        with _unchanged_random_state():
+        with _unchanged_random_state(), replaced(task, tqdm=lambda items, **_: items):  # no bar for each rank
             random.seed(0)
             np.random.seed(SEED)
             found = evaluate(
