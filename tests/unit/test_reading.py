@@ -8,6 +8,7 @@ import lzma
 import os
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ import torch
 from tests.runs import arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
-from torchtitan.data import pieces, records
+from torchtitan.data import index, pieces, records
 from torchtitan.data.cache import Cache
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.duplicates import HASH, count_duplicates, save_hashes
@@ -96,6 +97,21 @@ def test_a_second_start_reads_only_the_index(corpus, tmp_path, monkeypatch):
         file.unlink()
     assert read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))) == texts
     assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
+    """Threads stand for processes: each opens the lock files for itself."""
+    folder, texts = corpus
+    made, find = [], index.find_documents
+    monkeypatch.setattr("torchtitan.data.cache.find_documents", lambda one, *a: made.append(one.path) or find(one, *a))
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(LocalDocuments, str(folder), "key", text_column="body", cache_folder=str(tmp_path))
+            for _ in range(4)
+        ]
+        assert all(read(job.result()) == texts for job in jobs)
+    assert len(made) == len(set(made)) == 9
     assert not list(tmp_path.glob("*.lock"))
 
 

@@ -80,7 +80,9 @@ class Cache:
                 self._announce(missing)
                 self._make_all(missing, done, stop)
             found = [done[key] for key in order]
-            write_whole(corpus, json.dumps([index.model_dump() for index in found]).encode())
+            with _locked(corpus.with_suffix(".lock")) as ending:
+                if ending is not None:  # else another writes the same
+                    write_whole(corpus, json.dumps([index.model_dump() for index in found]).encode())
         return found
 
     def _read_corpus(self, corpus: Path) -> list[FileIndex] | None:
