@@ -40,7 +40,7 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
     ]
     assert second["devices"] == {"cpu": 2}
     assert sum(second["hosts"].values()) == 2
-    assert first["data"]["contents"] == second["data"]["contents"]
+    assert first["data"]["sources"] == second["data"]["sources"]
     assert first["config"]["sha256"] != second["config"]["sha256"]
     for kind in ("steps", "first_step", "start", "data", "saves", "validation"):
         assert first["seconds"][kind] > 0, kind
