@@ -26,7 +26,9 @@ def train_state(step: int) -> dict[str, Any]:
             "fingerprint": {"sources": {}, "tokenizer": "", "seq_len": 8, "seed": 0},
             "step": step,
             "shares": {"weights": {"data": 1}, "rows": 8, "counts": {"data": 8}},
-            "sources": {"data": {"rows": 8, "lane_count": 3, "lanes": {str(i): lane(i) for i in range(3)}}},
+            "sources": {
+                "data": {"contents": "x", "rows": 8, "lane_count": 3, "lanes": {str(i): lane(i) for i in range(3)}}
+            },
         },
         "guard": {
             "windows": {"loss": [0.1, 1e-05, 0.30000000000000004]},

@@ -50,6 +50,11 @@ def state(part, **changes):
     return lambda step: change(step, train_state=train_state(2) | {part: train_state(2)[part] | changes})
 
 
+def position(**entries):
+    """Damages the position of a source."""
+    return state("data", sources={"a": {"contents": "x", "rows": 1, **entries}})
+
+
 def file_entry(name, **entry):
     return lambda step: change(step, files=manifest(step)["files"] | {name: {"bytes": 1, "crc32": 1} | entry})
 
@@ -133,8 +138,12 @@ DAMAGES = {
     "tokens are text": state("progress", tokens="1"),
     "NaN in the window": state("guard", windows={"loss": [float("nan")]}),
     "a range of three": state("guard", skipped=[[1, 2, 3]]),
-    "lane missing": state("data", sources={"a": {"rows": 1, "lane_count": 2, "lanes": {"0": lane(0), "2": lane(2)}}}),
-    "too few lanes": state("data", sources={"a": {"rows": 1, "lane_count": 10**12, "lanes": {"0": lane(0)}}}),
+    "lane missing": state(
+        "data", sources={"a": {"contents": "x", "rows": 1, "lane_count": 2, "lanes": {"0": lane(0), "2": lane(2)}}}
+    ),
+    "too few lanes": state(
+        "data", sources={"a": {"contents": "x", "rows": 1, "lane_count": 10**12, "lanes": {"0": lane(0)}}}
+    ),
     "no position": state("data", sources=None),
     "shares of another source": state("data", shares={"weights": {"a": 1}, "rows": 0, "counts": {"b": 0}}),
     "shares without a weight": state("data", shares={"weights": {"a": 0}, "rows": 0, "counts": {"a": 0}}),

@@ -81,6 +81,8 @@ class LanePosition(Strict):
 class SourcePosition(Strict):
     """Rows that were read from a source, and of text, the position in each of its lanes."""
 
+    contents: str
+    """Fingerprint of the source."""
     rows: Count
     lane_count: Count | None = None
     lanes: dict[str, LanePosition] | None = None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.data.mixture import run_dry
+from torchtitan.data.mixture import run_dry, whole_steps
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.reader import Rows, StepReader
 from torchtitan.data.rows import Share, blank_row, skipped_until
@@ -115,10 +115,10 @@ class StepLoader:
         for name in self.fingerprint.keys() - {"sources"}:
             self._check_same(name, _KEYS.get(name, f"{self.spec.section}.{name}"), saved[name], self.fingerprint[name])
         for source in self.spec.sources:
-            if old := saved["sources"].get(source.name):  # files may have moved, if their contents are the same
-                now = self.fingerprint["sources"][source.name]
+            if old := state["sources"].get(source.name):  # files may have moved, if their contents are the same
                 what = "contents" if len(self.spec.sources) == 1 else f"contents of {source.name}"
-                self._check_same(what, f"{self.spec.key(source)}.dataset", old["contents"], now["contents"])
+                now = self.sources[source.name].fingerprint
+                self._check_same(what, f"{self.spec.key(source)}.dataset", old["contents"], now)
         self._announce_changes(set(saved["sources"]))
         self.start = state
         self._workers = None
@@ -134,24 +134,23 @@ class StepLoader:
             UserError: all do.
         """
         start = self.start or {}
-        positions = start.get("sources", {})
+        first, positions, section = start.get("step", 0), start.get("sources", {}), self.spec.section
         left = {
             name: source.rows - positions.get(name, {"rows": 0})["rows"]
             for name, source in self.sources.items()
             if source.rows is not None
         }
-        dry = run_dry(self.spec.phases, left, range(start.get("step", 0), steps))
-        section = self.spec.section
-        for name, step in dry.items():
+        if left.keys() == self.sources.keys():
+            enough = first + whole_steps(self.spec.phases, sum(left.values()), first)
+            if enough < steps:
+                raise UserError(
+                    f"training.steps: all sources will have been read max_epochs times after {enough:,} of {steps:,} "
+                    f"steps; set training.steps = {enough}, or raise max_epochs"
+                )
+        for name, step in run_dry(self.spec.phases, left, range(first, steps - 1)).items():
             logger.warning(
                 f"{section}.sources: {name} will have been read max_epochs times in step {step + 1:,} of {steps:,}; "
                 "from then on the others share its weight"
-            )
-        if left.keys() == self.sources.keys() and len(dry) == len(left):
-            last = max(dry.values())
-            raise UserError(
-                f"training.steps: all sources will have been read max_epochs times in step {last + 1:,}; set "
-                f"training.steps = {last}, or raise max_epochs"
             )
 
     @staticmethod
@@ -237,7 +236,7 @@ class StepLoader:
         return self._batch(0, Rows([], [], [], {}))
 
     def _stalled(self) -> str:
-        section, workers = self.spec.section.split(".")[0], self.spec.options.num_workers
+        section, workers = self.spec.section, self.spec.options.num_workers
         options = f"{section.split('.')[0]}.dataloader"
         reading = "; ".join(retry.doing for retry in self.retries.values())
         doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"

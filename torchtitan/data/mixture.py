@@ -7,7 +7,8 @@ first always succeeds (Steiner and Yeomans, "Level schedules for mixed-model, ju
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -122,6 +123,11 @@ class Phase(NamedTuple):
     weights: Mapping[str, Fraction]
 
 
+def _with_ends(phases: Sequence[Phase]) -> Iterator[tuple[Phase, int]]:
+    """Each phase, and the step after it."""
+    return zip(phases, [*(phase.first for phase in phases[1:]), sys.maxsize], strict=True)
+
+
 def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> dict[str, int]:
     """In which of `steps` each source that ends gives its last row, to within a row; both counted from 0.
 
@@ -131,7 +137,7 @@ def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> d
     rest = {name: Fraction(rows) for name, rows in left.items()}
     ended: dict[str, int] = {}
     now = Fraction(steps.start)
-    for phase, after in zip(phases, [*(phase.first for phase in phases[1:]), math.inf], strict=True):
+    for phase, after in _with_ends(phases):
         end = min(after, steps.stop)
         while now < end:
             weights = {name: weight for name, weight in phase.weights.items() if weight > 0 and name not in ended}
@@ -145,3 +151,15 @@ def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> d
             now = change
             ended |= {name: max(math.ceil(now) - 1, steps.start) for name in until if until[name] == now}
     return ended
+
+
+def whole_steps(phases: Sequence[Phase], rows: int, first: int) -> int:
+    """How many steps, from `first` on, `rows` rows are enough for."""
+    step = first
+    for phase, after in _with_ends(phases):
+        if step < after:
+            steps = min(rows // phase.rows, after - step)
+            step, rows = step + steps, rows - steps * phase.rows
+            if step < after:
+                break
+    return step - first

@@ -37,6 +37,7 @@ class StepReader:
         self.shares = Shares()
         if "shares" in start:
             self.shares.load_state_dict(start["shares"])
+        self.sources = sources
         self.readers: dict[str, SourceReader] = {}
         for name, source in sources.items():
             lanes = saved[name].get("lane_count") if name in saved else None
@@ -81,5 +82,8 @@ class StepReader:
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the last step. `merge_states` joins the readers' positions."""
-        sources = {name: reader.state_dict() for name, reader in self.readers.items()}
+        sources = {
+            name: {"contents": self.sources[name].fingerprint, **reader.state_dict()}
+            for name, reader in self.readers.items()
+        }
         return {"step": self.step, "shares": self.shares.state_dict(), "sources": self.parked | sources}
