@@ -147,8 +147,8 @@ BAD = {
     "batch": (["--training.global_batch_size=7"], "training.global_batch_size", 2),
     "degrees": (["--parallelism.data_parallel_shard_degree=5"], "data_parallel_shard_degree", 2),
     "data file": (["--training.dataset_path=missing*.jsonl"], "training.dataset_path: no file matches", 2),
-    "empty data": (["--training.dataset_path=empty.jsonl"], "training.dataset_path: empty.jsonl is empty", 1),
-    "cut data": (["--training.dataset_path=cut.jsonl.gz"], "can't read cut.jsonl.gz", 1),
+    "empty data": (["--training.dataset_path=empty.jsonl"], "training.dataset_path: empty.jsonl holds no documents", 1),
+    "cut data": (["--training.dataset_path=cut.jsonl.gz"], "cut.jsonl.gz: line 1: can't be decompressed", 1),
     "tokenizer": (["--model.hf_assets_path=nowhere"], "model.hf_assets_path: nowhere does not exist", 2),
     "vocabulary": (["--model.overrides.vocab_size=512"], "the tokenizer has 2048 entries", 2),
     "flavor": (["--model.flavor=8b"], "did you mean '8B'", 2),
@@ -207,7 +207,7 @@ def test_an_error_on_several_ranks_ends_with_one_cause(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
     done = start(ROOT / "run_train.sh", "--training.dataset_path=cut.jsonl.gz", cwd=tmp_path, NGPU="2")
     assert done.returncode == 1
-    assert "can't read cut.jsonl.gz" in done.stderr
+    assert "cut.jsonl.gz: line 1: can't be decompressed" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 5, done.stderr
 

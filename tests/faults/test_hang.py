@@ -119,22 +119,23 @@ def test_a_rank_that_does_not_enter_a_collective(ranks, tmp_path, capsys, caplog
 
 def starve(trainer, folder):
     if dist.get_rank() == 1:
-        reader = trainer.parts.loader.source.reader
+        source = trainer.parts.loader.sources["data"]
+        reader = source.reader
 
-        def slow(rows):
-            lanes = reader(rows)
-            step, count = lanes.step, []
+        def slow(*args):
+            lanes, count = reader(*args), []
+            read = lanes.read
 
-            def read():
+            def starving(*args):
                 count.append(0)
                 if len(count) == 4:
                     until_diagnosed(folder)
-                return step()
+                return read(*args)
 
-            lanes.step = read
+            lanes.read = starving
             return lanes
 
-        trainer.parts.loader.source.reader = slow
+        source.reader = slow
 
 
 def hang_in_data(argv):
