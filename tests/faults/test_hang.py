@@ -326,7 +326,7 @@ def skip_one(folder):
     with watched(folder):
         group = small_group()
         if dist.get_rank() != 1:
-            with pytest.raises(RuntimeError, match="Timed out"):
+            with pytest.raises(RuntimeError):  # a timeout: its own, or one of a peer that then closes the connection
                 dist.all_reduce(torch.ones(8), group=group)
         else:
             parts = [torch.empty(4) for _ in range(3)]
