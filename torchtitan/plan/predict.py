@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from torchtitan.config.derive import axis_degrees, derive, layout_degrees
 from torchtitan.config.schema import Config
@@ -57,8 +58,25 @@ class Plan:
         return max(memory.reserved for memory in self.memory) / GIB
 
     @property
+    def speed_band(self) -> float:
+        """Relative error within which 90 % of such plans' throughputs are."""
+        return self.hardware.band
+
+    @property
+    def memory_band(self) -> float:
+        """Relative error within which 90 % of such plans' peaks are."""
+        return MEMORY_BAND
+
+    @property
+    def chance_to_fit(self) -> float:
+        """Probability that the run fits in the hardware's memory, by a normal distribution of the peak's error."""
+        deviation = self.memory_band / NormalDist().inv_cdf(0.95)
+        return NormalDist(self.peak_gib, deviation * self.peak_gib).cdf(self.hardware.usable_gib)
+
+    @property
     def fits(self) -> bool:
-        return self.peak_gib <= self.hardware.usable_gib
+        """Whether the run is more likely to fit than not."""
+        return self.chance_to_fit >= 0.5
 
     @property
     def mfu(self) -> float | None:
