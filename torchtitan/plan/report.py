@@ -9,7 +9,7 @@ from torchtitan.config.derive import layout_name
 from torchtitan.plan.advice import Change, largest_costs
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import GIB, PARTS
-from torchtitan.plan.predict import MEMORY_BAND, Plan
+from torchtitan.plan.predict import Plan
 from torchtitan.plan.savings import advice
 from torchtitan.plan.search import Found
 from torchtitan.plan.workload import hardware_flops
@@ -61,7 +61,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             _memory_table(plan),
             "",
             f"Step {time.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s per GPU{mfu} (within "
-            f"{plan.hardware.band:.0%}, see docs/plan.md){bubble}",
+            f"{plan.speed_band:.0%}, see docs/plan.md){bubble}",
             f"{_rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
             f"{_rounded(run.gpu_hours)} GPU-hours",
             "",
@@ -97,8 +97,9 @@ def _memory_table(plan: Plan) -> str:
         else:
             rows.append([str(rank), *cells])
     verdict = "fits in" if plan.fits else "DOES NOT FIT in"
-    limits = f"{usable:.1f} of {plan.hardware.memory_gib:.1f}"
-    return f"Memory, GiB: {verdict} {limits} ({plan.memory_source}, within {MEMORY_BAND:.0%})\n{aligned(rows)}"
+    limits = f"{usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {plan.chance_to_fit:.0%}"
+    source = f"{plan.memory_source}; within {plan.memory_band:.0%}"
+    return f"Memory, GiB: {verdict} {limits} ({source})\n{aligned(rows)}"
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -186,7 +187,9 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             "usable_gib": hw.usable_gib,
             "peak_gib": plan.peak_gib,
             "source": plan.memory_source,
-            "band": MEMORY_BAND,
+            "band": plan.memory_band,
+            "chance_to_fit": plan.chance_to_fit,
+            "traced_gib": dict(plan.traced_gib),
             "ranks": ranks,
         },
         "time": {
@@ -194,7 +197,7 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             "tokens_per_second_per_gpu": plan.tokens_per_second,
             "mfu": plan.mfu,
             "bubble": time.bubble,
-            "band": hw.band,
+            "band": plan.speed_band,
             "parts_s": dict(time.parts),
         },
         "flops": [{"kind": kind, "dtype": dtype, "flops": n} for (kind, dtype), n in hardware_flops(w).items()],
