@@ -5,14 +5,17 @@ Refuses what the trainer refuses, in the same words. Exits with 1 if the plan do
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.command_line import parse_args
-from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.axes import AXES
+from torchtitan.plan.hardware import find_hardware, load_hardware
 from torchtitan.plan.page import page, pictures, schedule_svg
 from torchtitan.plan.planner import make_plan, planned_toml
 from torchtitan.plan.report import as_data, as_text, comparison, search_data, search_table
+from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import count
@@ -25,15 +28,17 @@ def parser() -> argparse.ArgumentParser:
         prog="torchtitan plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
-    add("--hardware", default="h100-sxm", metavar="NAME", help="a built-in name or a TOML file (default: h100-sxm)")
+    add("--world", type=count, metavar="N", help="number of ranks; required")
+    add("--hardware", metavar="NAME", help=f"one of {', '.join(load_hardware())}, or a TOML file; required")
     add(
         "--tokens",
         type=_tokens,
         metavar="N",
         help="tokens to train on, for example 15e12 (default: those of training.steps)",
     )
-    add("--search", action="store_true", help="find the fastest layout of this model and batch, and plan that")
+    add("--search", action="store_true", help="find the best layouts of this model and batch, and plan the first")
+    varied = "; ".join(f"{name}: {text}" for name, text in AXES.items())
+    add("--axes", type=_axes, default=(), metavar="NAME,...", help=f"what --search varies, too. {varied}")
     add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
     add(
         "--compare", nargs="+", metavar="TOML", help="compare two TOML files, or CONFIG.toml with another, side by side"
@@ -55,7 +60,9 @@ def main(argv: list[str]) -> int:
         print(f"Measured this machine. To plan for it: --hardware {options.calibrate}")
         return 0
     hardware = find_hardware(options.hardware)
-    plan, found = make_plan(flags, options.world, hardware, searching=options.search, tracing=not options.fast)
+    plan, found = make_plan(
+        flags, options.world, hardware, searching=options.search, tracing=not options.fast, axes=options.axes
+    )
     other = None
     if options.compare:
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
@@ -97,7 +104,28 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         own.error("--compare needs two TOML files")
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
+    if options.axes and not options.search:
+        own.error("--axes needs --search")
+    if not options.calibrate and (missing := list(_missing(options, flags))):
+        own.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
+
+
+def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
+    """What a plan needs and the command line doesn't say, with the choices."""
+    if not flags:
+        yield f"CONFIG.toml: one of {', '.join(shipped_configs())}, or a file"
+    if options.world is None:
+        yield "--world N: the number of GPUs"
+    if options.hardware is None:
+        yield f"--hardware NAME: one of {', '.join(load_hardware())}, or a TOML file (--calibrate FILE writes one)"
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in AXES]:
+        raise argparse.ArgumentTypeError(f"no axis {unknown[0]!r} (there is {', '.join(AXES)})")
+    return names
 
 
 def _tokens(text: str) -> float:

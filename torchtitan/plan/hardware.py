@@ -7,6 +7,7 @@ from typing import Literal
 import tomli
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
+from torchtitan.config.device import Accelerator
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.hardware import FILE
 
@@ -21,6 +22,8 @@ class Hardware(BaseModel):
     device_names: tuple[str, ...] = ()
     """Names that torch reports for the device."""
     device: Literal["cuda", "cpu"] = "cuda"
+    capability: tuple[int, int] | None = None
+    """As torch reports it; None if a file doesn't say: then nothing that depends on it is refused."""
     memory_gib: PositiveFloat
     bf16: PositiveFloat
     fp8: NonNegativeFloat
@@ -48,6 +51,13 @@ class Hardware(BaseModel):
     host_link: PositiveFloat
     reserve_gib: NonNegativeFloat
     band: NonNegativeFloat
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What the trainer would ask the device for."""
+        if self.device == "cpu":
+            return Accelerator("a CPU", (0, 0))
+        return Accelerator(self.device_names[0] if self.device_names else self.name, self.capability)
 
     @property
     def usable_gib(self) -> float:
@@ -124,6 +134,7 @@ def find_hardware(name: str) -> Hardware:
         return next(iter(found.values()))
     known = load_hardware()
     if name not in known:
-        hint = did_you_mean(name.lower(), known)
+        meant = [other for other in known if other.startswith(name.lower())]
+        hint = f"; did you mean {' or '.join(meant)}?" if name and meant else did_you_mean(name.lower(), known)
         raise ConfigError([f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a TOML file){hint}"])
     return known[name]

@@ -121,8 +121,6 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
     """Time and memory by the closed forms."""
     memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
     notes = []
-    if workload.float8 and not hardware.fp8:
-        notes.append(f"{hardware.name} has no 8-bit matrix products, so a run would refuse model.converters")
     if workload.experts:
         notes.append("all experts are assumed to get equally many tokens; uneven loads take more time and memory")
     return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))

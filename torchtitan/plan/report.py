@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.config.derive import layout_name
 from torchtitan.plan.advice import Change, largest_costs
+from torchtitan.plan.axes import changes
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import GIB, PARTS
 from torchtitan.plan.predict import MEMORY_BAND, Plan
@@ -116,14 +117,17 @@ def _cost_lines(plan: Plan) -> list[str]:
 
 
 def search_table(found: Found) -> str:
-    """The best layouts of a search."""
-    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB"]]
-    for plan in found.best:
-        w = plan.workload
+    """The proposals of a search."""
+    given = next((proposal.plan.config for proposal in found.best if proposal.baseline), found.best[0].plan.config)
+    settings = [", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items()) for p in found.best]
+    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB", "fits", "why"]]
+    for proposal, changed in zip(found.best, settings, strict=True):
+        plan, w = proposal.plan, proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
-        speed, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
-        rows.append([layout_name(plan.layout), batch, schedule, plan.checkpointing, speed, peak])
+        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", f"{plan.chance_to_fit:.0%}"
+        layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
+        rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
     return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
 
 
@@ -218,8 +222,17 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
 
 def search_data(found: Found) -> dict[str, Any]:
     """A search, for JSON."""
-    best = [_layout_data(plan) | _figures(plan) for plan in found.best]
-    return {"seen": found.seen, "points": found.points, "best": best}
+    best = [
+        _layout_data(proposal.plan)
+        | _figures(proposal.plan)
+        | {
+            "chance_to_fit": proposal.plan.chance_to_fit,
+            "why": proposal.why,
+            "baseline": proposal.baseline,
+        }
+        for proposal in found.best
+    ]
+    return {"seen": found.seen, "points": found.points, "limit_gib": found.limit_gib, "best": best}
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
