@@ -54,11 +54,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options, flags = _parse(argv or ["--help"])
     if options.calibrate:
-        from torchtitan.plan.calibrate import calibrate
-
-        _write(options.calibrate, calibrate())
-        print(f"Measured this machine. To plan for it: --hardware {options.calibrate}")
-        return 0
+        return _calibrate(options.calibrate)
     hardware = find_hardware(options.hardware)
     plan, found = make_plan(
         flags, options.world, hardware, searching=options.search, tracing=not options.fast, axes=options.axes
@@ -94,6 +90,17 @@ def main(argv: list[str]) -> int:
             if file := getattr(options, option):
                 print(f"wrote {file}")
     return 0 if plan.fits else 1
+
+
+def _calibrate(file: str) -> int:
+    from torchtitan.plan.calibrate import calibrate, unmeasured
+
+    if (text := calibrate()) is not None:
+        _write(file, text)
+        print(f"Measured this machine. To plan for it: --hardware {file}")
+        for key in unmeasured(text):
+            print(f"note: {key} could not be measured by this start; fill it in for plans that need it (see {file})")
+    return 0
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

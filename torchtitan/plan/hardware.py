@@ -1,5 +1,6 @@
 """The hardware that a plan can target: `utils/hardware.toml`, or a file in its format, as `--calibrate` writes."""
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -29,8 +30,9 @@ class Hardware(BaseModel):
     fp8: NonNegativeFloat
     fp32: PositiveFloat
     memory_bandwidth: PositiveFloat
-    link: PositiveFloat
-    network: PositiveFloat
+    link: PositiveFloat = math.inf
+    """Infinite if a file doesn't say; `check_ranks` then refuses to plan for ranks that need it."""
+    network: PositiveFloat = math.inf
     gpus_per_node: PositiveInt
     gemm_bf16: PositiveFloat
     gemm_fp8: PositiveFloat
@@ -58,6 +60,23 @@ class Hardware(BaseModel):
         if self.device == "cpu":
             return Accelerator("a CPU", (0, 0))
         return Accelerator(self.device_names[0] if self.device_names else self.name, self.capability)
+
+    def check_ranks(self, world: int) -> None:
+        """Check that the rates which `world` ranks communicate at are known.
+
+        Raises:
+            ConfigError: they aren't.
+        """
+        needed = {"link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1)}
+        needed["network"] = ("between nodes", world > self.gpus_per_node)
+        problems = [
+            f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which {world} ranks need; fill it "
+            "in, or measure it by starting `torchtitan plan --calibrate FILE` with torchrun"
+            for key, (where, needs) in needed.items()
+            if needs and math.isinf(getattr(self, key))
+        ]
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def usable_gib(self) -> float:

@@ -72,6 +72,7 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
 
 def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...]) -> tuple[Found, tuple[str, ...]]:
     """Search from the configuration of `argv`, whose layout need not be one of `world` ranks."""
+    hardware.check_ranks(world)
     loaded = load_config(argv)
     start = complete(dataclasses.replace(loaded, config=any_layout(loaded.config, world)), world=1)
     here, notes = _without_missing_files(start.config)

@@ -118,7 +118,12 @@ def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
 
 
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
-    """Time and memory by the closed forms."""
+    """Time and memory by the closed forms.
+
+    Raises:
+        ConfigError: the hardware doesn't state a rate that the workload needs.
+    """
+    hardware.check_ranks(workload.world)
     memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
     notes = []
     if workload.experts:
