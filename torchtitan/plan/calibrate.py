@@ -17,6 +17,7 @@ from torchtitan.plan.hardware import Hardware, load_hardware
 from torchtitan.plan.links import Links, measure_links, ranks_per_node
 from torchtitan.utils.device import current_device
 from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.torch_faults import silence_false_alarms
 
 _SECONDS = 1.0
 """Duration of each measurement, after a first call."""
@@ -27,6 +28,7 @@ _CPU = ("reserve_gib = 1.0  # an estimate", "eager = 1.5  # an estimate")
 
 def calibrate() -> str | None:
     """The text of a hardware file for this machine; None on all ranks but the first."""
+    silence_false_alarms()
     rank, world = rank_and_world()
     device, links = current_device(), Links(None, None, max(1, torch.cuda.device_count()))
     if world > 1:

@@ -63,8 +63,8 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             f"Step {time.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s per GPU{mfu} (within "
             f"{plan.hardware.band:.0%}, see docs/plan.md){bubble}",
-            f"{_rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
-            f"{_rounded(run.gpu_hours)} GPU-hours",
+            f"{rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {time_of(run.hours)}, "
+            f"{rounded(run.gpu_hours)} GPU-hours",
             "",
             "Largest costs:",
             *_cost_lines(plan),
@@ -150,13 +150,17 @@ def comparison(this: Plan, other: Plan) -> str:
     return aligned(rows)
 
 
-def _duration(hours: float) -> str:
+def time_of(hours: float) -> str:
+    """A duration in the unit that suits it."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    return f"{hours * 60:.0f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.2g} s"
 
 
-def _rounded(number: float) -> str:
+def rounded(number: float) -> str:
+    """A large number with four digits."""
     return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.4g}"
 
 
