@@ -59,12 +59,19 @@ def parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     add("--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it")
     add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
-    add("--calibrate", metavar="FILE", help="measure this machine, and write a file for --hardware")
+    add("--from-run", metavar="DIR", help="compare the run in this dump folder with its plan")
+    add(
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine, and write a file for --hardware; with --from-run, fit one to the run",
+    )
     return parser
 
 
 def main(argv: list[str]) -> int:
     options, flags = _parse(argv or ["--help"])
+    if options.from_run:
+        return _compare_run(options, flags)
     if options.calibrate:
         return _calibrate(options.calibrate)
     hardware = find_hardware(options.hardware)
@@ -120,6 +127,26 @@ def _calibrate(file: str) -> int:
     return 0
 
 
+def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
+    from torchtitan.plan import measured
+
+    run = measured.read_run(Path(options.from_run))
+    hardware = find_hardware(options.hardware) if options.hardware else measured.hardware_of(run)
+    plan = measured.plan_run(run, flags, hardware, tracing=not options.fast)
+    if options.calibrate:
+        _write(options.calibrate, measured.fitted_file(run, plan))
+    data = as_data(plan, options.tokens) | {"measured": measured.comparison_data(run, plan)}
+    if options.json == _TERMINAL:
+        print(json.dumps(data, indent=1))
+        return 0
+    if options.json:
+        _write(options.json, json.dumps(data, indent=1) + "\n")
+    print("\n\n".join([measured.comparison_text(run, plan), as_text(plan, options.tokens)]))
+    for file in filter(None, (options.calibrate, options.json)):
+        print(f"wrote {file}")
+    return 0
+
+
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and the configuration's flags."""
     own = parser()
@@ -132,7 +159,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         own.error("--mtbf and --storage need each other: what a failure costs depends on how long a save takes")
     if options.axes and not options.search:
         own.error("--axes needs --search")
-    if not options.calibrate and (missing := list(_missing(options, flags))):
+    if options.from_run and (options.config or options.world or options.search or options.compare):
+        own.error("--from-run takes the configuration and the number of ranks from the run; drop them and --search")
+    if not (options.calibrate or options.from_run) and (missing := list(_missing(options, flags))):
         own.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
 

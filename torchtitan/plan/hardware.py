@@ -1,5 +1,6 @@
 """The hardware that a plan can target: `utils/hardware.toml`, or a file in its format, as `--calibrate` writes."""
 
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -157,3 +158,17 @@ def find_hardware(name: str) -> Hardware:
         hint = f"; did you mean {' or '.join(meant)}?" if name and meant else did_you_mean(name.lower(), known)
         raise ConfigError([f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a TOML file){hint}"])
     return known[name]
+
+
+def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
+    """A hardware file for `hardware`, in which the constants that differ from those of `base` are marked.
+
+    Args:
+        source: of the constants that differ.
+    """
+    lines = [f"# Constants marked so are {source}.", f"[{name}]"]
+    for key, value in hardware.model_dump(mode="json", exclude={"name"}).items():
+        if value is not None and value != [] and value != math.inf:
+            mark = "  # fitted" if value != getattr(base, key) and not isinstance(value, str | list) else ""
+            lines.append(f"{key} = {json.dumps(value)}{mark}")
+    return "\n".join([*lines, ""])
