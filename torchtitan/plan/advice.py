@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import replace
+from torchtitan.config.device import check_device
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.predict import Plan, derived_workload, predict
 from torchtitan.plan.workload import Workload
@@ -62,6 +63,7 @@ def changes(plan: Plan, part: str) -> list[Change]:
         for key, value in settings.items():
             config = replace(config, key, value)
         try:
+            check_device(config, plan.hardware.accelerator)
             after = predict(derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware)
         except ConfigError:
             continue

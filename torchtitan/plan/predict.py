@@ -125,11 +125,14 @@ def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
 
 
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
-    """Time and memory by the closed forms."""
+    """Time and memory by the closed forms.
+
+    Raises:
+        ConfigError: the hardware doesn't state a rate that the workload needs.
+    """
+    hardware.check_ranks(workload.world)
     memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
     notes = []
-    if workload.float8 and not hardware.fp8:
-        notes.append(f"{hardware.name} has no 8-bit matrix products, so a run would refuse model.converters")
     if workload.experts:
         notes.append("all experts are assumed to get equally many tokens; uneven loads take more time and memory")
     return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))
