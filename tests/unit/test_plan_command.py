@@ -1,10 +1,9 @@
-"""`torchtitan plan`: accuracy against published measurements, search, advice, the command and its page."""
+"""`torchtitan plan`: accuracy against published measurements, search, advice, the command."""
 
 import json
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torchtitan.plan.bands import SPEED_DEVIATIONS, WIDTH
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import find_hardware, load_hardware
 from torchtitan.plan.memory import GIB, predict_memory
-from torchtitan.plan.page import page, pictures
 from torchtitan.plan.predict import predict, trace_memory
 from torchtitan.plan.report import as_data
 from torchtitan.plan.search import search
@@ -280,51 +278,9 @@ def test_json_alone_on_the_terminal(capsys):
     assert json.loads(capsys.readouterr().out)["layout"]["dp_shard"] == 8
 
 
-# ---- the page
-
-
-@pytest.fixture(scope="module")
-def planned_page(tmp_path_factory):
-    """A page of 16 ranks, and the JSON beside it."""
-    file = tmp_path_factory.mktemp("page") / "r.html"
-    argv = ["--model.flavor=8B", "--world=16", "--training.local_batch_size=8", "--training.seq_len=8192",
-            FULL, "--parallelism.pipeline_parallel_degree=4"]  # fmt: skip
-    main([*argv, HARDWARE, "--fast", f"--html={file}"])
-    return file, json.loads(file.with_suffix(".json").read_text())
-
-
-def test_the_page_carries_the_json_beside_it(planned_page):
-    file, data = planned_page
-    text = file.read_text()
-    carried = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    assert json.loads(carried[1]) == data
-    assert "http" not in text.replace("http://www.w3.org/", "")  # nothing is loaded
-    assert data["memory"]["peak_gib"] == max(r["reserved_gib"] for r in data["memory"]["ranks"])
-    assert data["schedule_svg"].count("<title>") == 2 * 4 * 8  # forward and backward, ranks, microbatches
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="no Chromium here")
-def test_the_page_in_a_browser(planned_page):
-    file, data = planned_page
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    command = ["chromium", *flags, file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    shown = dict(re.findall(r'data-figure="(\w+)"[^>]*>([^<]*)<', done.stdout))
-    assert shown["tokens_per_second_per_gpu"] == f"{data['time']['tokens_per_second_per_gpu']:,.0f}"
-    assert shown["peak_gib"] == f"{data['memory']['peak_gib']:,.1f}"
-    assert shown["step_s"] == f"{data['time']['step_s']:,.2f}"
-    assert done.stdout.count("<circle") == len(data["scaling"])
-    assert done.stdout.count("rank 15:") == 1  # every GPU of the mesh
-
-
 def test_report_counts_tokens():
     w = workload("--model.flavor=8B", *ONE_ROW, world=8)
     made = as_data(predict(w, SPEC, H100), tokens=1e12)
     hours = 1e12 / (made["time"]["tokens_per_second_per_gpu"] * 8) / 3600
     assert made["run"]["gpu_hours"] == pytest.approx(8 * hours)
     assert made["memory"]["peak_gib"] == pytest.approx(predict_memory(w).reserved / GIB)
-    carried = page(made | pictures(predict(w, SPEC, H100)) | {"notes": ["</script>"]}).split("__DATA__")
-    assert len(carried) == 1
-    assert carried[0].count("</script>") == 2  # what the data holds ends no script

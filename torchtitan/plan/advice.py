@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.config.derive import replace
 from torchtitan.config.device import check_device
+from torchtitan.plan.costs import BUBBLE
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.predict import Plan, derived_workload, predict
 from torchtitan.plan.workload import Workload
@@ -109,7 +110,7 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
         # Fewer ranks hold each expert: less to gather, and more rows for it.
         yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}
-    if part == "pipeline bubble":
+    if part == BUBBLE:
         if t.local_batch_size > p.pipeline_parallel_microbatch_size:
             size = max(1, p.pipeline_parallel_microbatch_size // 2)
             yield "smaller microbatches", {"parallelism.pipeline_parallel_microbatch_size": size}

@@ -52,6 +52,9 @@ HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a copy to the host,
 and the launch of what follows. Estimate."""
 
+BUBBLE = "pipeline bubble"
+"""The part of the step's time that ranks wait for each other in a pipeline."""
+
 Seconds = dict[str, float]
 """Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
 `communication: AXIS`."""
@@ -63,13 +66,17 @@ class StepTime:
 
     seconds: float
     parts: Mapping[str, float]
-    """Seconds of the slowest rank by what they are spent on, the largest first; they add up to `seconds`."""
+    """Seconds by what they are spent on, the largest first; they add up to `seconds`. In a pipeline, compute is that of
+    the average rank; what follows the pipeline, that of the slowest."""
     timeline: Timeline | None
     """One batch of the pipeline; None without one."""
-    bubble: float
-    """Share of the step in which the average rank waits for the pipeline."""
     tokens_per_second: float
     """Per GPU."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the average rank waits for the pipeline: the schedule's blank area."""
+        return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -90,17 +97,18 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
     block, ends = _block(w, hw), _ends(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
-    timeline, idle, slowest = None, 0.0, 0
+    timeline, slowest = None, 0
+    layers, outputs = sum(stage.layers for stage in w.stages), sum(stage.has_output for stage in w.stages)
+    for count, work in (layers, block), (outputs, ends):
+        for part, seconds in work.both:
+            parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
         timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, ends), _transfer(w, hw))
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
-        idle = timeline.idle * timeline.length * w.accumulation
-    for stage in w.stages_of(slowest):
-        for count, work in (stage.layers, block), (stage.has_output, ends):
-            for part, seconds in work.both:
-                parts[part] += count * seconds * w.microbatches * w.accumulation
-    if timeline is not None:
-        parts["pipeline bubble"] = timeline.length * w.accumulation - sum(parts.values())
+        repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
+        parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
+        if repeated > 1e-9 * timeline.length:  # beyond rounding
+            parts["repeated by a split backward"] = repeated
     parts |= _data_parallel(w, hw, block, max(w.stages_of(slowest), key=lambda stage: stage.layers))
     parts["activation offload"] = _activation_offload(w, hw, block, slowest)
     parts["optimizer"] = _optimizer(w, hw)
@@ -109,7 +117,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     parts["waiting for the slowest node"] = sum(parts.values()) * hw.node_variation * math.log2(nodes)
     seconds = sum(parts.values())
     ordered = {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part] > 0}
-    return StepTime(seconds, ordered, timeline, idle / seconds, w.tokens_per_step / seconds / w.world)
+    return StepTime(seconds, ordered, timeline, w.tokens_per_step / seconds / w.world)
 
 
 # ---- compute
