@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans import FULL, H100, ONE_ROW, SPEC, TINY, workload
+from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.plan import calibrate
@@ -161,6 +161,14 @@ def test_changes_do_what_they_say():
     float8 = next(change for change in made if change.text == "Float8")
     alone = workload("--model.flavor=8B", FULL, *ONE_ROW, "--model.converters=float8", world=8)
     assert float8.after.time.seconds == pytest.approx(step_time(alone, H100).seconds)
+
+
+def test_tensorwise_float8_is_suggested_where_it_wins():
+    rowwise = ["--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise"]
+    plan = predict(workload("--model.flavor=8B", NONE, *ONE_ROW, *rowwise, world=8), SPEC, H100)
+    (change,) = (change for change in changes(plan, "matrix products") if change.text == "tensorwise Float8")
+    assert change.settings["quantize.linear.float8.recipe_name"] == "tensorwise"
+    assert change.gain > 0.05
 
 
 @pytest.mark.parametrize("holes", [1.5, 0.5])

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     if options.json and options.json != _TERMINAL:
         _write(options.json, json.dumps(data, indent=1) + "\n")
     if options.html:
-        shown = data | pictures(plan, found.best if found else [])
+        shown = data | pictures(plan, [proposal.plan for proposal in found.best] if found else [])
         _write(options.html, page(shown))
         _write(str(Path(options.html).with_suffix(".json")), json.dumps(shown, indent=1) + "\n")
     if options.schedule_svg:
