@@ -219,7 +219,7 @@ def calibration(bench: Bench) -> Figures:
     if bench.dry:
         calibrate._SECONDS = 0.01
     file = bench.kept / "hardware.toml"
-    file.write_text(calibrate.calibrate())
+    file.write_text(calibrate.calibrate() or "")
     made = json.loads(find_hardware(str(file)).model_dump_json())
     keys = ("bf16", "fp8", "fp32", "gemm_bf16", "gemm_fp8", "attention", "memory_bandwidth", "memory_efficiency")
     return {key: made[key] for key in keys}

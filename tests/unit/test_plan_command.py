@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans import FULL, H100, ONE_ROW, SPEC, TINY, workload
+from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.plan import calibrate
 from torchtitan.plan.advice import changes
+from torchtitan.plan.bands import SPEED_DEVIATIONS, WIDTH
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import find_hardware, load_hardware
 from torchtitan.plan.memory import GIB, predict_memory
@@ -25,46 +26,57 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
+HARDWARE = "--hardware=h100-sxm"
 LLAMA_8B = str(ROOT / "train_configs/llama3_8b.toml")
 
 # ---- against published measurements
 
 
 @pytest.fixture(scope="module")
-def published():
-    """The script that compares with published measurements, and its rows."""
+def accuracy():
+    """The script that compares with published measurements, its rows, and the errors of their throughput."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan_accuracy
 
-    return plan_accuracy, plan_accuracy.load()
+    rows = [row for file in plan_accuracy.FILES for row in plan_accuracy.load(file)]
+    return plan_accuracy, rows, *plan_accuracy.errors(rows)
 
 
-def test_accuracy(published):
+def test_accuracy(accuracy):
     """The figures that docs/plan.md and the README state. Sources differ by up to 15 % about one configuration."""
-    plan_accuracy, rows = published
-    assert len(rows) >= 33
+    script, rows, speed, space = accuracy
     shown = (ROOT / "docs/plan.md").read_text()
-    assert [line for line in plan_accuracy.table(rows) if line not in shown] == []
-    speed, space = plan_accuracy.errors(rows)
-    sizes = sorted(abs(e) for row, e in speed if not row.rowwise)
-    held_out = sorted(abs(e) for row, e in speed if not row.rowwise and not row.fit)
-    stated = rf"median error of {statistics.median(held_out):.1%}, at worst {held_out[-1]:.1%}".replace("%", " %")
+    assert [line for line in script.table(rows) if line not in shown] == []
+    own = sorted(abs(error) for row, error in script.held_out(speed) if row.system == script.TORCHTITAN)
+    stated = rf"median error of {statistics.median(own):.1%}, at worst {own[-1]:.1%}".replace("%", " %")
     assert stated in (ROOT / "README.md").read_text()
     assert stated in shown
-    assert statistics.median(held_out) <= 0.06
-    assert statistics.median(sizes) <= 0.04
-    assert sum(sizes) / len(sizes) <= 0.06
-    assert sizes[-1] <= 0.20
-    assert sum(abs(e) for _, e in space) / len(space) <= 0.04
-    assert all(abs(e) <= 0.10 for row, e in space if row.id not in ("repo-T5-b", "paper-405B-b"))  # 72.7 or 80.3 GiB
+    assert statistics.median(own) <= 0.06
+    assert sum(own) / len(own) <= 0.06
+    assert own[-1] <= 0.15
+    assert sum(abs(error) for _, error in space) / len(space) <= 0.03
+    assert all(abs(error) <= 0.08 for row, error in space if row.id != "repo-T5-b")  # 72.7, of another source 80.3 GiB
 
 
-def test_constants_are_those_of_the_fit(published):
+def test_constants_are_those_of_the_fit(accuracy):
     """No row has a constant of its own, and only the rows marked `fit` decide."""
-    plan_accuracy, rows = published
-    hw = find_hardware("h100-hbm2e")
-    for name, value in plan_accuracy.fit([row for row in rows if row.fit], hw).items():
-        assert getattr(hw, name) == pytest.approx(value, rel=0.01), name
+    script, rows, _, _ = accuracy
+    for hardware, constants in script.fit(rows).items():
+        if find_hardware(hardware).fitted:
+            for name, value in constants.items():
+                assert getattr(find_hardware(hardware), name) == pytest.approx(value, rel=0.01), (hardware, name)
+
+
+def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
+    """They hold 90 % of the rows, each of which was left out of what made its band."""
+    script, _, speed, _ = accuracy
+    outside = script.held_out(speed)
+    bands = script.fit_bands(outside)
+    assert bands.width == pytest.approx(WIDTH, rel=0.02)
+    for name, deviation in SPEED_DEVIATIONS.items():
+        assert deviation == pytest.approx(bands.deviations[name], abs=0.003), name
+    within = script.within_band_left_out(outside)
+    assert sum(within) >= 0.9 * len(within) - 1
 
 
 # ---- hardware
@@ -96,7 +108,7 @@ def test_calibration_describes_this_machine(tmp_path, monkeypatch, capsys):
     assert made.device == "cpu"
     assert made.fp32 > 1e8
     assert made.memory_gib > 0.5
-    assert main([str(ROOT / "train_configs/debug_model.toml"), f"--hardware={file}", "--fast"]) == 0
+    assert main([str(ROOT / "train_configs/debug_model.toml"), f"--hardware={file}", "--world=1", "--fast"]) == 0
     assert "on 1 x this-machine (1 node)" in capsys.readouterr().out
 
 
@@ -109,8 +121,8 @@ def test_everything_that_a_search_proposes_is_legal_and_fits():
     config = resolve(argv, 16).config
     found = search(config, SPEC, preflight(config, output=False).args, 16, H100)
     assert found.seen > 100
-    assert found.best[0].time.tokens_per_second >= 0.98 * max(speed for _, speed in found.points)
-    for made in found.best:
+    assert found.best[0].plan.tokens_per_second >= 0.98 * max(speed for _, speed in found.points) * 0.995  # rounded
+    for made in (proposal.plan for proposal in found.best):
         flags = [
             f"--parallelism.{k}={v}" for k, v in made.config.parallelism.model_dump().items() if v not in (None, "")
         ]
@@ -122,7 +134,7 @@ def test_everything_that_a_search_proposes_is_legal_and_fits():
         again = resolve([*argv[:-1], *flags, f"--training.local_batch_size={batch}"], 16).config
         assert preflight(again, output=False).args == made.workload.args
         assert again.training.global_batch_size == 32
-        assert made.fits
+        assert made.chance_to_fit >= 0.9
 
 
 def test_a_world_too_small_is_said(capsys):
@@ -131,6 +143,7 @@ def test_a_world_too_small_is_said(capsys):
             [
                 str(ROOT / "train_configs/llama3_70b.toml"),
                 "--world=8",
+                HARDWARE,
                 "--search",
                 "--parallelism.tensor_parallel_degree=8",
             ]
@@ -150,9 +163,17 @@ def test_changes_do_what_they_say():
     assert float8.after.time.seconds == pytest.approx(step_time(alone, H100).seconds)
 
 
-@pytest.mark.parametrize(("device", "holes"), [("cuda", 1.5), ("cuda", 0.5), ("cpu", 0.5)])
-def test_traced_memory(monkeypatch, device, holes):
-    """The larger of trace and closed form, of the first, largest and last pipeline rank; the others are scaled."""
+def test_tensorwise_float8_is_suggested_where_it_wins():
+    rowwise = ["--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise"]
+    plan = predict(workload("--model.flavor=8B", NONE, *ONE_ROW, *rowwise, world=8), SPEC, H100)
+    (change,) = (change for change in changes(plan, "matrix products") if change.text == "tensorwise Float8")
+    assert change.settings["quantize.linear.float8.recipe_name"] == "tensorwise"
+    assert change.gain > 0.05
+
+
+@pytest.mark.parametrize("holes", [1.5, 0.5])
+def test_traced_memory(monkeypatch, holes):
+    """A trace of the first, largest and last pipeline rank is told beside the plan's memory, which stays."""
     argv = [
         "--model.flavor=8B",
         "--parallelism.pipeline_parallel_degree=8",
@@ -160,28 +181,22 @@ def test_traced_memory(monkeypatch, device, holes):
         *ONE_ROW[:1],
     ]
     w = workload(*argv, "--compile.enable", world=8)
-    computed = predict(w, SPEC, H100.model_copy(update={"device": device}))
+    computed = predict(w, SPEC, H100)
     sizes = [memory.reserved for memory in computed.memory]
     ranks = sorted({0, sizes.index(max(sizes)), 7})
 
     def trace_ranks(config, world, pp_ranks, device_type):
-        assert (config, world, pp_ranks, device_type) == (w.config, 8, ranks, device)
+        assert (config, world, pp_ranks, device_type) == (w.config, 8, ranks, "cuda")
         for rank in ranks:
-            memory = {part: size * holes * 0.9 for part, size in computed.memory[rank].parts.items()}
-            yield RankTrace(rank, rank, memory, sum(memory.values()), sizes[rank] * holes, {}, {})
+            yield RankTrace(rank, rank, {}, 0, sizes[rank] * holes, {}, {})
 
     monkeypatch.setattr("torchtitan.plan.trace.trace_ranks", trace_ranks)
     plan = trace_memory(computed, w.config)
-    factor = max(holes, 1.0) if device == "cuda" else holes
-    for rank in ranks:
-        assert plan.memory[rank].reserved == pytest.approx(sizes[rank] * factor)
-    assert plan.memory_source == f"pp ranks {', '.join(map(str, ranks))} traced, others scaled"
-    assert len(plan.notes) == (len(ranks) if device == "cuda" and holes < 1 else 0)
-    other = next(rank for rank in range(8) if rank not in ranks)
-    for part in ("parameters", "optimizer"):  # whose size a trace doesn't change
-        assert plan.memory[other].parts[part] == computed.memory[other].parts[part]
-    if factor != 1:
-        assert (plan.memory[other].reserved > sizes[other]) == (factor > 1)
+    assert plan.memory == computed.memory
+    assert plan.traced_gib == {rank: pytest.approx(sizes[rank] * holes / GIB) for rank in ranks}
+    assert f"{sizes[0] * holes / GIB:.1f} on pp rank 0" in plan.memory_source
+    assert len(plan.notes) == (len(ranks) if holes > 1 else 0)
+    assert (plan.chance_to_fit < computed.chance_to_fit) == (holes > 1)
 
 
 # ---- the command
@@ -192,7 +207,7 @@ def shipped():
     for file in sorted((ROOT / "train_configs").glob("*.toml")):
         comment = re.search(r"# Hardware: (?:(\d+) (?:x|or more) H100 80 GB|any CPU)", file.read_text())
         assert comment, f"{file.name}: its comment names no hardware"
-        yield file, [str(file), f"--world={comment[1] or 1}"]
+        yield file, [str(file), f"--world={comment[1] or 1}", HARDWARE]
 
 
 @pytest.mark.parametrize(("file", "argv"), list(shipped()), ids=lambda x: getattr(x, "name", ""))
@@ -205,7 +220,7 @@ def test_refusals_are_the_trainers():
     argv = ["--model.flavor=8B", "--parallelism.tensor_parallel_degree=3", "--training.loss_chunks=7"]
     for world, more in ((6, argv), (8, argv), (8, ["--training.stpes=3"])):
         with pytest.raises(ConfigError) as ours:
-            main([f"--world={world}", *more])
+            main([f"--world={world}", HARDWARE, *more])
         with pytest.raises(ConfigError) as trainers:
             preflight(resolve(more, world).config, output=False)
         assert ours.value.problems == trainers.value.problems
@@ -221,24 +236,24 @@ def test_options_are_strict(capsys):
             main(argv)
         assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="no pipeline"):
-        main(["--world=1", *TINY, "--fast", "--schedule-svg=x.svg"])
+        main(["--world=1", HARDWARE, *TINY, "--fast", "--schedule-svg=x.svg"])
 
 
 def test_too_large_is_a_failure(capsys):
-    assert main(["--model.flavor=70B", "--world=8", "--fast"]) == 1
+    assert main(["--model.flavor=70B", "--world=8", HARDWARE, "--fast"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
 def test_comparison(tmp_path, capsys):
     other = tmp_path / "b.toml"
     other.write_text(f'extends = "{LLAMA_8B}"\n[activation_checkpoint]\nmode = "full"\n')
-    assert main(["--compare", LLAMA_8B, str(other), "--world=8", "--fast"]) == 0
+    assert main(["--compare", LLAMA_8B, str(other), "--world=8", HARDWARE, "--fast"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"checkpointing +none +full", out)
-    assert main([f"--config={LLAMA_8B}", f"--compare={other}", "--world=8", "--fast"]) == 0
+    assert main([f"--config={LLAMA_8B}", f"--compare={other}", "--world=8", HARDWARE, "--fast"]) == 0
     assert capsys.readouterr().out == out
     with pytest.raises(SystemExit):
-        main(["--compare", str(other), "--world=8", "--fast"])
+        main(["--compare", str(other), "--world=8", HARDWARE, "--fast"])
     assert "needs two TOML files" in capsys.readouterr().err
 
 
@@ -248,7 +263,7 @@ def test_what_only_the_cluster_has_is_no_obstacle(tmp_path, capsys):
     (here / "a.jsonl").write_text('{"text": "a"}')
     for path, known in (("nowhere/*.jsonl", False), (f"{tmp_path}/[[]1]/*.jsonl", True)):
         data = ["--training.dataset=corpus", f"--training.dataset_path={path}"]
-        assert main([LLAMA_8B, "--world=8", "--fast", *data]) == 0
+        assert main([LLAMA_8B, "--world=8", HARDWARE, "--fast", *data]) == 0
         assert (f"training.dataset_path {path!r} is not on this machine" in capsys.readouterr().out) is not known
 
 
@@ -267,7 +282,7 @@ def test_the_examples_of_the_documentation(number, tmp_path, monkeypatch, capsys
 
 
 def test_json_alone_on_the_terminal(capsys):
-    main([LLAMA_8B, "--world=8", "--fast", "--json=-"])
+    main([LLAMA_8B, "--world=8", HARDWARE, "--fast", "--json=-"])
     assert json.loads(capsys.readouterr().out)["layout"]["dp_shard"] == 8
 
 

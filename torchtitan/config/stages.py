@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from torchtitan.config.derive import divisors
@@ -244,10 +245,15 @@ def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], .
 
     Modules that cost nothing (embedding, norm) stay with their neighbour, so there are at most `layers + 1` stages.
     """
+    return _balanced(tuple(flops.items()), count)
+
+
+@cache  # a search asks for the same split thousands of times
+def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[str, ...], ...]:
     units: list[list[str]] = []
     costs: list[float] = []
     waiting: list[str] = []
-    for name, cost in flops.items():
+    for name, cost in flops:
         waiting.append(name)
         if cost:
             units.append(waiting)

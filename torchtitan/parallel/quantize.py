@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torchtitan.config.device import Accelerator, check_device
 from torchtitan.config.quantize import MXFP8, Float8
 from torchtitan.config.schema import Config
-from torchtitan.config.support import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
 from torchtitan.parallel.quantize_experts import quantize_experts
-from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_faults import (
     gather_float8_as_bytes,
@@ -30,49 +30,16 @@ from torchtitan.utils.torch_faults import (
 
 
 def check_hardware(config: Config, device: torch.device) -> None:
-    """Check that `device` supports the 8-bit matrix products that `model.converters` needs.
+    """Check that `device` supports what `model.converters` needs.
 
     Raises:
         ConfigError: it doesn't.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    float8, mx = config.quantize.linear.float8, config.quantize.linear.mx
-    if uses(config, FLOAT8) and not float8.emulate:
-        needed, gpu = ((8, 9), "Ada or Hopper") if float8.recipe_name in (None, "tensorwise") else ((9, 0), "Hopper")
-        if capability < needed:
-            raise ConfigError(
-                [
-                    f"quantize.linear.float8: needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} "
-                    f"({gpu}) or newer, this is {_name(device)}; set quantize.linear.float8.emulate = true to try it "
-                    "without one"
-                ]
-            )
-    grouped = config.quantize.grouped_mm
-    if uses(config, GROUPED_FLOAT8) and not grouped.float8.emulate and capability < (9, 0):
-        raise ConfigError(
-            [
-                "quantize.grouped_mm.float8: needs an NVIDIA GPU of compute capability 9.0 (Hopper) or newer, this is "
-                f"{_name(device)}; set quantize.grouped_mm.float8.emulate = true to try it without one"
-            ]
-        )
-    if uses(config, GROUPED_MX) and grouped.mx.recipe_name != "mxfp8_emulated" and capability < (10, 0):
-        raise ConfigError(
-            [
-                "quantize.grouped_mm.mx: needs an NVIDIA GPU of compute capability 10.0 (Blackwell) or newer, this is "
-                f'{_name(device)}; set quantize.grouped_mm.mx.recipe_name = "mxfp8_emulated" to try it without one'
-            ]
-        )
-    if uses(config, MX) and mx.recipe_name != "mxfp8_emulated" and capability < (10, 0):
-        raise ConfigError(
-            [
-                "quantize.linear.mx: needs an NVIDIA GPU of compute capability 10.0 (Blackwell) or newer, this is "
-                f'{_name(device)}; set quantize.linear.mx.recipe_name = "mxfp8_emulated" to try it without one'
-            ]
-        )
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    if device.type == "cuda":
+        found = Accelerator(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    else:
+        found = Accelerator("a CPU", (0, 0))
+    check_device(config, found)
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import replace
+from torchtitan.config.device import check_device
 from torchtitan.plan.costs import BUBBLE
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.predict import Plan, derived_workload, predict
@@ -63,6 +64,7 @@ def changes(plan: Plan, part: str) -> list[Change]:
         for key, value in settings.items():
             config = replace(config, key, value)
         try:
+            check_device(config, plan.hardware.accelerator)
             after = predict(derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware)
         except ConfigError:
             continue
@@ -88,6 +90,10 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         yield "recompute nothing", {mode: "none"}
     if part == "matrix products" and hw.fp8 and not (w.float8 or w.mx):
         yield "Float8", {"model.converters": ["float8"]}
+    recipe = w.config.quantize.linear.float8.recipe_name
+    if part in ("matrix products", "8-bit casts") and hw.fp8 and not w.mx and recipe not in (None, "tensorwise"):
+        tensorwise = {"model.converters": ["float8"], "quantize.linear.float8.recipe_name": "tensorwise"}
+        yield "tensorwise Float8", tensorwise
     if part in ("pointwise", "head and loss", "8-bit casts") and not (w.compiled and w.loss_compiled):
         yield "compile", compiled
     if part == "communication: tp":

@@ -1,29 +1,51 @@
 """Measure this machine's rates for a hardware file.
 
-One device's matrix products by type, causal attention, and memory bandwidth are measured, at the sizes of a training
-step. Rates between devices come from the data sheet of a known device, and are otherwise guessed and marked as such.
+One device's matrix products by type, causal attention and memory bandwidth are measured, at the sizes of a training
+step. Under torchrun, so are the collectives among the ranks of a node, and between nodes. What a start can't measure
+comes from the data sheet of a known device, or is left to be filled in.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.plan.hardware import load_hardware
+from torchtitan.plan.hardware import Hardware, load_hardware
+from torchtitan.plan.links import Links, measure_links, ranks_per_node
+from torchtitan.utils.device import current_device
+from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.torch_faults import silence_false_alarms
 
 _SECONDS = 1.0
 """Duration of each measurement, after a first call."""
-_LINK_GUESS = 4
-"""Memory bandwidth over that of a link or a network port, where neither is known: a guess."""
-_CPU = ("reserve_gib = 1.0  # a guess", "eager = 1.5  # a guess")
+_TIMEOUT = timedelta(minutes=10)
+_CPU = ("reserve_gib = 1.0  # an estimate", "eager = 1.5  # an estimate")
 """Constants of a CPU that differ from the shared ones."""
 
 
-def calibrate() -> str:
-    """The text of a hardware file for this machine."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+def calibrate() -> str | None:
+    """The text of a hardware file for this machine; None on all ranks but the first."""
+    silence_false_alarms()
+    rank, world = rank_and_world()
+    device, links = current_device(), Links(None, None, max(1, torch.cuda.device_count()))
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+        try:
+            links = measure_links(device, ranks_per_node(), 2**30 if device.type == "cuda" else 2**26)
+            # The others wait, so that they don't slow down what is measured next.
+            text = _describe(device, links) if rank == 0 else None
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+        return text
+    return _describe(device, links)
+
+
+def _describe(device: torch.device, links: Links) -> str:
+    cuda = device.type == "cuda"
     name = torch.cuda.get_device_name() if cuda else "CPU"
     known = next((hw for hw in load_hardware().values() if name in hw.device_names), None)
     size = 8192 if cuda else 1024
@@ -38,33 +60,52 @@ def calibrate() -> str:
         else {"bf16": bf16, "fp8": fp8, "fp32": fp32}
     )
     base = peaks["bf16"] if cuda else peaks["fp32"]
-    lines = [
-        "# Measured by torchtitan plan --calibrate.",
-        "[this-machine]",
-        f'description = "{name}, measured"',
-        f'device = "{device.type}"',
-        f"memory_gib = {_memory_gib(cuda):.1f}",
-        *(f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}" for key, value in peaks.items()),
-        f"gemm_bf16 = {bf16 / peaks['bf16']:.3f}  # measured",
-        f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # measured where the device has Float8",
-        f"attention = {attention / base:.3f}  # measured, forward",
-        f"memory_bandwidth = {known.memory_bandwidth if known else memory:.4g}",
-        f"memory_efficiency = {memory / known.memory_bandwidth if known else 1.0:.3f}  # measured",
-    ]
-    if known:
-        lines += [
-            f"link = {known.link:.4g}",
-            f"network = {known.network:.4g}",
-            f"gpus_per_node = {known.gpus_per_node}",
+    return "\n".join(
+        [
+            "# Measured by torchtitan plan --calibrate.",
+            "[this-machine]",
+            f'description = "{name}, measured"',
+            *([f'device_names = ["{name}"]'] if cuda else []),
+            f'device = "{device.type}"',
+            *([f"capability = {list(torch.cuda.get_device_capability())}"] if cuda else []),
+            f"memory_gib = {_memory_gib(cuda):.1f}",
+            *(f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}" for key, value in peaks.items()),
+            f"gemm_bf16 = {bf16 / peaks['bf16']:.3f}  # measured",
+            f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # measured, if the device has it",
+            f"attention = {attention / base:.3f}  # measured, forward",
+            f"memory_bandwidth = {known.memory_bandwidth if known else memory:.4g}",
+            f"memory_efficiency = {memory / known.memory_bandwidth if known else 1.0:.3f}  # measured",
+            f"gpus_per_node = {known.gpus_per_node if known and not links.link else links.ranks_per_node}",
+            *_rates(links, known),
+            *(() if cuda else _CPU),
+            "",
         ]
-    else:
-        ranks = max(1, torch.cuda.device_count())
-        lines += [
-            f"link = {memory / _LINK_GUESS:.4g}  # a guess",
-            f"network = {memory / _LINK_GUESS:.4g}  # a guess",
-            f"gpus_per_node = {ranks}",
-        ]
-    return "\n".join([*lines, *(() if cuda else _CPU), ""])
+    )
+
+
+def _rates(links: Links, known: Hardware | None) -> Iterator[str]:
+    """The rates between devices: measured, else those of the data sheet, else to be filled in."""
+    for key, measured, start in (
+        ("link", links.link, "several ranks of a node"),
+        ("network", links.network, "ranks of several nodes"),
+    ):
+        if known:
+            sheet: float = getattr(known, key)
+            yield f"{key} = {sheet:.4g}  # data sheet"
+            if measured:
+                yield f"{key}_efficiency = {measured / sheet:.3f}  # measured"
+            else:
+                yield f"# {key}_efficiency is the default: to measure it, start {start} by torchrun."
+        elif measured:
+            yield f"{key} = {measured:.4g}  # measured"
+            yield f"{key}_efficiency = 1.0  # included"
+        else:
+            yield f"# {key} =   # bytes/s per GPU: could not be measured. Start {start} by torchrun, or fill it in."
+
+
+def unmeasured(text: str) -> list[str]:
+    """The rates of a hardware file that are to be filled in."""
+    return [key for key in ("link", "network") if f"# {key} = " in text]
 
 
 def _memory_gib(cuda: bool) -> float:

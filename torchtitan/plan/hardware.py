@@ -1,5 +1,7 @@
 """The hardware that a plan can target: `utils/hardware.toml`, or a file in its format, as `--calibrate` writes."""
 
+import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -7,6 +9,7 @@ from typing import Literal
 import tomli
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
+from torchtitan.config.device import Accelerator
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.hardware import FILE
 
@@ -21,17 +24,23 @@ class Hardware(BaseModel):
     device_names: tuple[str, ...] = ()
     """Names that torch reports for the device."""
     device: Literal["cuda", "cpu"] = "cuda"
+    capability: tuple[int, int] | None = None
+    """As torch reports it; None if a file doesn't say: then nothing that depends on it is refused."""
     memory_gib: PositiveFloat
     bf16: PositiveFloat
     fp8: NonNegativeFloat
     fp32: PositiveFloat
     memory_bandwidth: PositiveFloat
-    link: PositiveFloat
-    network: PositiveFloat
+    link: PositiveFloat = math.inf
+    """Infinite if a file doesn't say; `check_ranks` then refuses to plan for ranks that need it."""
+    network: PositiveFloat = math.inf
     gpus_per_node: PositiveInt
+    mesh: bool = False
     gemm_bf16: PositiveFloat
     gemm_fp8: PositiveFloat
     gemm_fp8_rowwise: PositiveFloat
+    gemm_ramp: NonNegativeFloat
+    gemm_depth: NonNegativeFloat
     attention: PositiveFloat
     attention_backward: PositiveFloat
     ring_attention: PositiveFloat
@@ -44,10 +53,35 @@ class Hardware(BaseModel):
     node_variation: NonNegativeFloat
     latency: NonNegativeFloat
     launch: NonNegativeFloat
+    tp_sync: NonNegativeFloat
     step_overhead: NonNegativeFloat
     host_link: PositiveFloat
     reserve_gib: NonNegativeFloat
-    band: NonNegativeFloat
+    fitted: bool = False
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What the trainer would ask the device for."""
+        if self.device == "cpu":
+            return Accelerator("a CPU", (0, 0))
+        return Accelerator(self.device_names[0] if self.device_names else self.name, self.capability)
+
+    def check_ranks(self, world: int) -> None:
+        """Check that the rates which `world` ranks communicate at are known.
+
+        Raises:
+            ConfigError: they aren't.
+        """
+        needed = {"link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1)}
+        needed["network"] = ("between nodes", world > self.gpus_per_node)
+        problems = [
+            f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which {world} ranks need; fill it "
+            "in, or measure it by starting `torchtitan plan --calibrate FILE` with torchrun"
+            for key, (where, needs) in needed.items()
+            if needs and math.isinf(getattr(self, key))
+        ]
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def usable_gib(self) -> float:
@@ -66,6 +100,9 @@ class Hardware(BaseModel):
         ranks that a node has in the ring, since a ring enters and leaves each node once.
         """
         link = self.link * self.link_efficiency
+        if self.mesh:  # each GPU's links are shared out among the others: a ring over some of them uses those alone
+            inside = min(max(1, self.gpus_per_node // stride), ranks)
+            link *= max(1, inside - 1) / (self.gpus_per_node - 1)
         if ranks * stride <= self.gpus_per_node:
             return link
         inside = max(1, self.gpus_per_node // stride)
@@ -124,6 +161,21 @@ def find_hardware(name: str) -> Hardware:
         return next(iter(found.values()))
     known = load_hardware()
     if name not in known:
-        hint = did_you_mean(name.lower(), known)
+        meant = [other for other in known if other.startswith(name.lower())]
+        hint = f"; did you mean {' or '.join(meant)}?" if name and meant else did_you_mean(name.lower(), known)
         raise ConfigError([f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a TOML file){hint}"])
     return known[name]
+
+
+def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
+    """A hardware file for `hardware`, in which the constants that differ from those of `base` are marked.
+
+    Args:
+        source: of the constants that differ.
+    """
+    lines = [f"# Constants marked so are {source}.", f"[{name}]"]
+    for key, value in hardware.model_dump(mode="json", exclude={"name"}).items():
+        if value is not None and value != [] and value != math.inf:
+            mark = "  # fitted" if value != getattr(base, key) and not isinstance(value, str | list) else ""
+            lines.append(f"{key} = {json.dumps(value)}{mark}")
+    return "\n".join([*lines, ""])

@@ -6,58 +6,97 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import load_config, resolve
+from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace
+from torchtitan.config.device import check_device
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
+from torchtitan.plan.axes import KEYS, read
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.predict import Plan, predict, trace_memory
-from torchtitan.plan.search import Found, search
+from torchtitan.plan.search import LIKELY, Found, any_layout, search
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.text import plural
 
 _PROPOSALS = 3
 """Plans that are traced until one fits; if none does, the first is the answer."""
 
 
 def make_plan(
-    argv: list[str], world: int, hardware: Hardware, *, searching: bool = False, tracing: bool = False
+    argv: list[str],
+    world: int,
+    hardware: Hardware,
+    *,
+    searching: bool = False,
+    tracing: bool = False,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Plan, Found | None]:
     """Plan the configuration of `argv`, or the best that a search finds from it.
 
     Args:
         argv: configuration flags.
         tracing: trace the memory of the plan instead of computing it.
+        axes: what the search varies beside the layout, from `axes.AXES`.
 
     Returns:
         The plan, and what the search found, if any.
 
     Raises:
-        ConfigError: the trainer would refuse the configuration.
+        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of it.
         UserError: a search found nothing that fits.
     """
-    resolved = resolve(argv, world)
+    found: Found | None = None
+    if searching:
+        found, notes = _search(argv, world, hardware, axes)
+        plans = [proposal.plan for proposal in found.best if proposal.plan.chance_to_fit >= LIKELY]
+    else:
+        plan, notes = _plan_of(complete(load_config(argv), world), hardware)
+        plans = [plan]
+    if tracing:
+        plans = _traced_until_one_fits(plans[:_PROPOSALS])
+    plan = next((plan for plan in plans if plan.fits), plans[0])
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes)), found
+
+
+def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a configuration by the closed forms, and notes on what is missing here."""
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     here, notes = _without_missing_files(resolved.config)
     setup = preflight(here, output=False)
-    found = None
-    if searching:
-        found = search(resolved.config, setup.spec, setup.args, world, hardware)
-        if not found.best:
-            raise UserError(
-                f"--search: none of {found.seen} legal configurations on {world} ranks fits in the "
-                f"{hardware.usable_gib:.0f} GiB of {hardware.name}; use more ranks, a smaller training.seq_len, more "
-                "training.loss_chunks, or optimizer.state_dtype bfloat16"
-            )
-    proposals = (
-        found.best if found else [predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware)]
-    )
-    if tracing:
-        proposals = _traced_until_one_fits(proposals[:_PROPOSALS])
-    plan = next((plan for plan in proposals if plan.fits), proposals[0])
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes)), found
+    check_device(resolved.config, hardware.accelerator)
+    return predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware), tuple(notes)
+
+
+def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...]) -> tuple[Found, tuple[str, ...]]:
+    """Search from the configuration of `argv`, whose layout need not be one of `world` ranks."""
+    hardware.check_ranks(world)
+    loaded = load_config(argv)
+    start = complete(dataclasses.replace(loaded, config=any_layout(loaded.config, world)), world=1)
+    here, notes = _without_missing_files(start.config)
+    if loaded.config.training.global_batch_size == -1:
+        rows = start.config.training.global_batch_size
+        notes.append(f"training.global_batch_size is not set; all layouts train on {plural(rows, 'row')} per step")
+    setup = preflight(here, output=False)
+    check_device(start.config, hardware.accelerator)
+    baseline = None
+    try:
+        baseline, _ = _plan_of(complete(loaded, world), hardware)
+    except ConfigError as error:
+        notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
+    found = search(start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline)
+    if not found.seen:
+        raise ConfigError([f"--search: no layout of {world} ranks is legal; most often: {found.refused}"])
+    if not found.best:
+        raise UserError(
+            f"--search: none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to "
+            f"fit in the {hardware.usable_gib:.0f} GiB of {hardware.name}: the leanest takes {found.smallest_gib:.0f}; "
+            "use more ranks, a smaller training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
+            "--axes loss_chunks state_dtype offload to try those"
+        )
+    return found, tuple(notes)
 
 
 def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
@@ -92,13 +131,17 @@ def planned_toml(plan: Plan, argv: list[str]) -> str:
     """The configuration of `argv` with the plan's layout, batch sizes and checkpointing, as a TOML file."""
     config, planned = load_config(argv).config, plan.config
     batch = {key: getattr(planned.training, key) for key in ("local_batch_size", "global_batch_size")}
+    training = config.training.model_copy(update=batch)
     sections = {
         "parallelism": planned.parallelism,
         "activation_checkpoint": planned.activation_checkpoint,
-        "training": config.training.model_copy(update=batch),
+        "training": training,
     }
+    written = config.model_copy(update=sections)
+    for key in KEYS:  # what only --axes change
+        written = replace(written, key, read(planned, key))
     return (
         f"# {config.model.name} {config.model.flavor} on {plan.workload.world} x {plan.hardware.description}.\n"
         f"# Planned: {plan.tokens_per_second:,.0f} tokens/s per GPU, {plan.peak_gib:.1f} GiB.\n\n"
-        f"{to_toml(config.model_copy(update=sections), only_changed=True)}"
+        f"{to_toml(written, only_changed=True)}"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.config.derive import layout_name
 from torchtitan.plan.advice import Change, largest_costs
+from torchtitan.plan.axes import changes
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import GIB, PARTS
 from torchtitan.plan.predict import Plan
@@ -65,8 +66,8 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             _memory_table(plan),
             "",
             f"{step}, {speed}{mfu}{bubble}",
-            f"{_rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {_duration(run.hours)}, "
-            f"{_rounded(run.gpu_hours)} GPU-hours ({_range(run.gpu_hours, band, _rounded, inverse=True)})",
+            f"{rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {time_of(run.hours)}, "
+            f"{rounded(run.gpu_hours)} GPU-hours ({_range(run.gpu_hours, band, rounded, inverse=True)})",
             "9 of 10 such runs are within the ranges (docs/plan.md)",
             "",
             "Largest costs:",
@@ -121,14 +122,17 @@ def _cost_lines(plan: Plan) -> list[str]:
 
 
 def search_table(found: Found) -> str:
-    """The best layouts of a search."""
-    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB"]]
-    for plan in found.best:
-        w = plan.workload
+    """The proposals of a search."""
+    given = next((proposal.plan.config for proposal in found.best if proposal.baseline), found.best[0].plan.config)
+    settings = [", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items()) for p in found.best]
+    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB", "fits", "why"]]
+    for proposal, changed in zip(found.best, settings, strict=True):
+        plan, w = proposal.plan, proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
-        speed, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
-        rows.append([layout_name(plan.layout), batch, schedule, plan.checkpointing, speed, peak])
+        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", f"{plan.chance_to_fit:.0%}"
+        layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
+        rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
     return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
 
 
@@ -169,13 +173,17 @@ def likelihood(chance: float) -> str:
     return "< 1%" if chance < 0.01 else "> 99%" if chance > 0.99 else f"{chance:.0%}"
 
 
-def _duration(hours: float) -> str:
+def time_of(hours: float) -> str:
+    """A duration in the unit that suits it."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    return f"{hours * 60:.0f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.2g} s"
 
 
-def _rounded(number: float) -> str:
+def rounded(number: float) -> str:
+    """A large number with four digits."""
     return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.4g}"
 
 
@@ -211,6 +219,7 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             "chance_to_fit": plan.chance_to_fit,
             "source": plan.memory_source,
             "band": plan.memory_band,
+            "traced_gib": dict(plan.traced_gib),
             "range_gib": band_ends(plan.peak_gib, plan.memory_band),
             "ranks": ranks,
         },
@@ -263,8 +272,17 @@ def origin(argv: list[str], toml: str) -> dict[str, str]:
 
 def search_data(found: Found) -> dict[str, Any]:
     """A search, for JSON."""
-    best = [_layout_data(plan) | _figures(plan) for plan in found.best]
-    return {"seen": found.seen, "points": found.points, "best": best}
+    best = [
+        _layout_data(proposal.plan)
+        | _figures(proposal.plan)
+        | {
+            "chance_to_fit": proposal.plan.chance_to_fit,
+            "why": proposal.why,
+            "baseline": proposal.baseline,
+        }
+        for proposal in found.best
+    ]
+    return {"seen": found.seen, "points": found.points, "limit_gib": found.limit_gib, "best": best}
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

@@ -1,146 +1,319 @@
-"""The fastest legal layout: every degree, schedule, microbatch size and checkpointing mode, by the closed forms.
+"""The layouts of a model that are worth a choice: fast ones, small ones and simple ones.
 
-The model, the row length, the global batch and what computes (types, compilation, Float8) stay as configured: a search
-changes speed and memory, never what is trained.
+Every legal layout of the ranks is priced by the closed forms: all degrees, microbatch sizes, schedules and
+checkpointing modes. The model, the row length, the global batch and what computes (types, compilation, Float8) stay as
+configured, unless an axis of `axes.py` is asked for.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, divisors, layout_degrees, replace
-from torchtitan.config.schema import Config
+from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
+from torchtitan.config.schema import Config, Parallelism
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import compiles_blocks
 from torchtitan.config.validate import validate
 from torchtitan.models import ModelSpec
+from torchtitan.plan.axes import Settings, applied, batches, checkpointing_modes, settings_of
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.memory import GIB, predict_memory
+from torchtitan.plan.memory import GIB, Memory, memory_of
 from torchtitan.plan.predict import Plan, predict
+from torchtitan.plan.proposals import Candidate, Frontier, Proposal, complexity, propose, with_baseline
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import check_experts
 from torchtitan.utils.errors import ConfigError
 
-_CHECKPOINTING = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
-"""From the fastest to the smallest: once one fits, the next is slower."""
+LIKELY = 0.9
+"""Chance to fit that a proposal must have."""
+_WORTHWHILE = 0.6
+"""Relative speed below which a layout isn't proposed, however little memory it takes."""
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_MAX_DEGREE = 16
-"""Of context and pipeline parallelism: the largest in the published measurements is 8."""
-_MAX_MICROBATCH, _MAX_MICROBATCHES, _MAX_PIPELINE_ACCUMULATION = 4, 64, 4
-"""Rows in a microbatch; microbatches, since more hardly shrink the bubble; and batches of a pipeline in a step, each
-of which has a bubble of its own."""
-_FILL = 0.95
-"""Share of the usable memory that a proposal may take, as the closed forms are not exact."""
-_ALIKE = 0.98
-"""Relative speed from which two layouts count as equally fast: the model can't tell them apart."""
-_SHOWN = 10
+_MAX_ROUNDS = 32
+"""Microbatches of a batch per pipeline rank. More hardly shrink a bubble of 1 / 33, and take long to simulate: a step's
+rows are cut into several batches."""
+_OF_ONE_PIPELINE = (
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_layers_per_stage",
+    "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+    "module_fqns_per_model_part",
+)
+"""Keys of `[parallelism]` that are for one number of stages."""
+_MAX_EXPANDED = 200
+"""Layouts and batches for which all combinations of the requested axes are priced: those with the highest bounds."""
 
 
 @dataclass(frozen=True)
 class Found:
     """The result of a search."""
 
-    best: list[Plan]
-    """The fastest plan of each layout that fits, in order; but first the simplest of those that are about as fast."""
+    best: list[Proposal]
+    """The first is the simplest of those that are about as fast as the fastest."""
     points: list[tuple[float, float]]
-    """(GiB, tokens/s per GPU) of every plan that fits."""
+    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't tell apart are one point."""
     seen: int
     """Legal configurations."""
+    limit_gib: float
+    """Memory that a plan may take."""
+    smallest_gib: float
+    """Memory that the leanest takes."""
+    refused: str
+    """Why most other layouts are illegal."""
 
 
-def search(config: Config, spec: ModelSpec, args: Any, world: int, hardware: Hardware) -> Found:
-    """Try every legal layout of `world` ranks."""
-    fastest: dict[tuple[int, ...], tuple[float, Workload]] = {}
-    points: list[tuple[float, float]] = []
-    seen = 0
-    pipelines: dict[tuple[Any, ...], PipelineStages | None] = {}
-    for layout in _layouts(config, spec, args, world, hardware.gpus_per_node):
-        degrees = tuple(layout_degrees(layout.parallelism).values())
-        for batch in _batches(layout):
-            for w in _by_checkpointing(batch, spec, args, world, pipelines):
-                seen += 1
-                gib = predict_memory(w).reserved / GIB
-                if gib > hardware.usable_gib * _FILL:
-                    continue
-                speed = step_time(w, hardware).tokens_per_second
-                points.append((gib, speed))
-                if degrees not in fastest or speed > fastest[degrees][0]:
-                    fastest[degrees] = speed, w
-                break  # the next mode recomputes more, and is slower
-    ranked = sorted(fastest, key=lambda degrees: -fastest[degrees][0])
-    if ranked:
-        alike = [degrees for degrees in ranked if fastest[degrees][0] >= fastest[ranked[0]][0] * _ALIKE]
-        simplest = min(alike, key=lambda degrees: sum(degree > 1 for degree in degrees))
-        ranked = [simplest, *(degrees for degrees in ranked if degrees != simplest)]
-    return Found([predict(fastest[degrees][1], spec, hardware) for degrees in ranked[:_SHOWN]], points, seen)
-
-
-def _layouts(config: Config, spec: ModelSpec, args: Any, world: int, node: int) -> Iterator[Config]:
-    """Every split of `world` ranks into degrees. Tensor parallelism stays within a node; replicas span whole nodes."""
-    tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    max_pp = 1 if spec.tied_modules(args) else _MAX_DEGREE
-    sizes = spec.expert_sizes(args)
-    experts = next(iter(sizes.values()), 0)
-    for tp in (d for d in divisors(world, node) if tp_multiple % d == 0):
-        for cp in divisors(world // tp, _MAX_DEGREE):
-            for pp in divisors(world // tp // cp, max_pp):
-                ranks = world // tp // cp // pp
-                for replicate in divisors(ranks):
-                    shard = ranks // replicate
-                    if replicate > 1 and (shard * cp * tp) % node:
-                        continue
-                    degrees = {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
-                    layout = config
-                    for axis, degree in degrees.items():
-                        layout = replace(layout, f"parallelism.{DEGREE_KEYS[axis]}", degree)
-                    async_tp = tp > 1 and compiles_blocks(config) and config.compile.backend == "inductor"
-                    layout = replace(layout, "parallelism.enable_async_tensor_parallel", async_tp)
-                    for ep in divisors(math.gcd(experts, shard * cp * tp)) if experts else [1]:
-                        split = replace(layout, "parallelism.expert_parallel_degree", ep)
-                        if not list(check_experts(split, sizes)):
-                            yield split
-
-
-def _batches(config: Config) -> Iterator[Config]:
-    """Ways to cut the global batch: rows at a time, and in a pipeline the size and order of its microbatches."""
-    p = config.parallelism
-    ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-    rows, rest = divmod(config.training.global_batch_size, ranks)
-    if rest or not rows:
-        return
-    for local in divisors(rows):
-        batch = replace(config, "training.local_batch_size", local)
-        if p.pipeline_parallel_degree == 1:
-            yield batch
-        elif rows // local <= _MAX_PIPELINE_ACCUMULATION:
-            for size in divisors(local, _MAX_MICROBATCH):
-                if p.pipeline_parallel_degree <= local // size <= _MAX_MICROBATCHES:
-                    sized = replace(batch, "parallelism.pipeline_parallel_microbatch_size", size)
-                    for schedule in _SCHEDULES:
-                        yield replace(sized, "parallelism.pipeline_parallel_schedule", schedule)
-
-
-def _by_checkpointing(
-    config: Config, spec: ModelSpec, args: Any, world: int, pipelines: dict[tuple[Any, ...], PipelineStages | None]
-) -> Iterator[Workload]:
-    """The legal workloads of a layout and batch, from the one that recomputes least to the one that keeps least.
+def search(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+    world: int,
+    hardware: Hardware,
+    *,
+    axes: tuple[str, ...] = (),
+    baseline: Plan | None = None,
+) -> Found:
+    """Price every legal layout of `world` ranks.
 
     Args:
-        pipelines: those built so far, to which this adds.
+        config: derived. Its degrees, batch split, schedule and checkpointing mode don't matter.
+        axes: names from `axes.AXES` to vary, too.
+        baseline: the plan of the layout that the configuration states, to show beside the others.
     """
-    p = config.parallelism
-    microbatches = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
-    key = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, p.pipeline_parallel_microbatch_size, microbatches
-    for mode in _CHECKPOINTING:
-        ac = config.activation_checkpoint.model_copy(update=mode)
-        legal = config.model_copy(update={"activation_checkpoint": ac})
-        try:
-            validate(legal, world)
-            if key not in pipelines:
-                flops = spec.module_flops(args, legal.training.seq_len)
-                pipelines[key] = pipeline_stages(legal, flops, spec.tied_modules(args))
-        except ConfigError:
-            continue
-        yield Workload(legal, args, pipelines[key])
+    made = _Search(config, spec, args, world, hardware, axes)
+    made.run()
+    best = []
+    for candidate, why in propose(made.frontier, _WORTHWHILE):
+        validate(candidate.workload.config, world)
+        best.append(Proposal(predict(candidate.workload, spec, hardware), why))
+    if best and baseline is not None:
+        best = with_baseline(best, baseline)
+    refused = made.refused.most_common(1)
+    return Found(
+        best,
+        sorted(made.points),
+        made.seen,
+        hardware.usable_gib,
+        made.smallest / GIB,
+        refused[0][0] if refused else "",
+    )
+
+
+def any_layout(config: Config, world: int) -> Config:
+    """A configuration for a search on `world` ranks to start from: without its layout, and valid on one rank.
+
+    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives it: per rank as many
+    as there, unless it sets the degree of FSDP.
+    """
+    p, t = config.parallelism, config.training
+    rows = t.global_batch_size
+    if rows == -1:
+        others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
+        shards = p.data_parallel_shard_degree
+        ranks = world / others if shards == -1 else shards * p.data_parallel_replicate_degree
+        rows = max(1, round(t.local_batch_size * ranks))
+    fresh = Parallelism()
+    reset = {key: getattr(fresh, key) for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)}
+    reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
+    batch = {"global_batch_size": rows, "local_batch_size": rows}
+    return config.model_copy(update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)})
+
+
+class _Search:
+    """One search. What many layouts share is computed once: whether they are legal, and how layers are split."""
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, args: Any, world: int, hardware: Hardware, axes: tuple[str, ...]
+    ):
+        self.config, self.spec, self.args, self.world, self.hardware = config, spec, args, world, hardware
+        self.axes = axes
+        self.frontier = Frontier()
+        self.points: set[tuple[float, float]] = set()
+        self.refused: Counter[str] = Counter()
+        self.seen, self.smallest = 0, math.inf
+        self._modes, self._settings = checkpointing_modes(axes), settings_of(config, axes)
+        self._flops = spec.module_flops(args, config.training.seq_len)
+        self._problems: dict[tuple[Any, ...], str] = {}
+        self._pipelines: dict[tuple[Any, ...], PipelineStages | str] = {}
+        self._expandable: list[tuple[float, Config]] = []
+        """With axes: a layout and batch, and the speed that it has with the fastest settings."""
+
+    def run(self) -> None:
+        for rows in batches(self.config, self.axes):
+            given = replace(self.config, "training.global_batch_size", rows)
+            for layout in _layouts(given, self.spec, self.args, self.world):
+                for batch in self._batches(layout):
+                    self._price_schedules(batch)
+        for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
+            if bound < _WORTHWHILE * self.frontier.speed:
+                break
+            for settings in self._settings[1:]:
+                self._price(applied(config, settings), settings)
+
+    def _batches(self, layout: Config) -> Iterator[Config]:
+        """Ways to cut the global batch: rows at a time, and in a pipeline the size of its microbatches."""
+        p, total = layout.parallelism, layout.training.global_batch_size
+        ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+        rows, rest = divmod(total, ranks)
+        if rest:
+            self.refused[
+                f"training.global_batch_size: {total} rows can't be divided among the data-parallel ranks of any "
+                f"legal layout of {self.world} ranks; set it to a multiple of {self.world}, or of a divisor of it "
+                f"(the degrees of the other axes make up the rest): {_near(total, self.world)}"
+            ] += 1
+            return
+        pp = p.pipeline_parallel_degree
+        for size in divisors(rows):
+            if pp == 1:
+                yield replace(layout, "training.local_batch_size", size)
+            elif rows // size >= pp:
+                counts = [n for n in divisors(rows // size) if pp <= n <= _MAX_ROUNDS * pp]
+                if counts:
+                    sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
+                    yield replace(sized, "training.local_batch_size", size * counts[-1])
+
+    def _price_schedules(self, batch: Config) -> None:
+        """All schedules and checkpointing modes of a layout and batch."""
+        bounds: dict[int, float] = {}
+        for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
+            ordered = replace(batch, "parallelism.pipeline_parallel_schedule", schedule) if schedule else batch
+            for i, mode in enumerate(self._modes):
+                # Another order of the same work can do no more than to close the bubble.
+                if bounds.get(i, math.inf) < _WORTHWHILE * self.frontier.speed:
+                    continue
+                ac = ordered.activation_checkpoint.model_copy(update=mode)
+                config = applied(ordered.model_copy(update={"activation_checkpoint": ac}), self._settings[0])
+                if bound := self._price(config, self._settings[0], leanest=self._settings[-1]):
+                    bounds[i] = bound
+
+    def _price(self, config: Config, settings: Settings, leanest: Settings | None = None) -> float | None:
+        """Price a configuration, and keep it if it is likely to fit.
+
+        Args:
+            leanest: settings by which a configuration that doesn't fit may do so; it is then kept for `_expandable`.
+
+        Returns:
+            Its tokens/s per GPU without a bubble; None if it is illegal or doesn't fit.
+        """
+        w = self._workload(config, settings)
+        if w is None:
+            return None
+        self.seen += 1
+        memory = self._memory(w)
+        several = leanest is not None and len(self._settings) > 1
+        if memory is None and not (several and self._fits_with(config, leanest or {})):
+            return None
+        time = step_time(w, self.hardware)
+        speed = time.tokens_per_second
+        busy = time.seconds - time.parts.get("pipeline bubble", 0.0)
+        if several:
+            self._expandable.append((speed, config))
+        if memory is not None:
+            plan = Plan(w, self.spec, self.hardware, time, memory)
+            self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
+            if plan.chance_to_fit >= LIKELY:
+                self.frontier.add(Candidate(speed, plan.peak_gib, complexity(config, self.config), w))
+        return w.tokens_per_step / busy / w.world
+
+    def _fits_with(self, config: Config, settings: Settings) -> bool:
+        w = self._workload(applied(config, settings), settings)
+        return w is not None and self._memory(w) is not None
+
+    def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
+        """Of each pipeline rank; None as soon as one doesn't fit."""
+        found = []
+        for rank in range(w.pp):
+            found.append(memory_of(w, rank))
+            if found[-1].reserved > self.hardware.usable_gib * GIB:
+                self.smallest = min(self.smallest, found[-1].reserved)
+                return None
+        self.smallest = min(self.smallest, max(memory.reserved for memory in found))
+        return tuple(found)
+
+    # ---- legality
+
+    def _workload(self, config: Config, settings: Settings) -> Workload | None:
+        """The workload of a configuration; None if it is illegal."""
+        p, t, ac = config.parallelism, config.training, config.activation_checkpoint
+        dp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+        pp = p.pipeline_parallel_degree
+        # All that a rule can depend on: the degrees and the batch fit together by construction.
+        key = (
+            p.context_parallel_degree,
+            p.tensor_parallel_degree,
+            p.expert_parallel_degree,
+            pp > 1 and p.pipeline_parallel_schedule,
+            p.pipeline_parallel_microbatch_size if pp > 1 else t.local_batch_size,
+            t.global_batch_size > t.local_batch_size * math.prod(dp),
+            tuple(degree > 1 for degree in dp),
+            ac.mode,
+            ac.selective_ac_option,
+            ac.memory_budget,
+            tuple(settings.items()),
+        )
+        if key not in self._problems:
+            self._problems[key] = _problem(config, self.world)
+        stages = self._problems[key] or (self._stages(config) if pp > 1 else None)
+        if isinstance(stages, str):
+            self.refused[stages] += 1
+            return None
+        return Workload(config, self.args, stages)
+
+    def _stages(self, config: Config) -> PipelineStages | str:
+        """The pipeline of a configuration, or why there is none."""
+        p = config.parallelism
+        size = p.pipeline_parallel_microbatch_size
+        key = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, size, config.training.local_batch_size
+        if key not in self._pipelines:
+            try:
+                stages = pipeline_stages(config, self._flops, self.spec.tied_modules(self.args))
+                assert stages is not None
+                self._pipelines[key] = stages
+            except ConfigError as error:
+                self._pipelines[key] = error.problems[0]
+        return self._pipelines[key]
+
+
+def _problem(config: Config, world: int) -> str:
+    """Why a configuration is illegal; empty if it is not."""
+    try:
+        validate(config, world)
+    except ConfigError as error:
+        return error.problems[0]
+    return ""
+
+
+def _near(rows: int, unit: int) -> str:
+    """Multiples of `unit` next to `rows`."""
+    below = rows // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def _layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[Config]:
+    """Every split of `world` ranks into degrees, first those without a pipeline."""
+    tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
+    sizes = spec.expert_sizes(args)
+    experts = next(iter(sizes.values()), 0)
+    async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
+    for pp in divisors(world, 1 if spec.tied_modules(args) else None):
+        for tp in (d for d in divisors(world // pp) if tp_multiple % d == 0):
+            for cp in divisors(world // pp // tp):
+                ranks = world // pp // tp // cp
+                for replicate in divisors(ranks):
+                    degrees = {
+                        "pipeline_parallel_degree": pp,
+                        "data_parallel_replicate_degree": replicate,
+                        "data_parallel_shard_degree": ranks // replicate,
+                        "context_parallel_degree": cp,
+                        "tensor_parallel_degree": tp,
+                        "enable_async_tensor_parallel": tp > 1 and async_tp,
+                    }
+                    for ep in divisors(math.gcd(experts, ranks // replicate * cp * tp)) if experts else [1]:
+                        p = config.parallelism.model_copy(update=degrees | {"expert_parallel_degree": ep})
+                        layout = config.model_copy(update={"parallelism": p})
+                        if not list(check_experts(layout, sizes)):
+                            yield layout
