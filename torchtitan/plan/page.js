@@ -167,12 +167,14 @@ function search() {
     label: "Speed and memory of the configurations found; arrow keys step through the proposals", onselect: highlight,
     kinds: {...KINDS, best: {name: "proposed", shape: SHAPES.diamond, color: "var(--c4)", edge: "var(--text)"}, own: {name: "as configured", shape: SHAPES.ring, color: "var(--text)"}},
   });
-  const optional = [["chance_to_fit", "chance to fit", "", likely], ["why", "why", "left wrap", x => x]].filter(([key]) => best.some(b => b[key] !== undefined));
-  const rows = table(made, [["layout", "left"], ["rows"], ["schedule", "left"], ["checkpointing", "left"], ["tokens/s/GPU"], ["GiB"],
-    ...optional.map(([, name, kind]) => [name, kind])], best.map(b => [layoutOf(b.layout) + (b.baseline ? " (as configured)" : ""),
-    `${b.local_batch_size} x ${b.accumulation}`, b.schedule ? `${b.schedule}, ${plural(b.microbatches, "microbatch", "es")}` : "-",
-    b.activation_checkpointing, number(b.tokens_per_second_per_gpu), number(b.peak_gib, 1),
-    ...optional.map(([key, , , format]) => b[key] === undefined || b[key] === null ? "" : format(b[key]))]),
+  const columns = [["layout", "left", b => layoutOf(b.layout) + (b.baseline ? " (as configured)" : "")],
+    ["tokens/s/GPU", "", b => number(b.tokens_per_second_per_gpu)], ["GiB", "", b => number(b.peak_gib, 1)],
+    ["chance to fit", "", b => b.chance_to_fit === undefined ? null : likely(b.chance_to_fit)],
+    ["rows", "", b => `${b.local_batch_size} x ${b.accumulation}`],
+    ["schedule", "left", b => b.schedule ? `${b.schedule}, ${plural(b.microbatches, "microbatch", "es")}` : null],
+    ["checkpointing", "left", b => b.activation_checkpointing], ["why", "left wrap", b => b.why]]
+    .filter(([, , cell]) => best.some(b => cell(b)));  // without what no row has
+  const rows = table(made, columns, best.map(b => columns.map(([, , cell]) => cell(b) || "-")),
     {key: i => i, label: "Configurations proposed"});
   for (const row of rows.querySelectorAll("tr[data-key]")) {
     for (const event of ["focus", "pointerenter"]) row.addEventListener(event, () => drawn.select(Number(row.dataset.key)));

@@ -19,6 +19,8 @@ _PALER = 0.4
 """Share of white in the color of a rank's second stage; of what is left, in that of its third, and so on."""
 _LEGIBLE = 16
 """Pixels that the number of a microbatch takes."""
+_SMALLEST = 3.0
+"""Height in pixels of the smallest numbers drawn; an image can be enlarged."""
 _ROW = 22
 """Pixels from one rank of a schedule to the next."""
 _CHECKPOINTING: tuple[dict[str, Any], ...] = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"})
@@ -118,9 +120,10 @@ def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -
             f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.3):.2f}" height="{_ROW - 4}" fill="{fill}" '
             f'stroke="#fff" stroke-width="0.4"><title>{title}{begin:.3f} to {end:.3f} s</title></rect>'
         )
-        if w > 6 * len(str(action.microbatch)) + 2:
-            middle = f'x="{x + w / 2:.2f}" y="{y + 13}" text-anchor="middle"'
-            out.append(f'<text {middle} fill="{ink}" pointer-events="none">{action.microbatch}</text>')
+        text = min(10.0, 1.45 * w / len(str(action.microbatch)))  # pixels high, as wide as the computation allows
+        if text >= _SMALLEST:
+            place = f'x="{x + w / 2:.2f}" y="{y + 9 + 0.4 * text:.2f}" text-anchor="middle" font-size="{text:.1f}"'
+            out.append(f'<text {place} fill="{ink}" pointer-events="none">{action.microbatch}</text>')
     out += _legend(time, left, rows * _ROW + 8, width)
     return "\n".join([*out, "</svg>", ""])
 
