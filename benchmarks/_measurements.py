@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import resolve
+from torchtitan.config import load_config
+from torchtitan.models import get_spec
 from torchtitan.plan.costs import step_time
-from torchtitan.plan.hardware import Hardware, find_hardware, load_hardware
+from torchtitan.plan.hardware import Hardware, find_hardware
+from torchtitan.plan.predict import derived_workload
 from torchtitan.plan.workload import Workload
-from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
 FILES = tuple(Path(__file__).with_name(name) for name in ("published.csv", "elsewhere.csv"))
@@ -75,7 +76,6 @@ class Row:
     fit: bool
     system: str
     hardware: Hardware
-    date: str
     workload: Workload
     tokens_per_second: float | None
     memory_gib: float | None
@@ -96,24 +96,22 @@ class Row:
 
 
 def load(file: Path) -> list[Row]:
-    """The rows of a file in the format of either whose settings and hardware are all known."""
+    """The rows of a file in the format of either, except those whose settings no source states."""
     out = []
     for row in csv.DictReader(file.open()):
-        name, different = HARDWARE.get(row["hw"], (row["hw"], {}))
         if row["model"] in UNKNOWN_MODELS or not (row.get("local_bs") or row.get("mbs")):
             continue
-        if name not in load_hardware() and not name.endswith(".toml"):
-            continue
+        name, different = HARDWARE.get(row["hw"], (row["hw"], {}))
+        system = row.get("system", TORCHTITAN)
         try:
             hw = find_hardware(name).model_copy(update=different)
-            config = resolve(_arguments(row), int(row["gpus"])).config
-            setup = preflight(config, output=False)
+            config = load_config(_arguments(row)).config
+            spec = get_spec(config.model.name)
+            workload = derived_workload(config, spec, int(row["gpus"]), kv_repeated=system == TORCHTITAN)
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
-        system = row.get("system", TORCHTITAN)
-        workload = Workload(config, setup.args, setup.stages, kv_repeated=system == TORCHTITAN)
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
-        out.append(Row(row["id"], bool(row["fit"]), system, hw, row.get("date", ""), workload, tps, memory))
+        out.append(Row(row["id"], bool(row["fit"]), system, hw, workload, tps, memory))
     return out
 
 

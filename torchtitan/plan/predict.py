@@ -107,8 +107,11 @@ class Plan:
         return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
 
 
-def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
+def derived_workload(config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False) -> Workload:
     """The workload of a configuration that may leave values to be derived.
+
+    Args:
+        kv_repeated: as for `Workload`.
 
     Raises:
         ConfigError: the trainer would refuse it.
@@ -121,7 +124,7 @@ def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
     if problems:
         raise ConfigError(problems)
     stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
-    return Workload(config, args, stages)
+    return Workload(config, args, stages, kv_repeated=kv_repeated)
 
 
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
