@@ -25,10 +25,10 @@ def planned(tmp_path_factory):
         "pipeline": ["--model.flavor=8B", "--world=16", "--training.local_batch_size=8", "--training.seq_len=8192",
                      FULL, "--parallelism.pipeline_parallel_degree=4"],
         "search": ["--model.flavor=8B", "--world=8", "--training.local_batch_size=2", "--training.seq_len=8192",
-                   "--search", "--tokens=1e12"],
+                   "--search", "--tokens=1e12", "--money=2"],
     }.items():  # fmt: skip
         file = folder / f"{name}.html"
-        main([*argv, "--fast", f"--html={file}"])
+        main([*argv, "--hardware=h100-sxm", "--fast", f"--html={file}"])
         found[name] = file, json.loads(file.with_suffix(".json").read_text())
     return found
 
