@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ _RATES = {
 }
 """Constants that the time of a part is inversely proportional to."""
 _ROUNDS = 20
-_MOST = 1.5
-"""Factor by which a round changes a rate."""
+_MOST = 3.0
+"""Factor by which a part's time changes a constant at most: a part depends on others, too, as a loss does on memory."""
 _CLOSE = 0.002
 """Relative error of the fitted plan's step at which the fit ends."""
 
@@ -166,25 +167,33 @@ def fit(run: Measured, plan: Plan) -> Hardware:
     divided equally: all rates of compute and memory, and the host's work, are scaled alike, since one figure can't tell
     them apart.
     """
-    hardware = plan.hardware
+    hardware, base = plan.hardware, plan.hardware
     for _ in range(_ROUNDS if run.parts else 0):
-        # A part can depend on two rates: a loss on memory, too.
         planned = planned_parts(predict(plan.workload, plan.spec, hardware).time.parts)
         for part, names in _RATES.items():
             if (measured := (run.parts or {})[part]) > 0 and planned[part] > 0:
-                hardware = _scaled(hardware, names, min(_MOST, max(1 / _MOST, planned[part] / measured)))
+                ratio = planned[part] / measured
+                if part == POINTWISE and not plan.workload.compiled:
+                    hardware = _scaled(hardware, base, ("eager",), 1 / ratio)
+                else:
+                    hardware = _scaled(hardware, base, names, ratio)
     every = [name for part, names in _RATES.items() if part != COMMUNICATION for name in names]
     for _ in range(_ROUNDS):
         ratio = predict(plan.workload, plan.spec, hardware).time.seconds / run.step_s
         if abs(ratio - 1) < _CLOSE:
             break
-        hardware = _scaled(hardware, every, ratio)
-        hardware = _scaled(hardware, ("step_overhead",), 1 / ratio)
+        hardware = _scaled(hardware, hardware, every, ratio)
+        hardware = _scaled(hardware, hardware, ("step_overhead",), 1 / ratio)
     return hardware
 
 
-def _scaled(hardware: Hardware, names: Any, factor: float) -> Hardware:
-    return hardware.model_copy(update={name: getattr(hardware, name) * factor for name in names})
+def _scaled(hardware: Hardware, base: Hardware, names: Iterable[str], factor: float) -> Hardware:
+    """With constants scaled, to at most `_MOST` times those of `base`, and at least their inverse."""
+    scaled = {}
+    for name in names:
+        own = getattr(base, name)
+        scaled[name] = min(own * _MOST, max(own / _MOST, getattr(hardware, name) * factor))
+    return hardware.model_copy(update=scaled)
 
 
 def fitted_file(run: Measured, plan: Plan) -> str:

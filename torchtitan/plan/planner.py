@@ -88,7 +88,7 @@ def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ..
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     found = search(start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline)
     if not found.seen:
-        raise ConfigError([f"--search: no layout of {world} ranks is legal; most often: {found.refused}"])
+        raise ConfigError([f"--search: no layout of {plural(world, 'rank')} is legal", *found.refused])
     if not found.best:
         raise UserError(
             f"--search: none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to "

@@ -90,6 +90,7 @@ def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]
         pick = min(alike, key=lambda c: (c.complexity, c.gib))
         chosen.append((pick, _why(pick, [c for c, _ in chosen], frontier.speed)))
         rest = [c for c in rest if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity]
+    chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].speed)
     shown = {c.kind for c, _ in chosen}
     others = sorted((c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed)
     for other in [c for c in others if c.speed >= _OTHER_KIND * frontier.speed][:_OF_OTHER_KINDS]:

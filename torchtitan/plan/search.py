@@ -45,6 +45,8 @@ _OF_ONE_PIPELINE = (
     "module_fqns_per_model_part",
 )
 """Keys of `[parallelism]` that are for one number of stages."""
+_REASONS = 4
+"""Why layouts are illegal, if none is legal."""
 _MAX_EXPANDED = 200
 """Layouts and batches for which all combinations of the requested axes are priced: those with the highest bounds."""
 
@@ -63,8 +65,8 @@ class Found:
     """Memory that a plan may take."""
     smallest_gib: float
     """Memory that the leanest takes."""
-    refused: str
-    """Why most other layouts are illegal."""
+    refused: list[str]
+    """Why most other layouts are illegal, the most frequent reason first."""
 
 
 def search(
@@ -92,14 +94,13 @@ def search(
         best.append(Proposal(predict(candidate.workload, spec, hardware), why))
     if best and baseline is not None:
         best = with_baseline(best, baseline)
-    refused = made.refused.most_common(1)
     return Found(
         best,
         sorted(made.points),
         made.seen,
         hardware.usable_gib,
         made.smallest / GIB,
-        refused[0][0] if refused else "",
+        [reason for reason, _ in made.refused.most_common(_REASONS)],
     )
 
 

@@ -1,0 +1,176 @@
+"""A search: that it misses no legal layout, that what it proposes is legal, likely to fit and worth showing."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.plans import H100, SPEC
+from torchtitan.commands.plan import main
+from torchtitan.config import load_config, resolve
+from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees
+from torchtitan.plan.axes import settings_of
+from torchtitan.plan.planner import make_plan
+from torchtitan.plan.predict import derived_workload, predict
+from torchtitan.plan.proposals import complexity
+from torchtitan.plan.report import search_data, search_table
+from torchtitan.plan.search import any_layout, search
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError, UserError
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--model.flavor=8B", "--training.seq_len=8192", "--training.global_batch_size=32", "--compile.enable"]
+HARDWARE = "--hardware=h100-sxm"
+
+
+def found_for(argv, world, axes=(), hardware=H100):
+    config = any_layout(load_config(argv).config, world)
+    args = SPEC.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
+    return search(config, SPEC, args, world, hardware, axes=axes)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return found_for(SMALL, 16)
+
+
+def test_everything_that_a_search_proposes_is_legal_and_fits(found):
+    assert found.seen > 100
+    for made in (proposal.plan for proposal in found.best):
+        p, ac = made.config.parallelism, made.config.activation_checkpoint
+        flags = [f"--parallelism.{k}={v}" for k, v in p.model_dump().items() if v not in (None, "")]
+        flags += [f"--activation_checkpoint.{key}={getattr(ac, key)}" for key in ("mode", "selective_ac_option")]
+        again = resolve([*SMALL, *flags, f"--training.local_batch_size={made.config.training.local_batch_size}"], 16)
+        assert preflight(again.config, output=False).args == made.workload.args
+        assert again.config.training.global_batch_size == 32
+        assert made.chance_to_fit >= 0.9
+
+
+def test_no_legal_layout_is_missed(monkeypatch):
+    """All degrees of 24 ranks, tried one by one, are those that the search prices."""
+    priced = set()
+    monkeypatch.setattr("torchtitan.plan.search.memory_of", lambda w, rank: priced.add(degrees_of(w.config)) or HUGE)
+    argv = ["--model.flavor=8B", "--training.seq_len=6144", "--training.global_batch_size=24"]
+    found_for(argv, 24)
+    legal = set()
+    config = load_config(argv).config
+    for degrees in itertools.product([d for d in range(1, 25) if 24 % d == 0], repeat=5):
+        if math.prod(degrees) == 24:
+            update = {DEGREE_KEYS[axis]: degree for axis, degree in zip(AXES, degrees, strict=True)}
+            p = config.parallelism.model_copy(update=update)
+            for local in [n for n in range(1, 25) if 24 % (n * degrees[1] * degrees[2]) == 0]:
+                t = config.training.model_copy(update={"local_batch_size": local})
+                try:
+                    derived_workload(config.model_copy(update={"parallelism": p, "training": t}), SPEC, 24)
+                except ConfigError:
+                    continue
+                legal.add((*degrees, 1))
+    assert priced == legal
+    assert max(degrees[3] for degrees in legal) == 24  # context parallelism of any degree
+
+
+HUGE = type("Memory", (), {"reserved": 1e15})()
+
+
+def degrees_of(config):
+    return tuple(layout_degrees(config.parallelism).values())
+
+
+def test_proposals_differ_and_none_beats_another(found):
+    """In speed, memory and simplicity; but for the last ones, the fastest of other kinds."""
+    assert found.best[0].plan.tokens_per_second >= 0.97 * max(speed for _, speed in found.points)
+    shown = [proposal for proposal in found.best if not proposal.why.startswith("the fastest with")]
+    assert len(shown) >= 3
+    given = load_config(SMALL).config
+    merits = [(p.plan.tokens_per_second, -p.plan.peak_gib, -complexity(p.plan.config, given)) for p in shown]
+    for one, other in itertools.permutations(merits, 2):
+        assert not all(x >= y for x, y in zip(one, other, strict=True))
+    for one, other in itertools.pairwise(shown[1:]):
+        assert one.plan.tokens_per_second >= other.plan.tokens_per_second
+    for proposal in shown[1:]:
+        less = found.best[0].plan.peak_gib - proposal.plan.peak_gib
+        if stated := re.match(r"(\d+) GiB less", proposal.why):
+            assert float(stated[1]) == pytest.approx(less, abs=0.51)
+        else:
+            assert "simpler" in proposal.why
+    kinds = [tuple(d > 1 for d in degrees_of(p.plan.config)) for p in found.best]
+    assert len(set(kinds)) >= 3
+
+
+def test_larger_microbatches_and_more_of_them():
+    """Up to all of a rank's rows, and to as many microbatches as there are rows."""
+    argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.global_batch_size=1024"]
+    best = [proposal.plan.workload for proposal in found_for(argv, 4).best]
+    assert max(w.config.training.local_batch_size for w in best if w.pp == 1) > 4
+
+
+def test_the_files_own_layout_is_a_row():
+    _, found = make_plan([*SMALL, "--training.local_batch_size=1"], 16, H100, searching=True)
+    same = [proposal for proposal in found.best if proposal.baseline]
+    assert len(same) == 1
+    alone, _ = make_plan([*SMALL, "--training.local_batch_size=1"], 16, H100)
+    assert same[0].plan.tokens_per_second == alone.tokens_per_second
+    odd = "--parallelism.pipeline_parallel_degree=16"
+    _, found = make_plan([*SMALL, odd, "--training.local_batch_size=32"], 16, H100, searching=True)
+    assert found.best[-1].baseline
+    assert found.best[-1].plan.workload.pp == 16
+    data = search_data(found)
+    assert [best["baseline"] for best in data["best"]] == [proposal.baseline for proposal in found.best]
+    assert all(best["why"] and 0 <= best["chance_to_fit"] <= 1 for best in data["best"])
+    assert data["limit_gib"] == H100.usable_gib
+    assert search_table(found).count("this file's own layout") == 1
+
+
+def test_a_search_starts_from_any_file(tmp_path, capsys):
+    """A file whose degrees don't divide the ranks; what is written trains."""
+    file, out = tmp_path / "a.toml", tmp_path / "b.toml"
+    file.write_text(
+        "[model]\nflavor = '1B'\n[training]\nlocal_batch_size = 4\n[parallelism]\ntensor_parallel_degree = 8\n"
+        "pipeline_parallel_degree = 8\npipeline_parallel_schedule = 'Interleaved1F1B'\n"
+        "pipeline_parallel_layers_per_stage = 1\n[activation_checkpoint]\nmode = 'full'\n"
+    )
+    assert main([str(file), "--world=96", HARDWARE, "--search", "--fast", f"--write={out}"]) == 0
+    printed = capsys.readouterr().out
+    assert "the file's own layout is refused on 96 ranks" in printed
+    assert "all layouts train on 6 rows" in printed  # 4 rows on each of 96 / 64 ranks
+    config = resolve([f"--job.config_file={out}"], 96).config
+    preflight(config, output=False)
+    assert config.training.global_batch_size == 6
+
+
+def test_a_batch_that_cant_be_divided_is_said():
+    with pytest.raises(ConfigError, match=r"training\.global_batch_size: 4 rows can't be divided .* 7 ranks; .*: 7"):
+        make_plan(["--model.flavor=8B", "--training.global_batch_size=4"], 7, H100, searching=True)
+
+
+def test_a_world_too_small_is_said():
+    argv = [str(ROOT / "train_configs/llama3_70b.toml"), "--world=8", HARDWARE, "--search", "--fast"]
+    with pytest.raises(UserError, match=r"none of .* is likely to fit .* the leanest takes \d+; use more ranks"):
+        main(argv)
+
+
+def test_axes_find_what_fits():
+    """8B on one GPU of 80 GB: 16 bytes per parameter are too many, unless they are elsewhere."""
+    argv = ["--model.flavor=8B", "--training.seq_len=2048", "--training.global_batch_size=4"]
+    assert not found_for(argv, 1).best
+    best = found_for(argv, 1, ("offload", "loss_chunks")).best[0].plan
+    assert best.config.training.enable_cpu_offload
+    assert predict(best.workload, SPEC, H100).fits
+    combined = settings_of(best.config, ("offload", "loss_chunks", "state_dtype"))
+    assert len(combined) == 4 * 5 * 2
+
+
+def test_modes_of_checkpointing_are_an_axis():
+    """Two more of five kinds fit between those that a plain search tries."""
+    plain, more = (found_for(SMALL, 2, axes) for axes in ((), ("ac",)))
+    assert more.seen > 2 * plain.seen
+    kept = {proposal.plan.checkpointing for proposal in more.best}
+    assert kept - {"none", "selective op", "full"}
+
+
+def test_axes_change_the_batch_only_on_request(found):
+    assert {p.plan.config.training.global_batch_size for p in found.best} == {32}
+    doubled = found_for(SMALL, 2, ("batch",)).best
+    assert {p.plan.config.training.global_batch_size for p in doubled} - {32}
