@@ -8,6 +8,7 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from tests.plans import FULL, H100, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
+from torchtitan.plan.advice import changes
 from torchtitan.plan.page import page, pictures
 from torchtitan.plan.predict import predict
 from torchtitan.plan.report import as_data
@@ -87,6 +88,8 @@ def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
     assert f"bubble {data['time']['bubble']:.1%} of the step" in data["schedule_svg"]
     # A compiled backward runs twice when split: that is work, and no bubble.
     assert ("repeated by a split backward" in parts) == bool(schedule)
+    if schedule:
+        assert "schedule Interleaved1F1B" in [change.text for change in changes(plan, "repeated by a split backward")]
 
 
 def test_every_computation_of_the_warm_up_is_numbered(planned):

@@ -44,7 +44,7 @@ function figures() {
     element(made, "span", {}, name);
     element(made, "span", {class: "dim"}, more);
   };
-  const whole = x => number(x), tenth = x => number(x, 1);
+  const whole = x => number(x), tenth = x => number(x, x < 10 ? 2 : 1);
   card("tokens_per_second_per_gpu", whole(time.tokens_per_second_per_gpu), "tokens/s per GPU", range(ranges.tokens_per_second_per_gpu, whole));
   card("mfu", time.mfu === null ? "-" : percent(time.mfu, 1), "MFU", time.mfu === null ? "only of bf16" : range(ranges.mfu, x => percent(x, 1)));
   card("step_s", significant(time.step_s), "seconds per step", range(ranges.step_s, significant));
@@ -90,8 +90,8 @@ function timeParts() {
   const kind = part => waits.includes(part) ? "waiting" : /communication|host memory|offload/.test(part) ? "communication" : "compute";
   const colors = {compute: "var(--c2)", communication: "var(--c3)", waiting: "var(--c9)"};
   const parts = Object.entries(time.parts_s);
-  bars(made, parts.map(([part, s]) => ({label: part, parts: [[part, s]], values: [`${significant(s)} s`, percent(s / time.step_s, 1)]})),
-    s => `${significant(s)} s, ${percent(s / time.step_s, 1)} of the step`,
+  bars(made, parts.map(([part, s]) => ({label: part, parts: [[part, s]], values: [seconds(s), percent(s / time.step_s, 1)]})),
+    s => `${seconds(s)}, ${percent(s / time.step_s, 1)} of the step`,
     {colors: Object.fromEntries(parts.map(([part]) => [part, colors[kind(part)]])), label: "Seconds of a step by part"});
   legend(made, Object.entries(colors));
 }
