@@ -77,6 +77,11 @@ class Browser:
         """Move the mouse there."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        self.point(*start)
+        for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+
     def screenshot(self, file: Path, *, full: bool = True) -> None:
         """Write a PNG of the page; of what is in view unless `full`."""
         made = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)

@@ -178,6 +178,27 @@ def test_dots_and_rows_of_a_search_are_tied(planned, tab):
 
 @in_browser
 @pytest.mark.e2e
+def test_charts_zoom_and_follow_the_window(planned, tab):
+    tab.open(planned["search"][0].as_uri(), 1280, height=4000)
+    scale = "(({min, max}) => [min, max])(document.querySelector('.chart').plot.scales.x)"
+    frame = (
+        "(box => [box.left, box.top, box.width, box.height])(document.querySelector('.u-over').getBoundingClientRect())"
+    )
+    whole, (left, top, width, height) = tab.evaluate(scale), tab.evaluate(frame)
+    tab.drag((left + width / 4, top + height / 4), (left + width / 2, top + height / 2))
+    low, high = whole[0] + (whole[1] - whole[0]) / 4, whole[0] + (whole[1] - whole[0]) / 2
+    assert tab.evaluate(scale) == pytest.approx([low, high], rel=0.02)
+    tab.evaluate("document.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert tab.evaluate(scale) == pytest.approx(whole)
+    tab.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    tab.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 500
+    assert tab.evaluate("document.querySelector('.chart').plot.width") < 500
+    assert tab.problems == []
+
+
+@in_browser
+@pytest.mark.e2e
 def test_what_does_not_fit_is_drawn_so(planned, tab):
     file, data = planned["search"]
     assert data["too_large"]
