@@ -1,4 +1,7 @@
-"""A headless Chromium, driven over the pipe of its DevTools protocol (chromedevtools.github.io/devtools-protocol)."""
+"""A headless Chromium, driven over the pipe of its DevTools protocol (chromedevtools.github.io/devtools-protocol).
+
+`python -m tests.browser PAGE.html IMAGE.png` makes the pictures of pages in `docs/images`.
+"""
 
 import base64
 import itertools
@@ -6,6 +9,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,10 +50,12 @@ class Browser:
         message, self._pending = self._pending.split(b"\0", 1)
         return json.loads(message)
 
-    def open(self, url: str, width: int, *, height: int = 900, dark: bool = False) -> None:
+    def open(self, url: str, width: int, *, height: int = 900, dark: bool = False, scale: float = 1) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+        )
         self._events.clear()
         self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
@@ -69,6 +76,11 @@ class Browser:
     def point(self, x: float, y: float) -> None:
         """Move the mouse there."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        self.point(*start)
+        for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def screenshot(self, file: Path, *, full: bool = True) -> None:
         """Write a PNG of the page; of what is in view unless `full`."""
@@ -117,3 +129,10 @@ def browser(profile: Path) -> Iterator[Browser]:
         process.terminate()
         process.wait(30)
         os.close(own_reads)
+
+
+if __name__ == "__main__":
+    shown, image = map(Path, sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as started:
+        started.open(shown.resolve().as_uri(), 1040, scale=0.7)
+        started.screenshot(image)

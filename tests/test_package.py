@@ -94,7 +94,9 @@ def test_a_job_is_written_and_a_run_planned(torchtitan, environment, tmp_path):
     job = (tmp_path / "debug_model.sbatch").read_text()
     assert f"export TORCHTITAN_PYTHON={environment / 'python'}\n" in job
     assert "assets/train_configs/debug_model.toml --parallelism.data_parallel_shard_degree=8" in job
-    assert "GiB" in torchtitan("plan", "llama3_8b", "--world", "8", "--fast", "--html", "plan.html")
+    assert "GiB" in torchtitan(
+        "plan", "llama3_8b", "--world", "8", "--hardware", "h100-sxm", "--fast", "--html", "plan.html"
+    )
     assert "uPlot" in (tmp_path / "plan.html").read_text()
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from tests.plans import FULL, H100, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
+from torchtitan.plan.advice import changes
 from torchtitan.plan.page import page, pictures
 from torchtitan.plan.predict import predict
 from torchtitan.plan.report import as_data
@@ -25,10 +26,10 @@ def planned(tmp_path_factory):
         "pipeline": ["--model.flavor=8B", "--world=16", "--training.local_batch_size=8", "--training.seq_len=8192",
                      FULL, "--parallelism.pipeline_parallel_degree=4"],
         "search": ["--model.flavor=8B", "--world=8", "--training.local_batch_size=2", "--training.seq_len=8192",
-                   "--search", "--tokens=1e12"],
+                   "--search", "--tokens=1e12", "--money=2"],
     }.items():  # fmt: skip
         file = folder / f"{name}.html"
-        main([*argv, "--fast", f"--html={file}"])
+        main([*argv, "--hardware=h100-sxm", "--fast", f"--html={file}"])
         found[name] = file, json.loads(file.with_suffix(".json").read_text())
     return found
 
@@ -87,6 +88,8 @@ def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
     assert f"bubble {data['time']['bubble']:.1%} of the step" in data["schedule_svg"]
     # A compiled backward runs twice when split: that is work, and no bubble.
     assert ("repeated by a split backward" in parts) == bool(schedule)
+    if schedule:
+        assert "schedule Interleaved1F1B" in [change.text for change in changes(plan, "repeated by a split backward")]
 
 
 def test_every_computation_of_the_warm_up_is_numbered(planned):
@@ -171,6 +174,27 @@ def test_dots_and_rows_of_a_search_are_tied(planned, tab):
     assert len(marked) == 1
     dot = data["search"]["best"][marked[0]]
     assert dot["peak_gib"] == pytest.approx(best["peak_gib"], rel=0.02)
+
+
+@in_browser
+@pytest.mark.e2e
+def test_charts_zoom_and_follow_the_window(planned, tab):
+    tab.open(planned["search"][0].as_uri(), 1280, height=4000)
+    scale = "(({min, max}) => [min, max])(document.querySelector('.chart').plot.scales.x)"
+    frame = (
+        "(box => [box.left, box.top, box.width, box.height])(document.querySelector('.u-over').getBoundingClientRect())"
+    )
+    whole, (left, top, width, height) = tab.evaluate(scale), tab.evaluate(frame)
+    tab.drag((left + width / 4, top + height / 4), (left + width / 2, top + height / 2))
+    low, high = whole[0] + (whole[1] - whole[0]) / 4, whole[0] + (whole[1] - whole[0]) / 2
+    assert tab.evaluate(scale) == pytest.approx([low, high], rel=0.02)
+    tab.evaluate("document.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert tab.evaluate(scale) == pytest.approx(whole)
+    tab.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    tab.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 500
+    assert tab.evaluate("document.querySelector('.chart').plot.width") < 500
+    assert tab.problems == []
 
 
 @in_browser

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.config.derive import replace
 from torchtitan.config.device import check_device
-from torchtitan.plan.costs import BUBBLE
+from torchtitan.plan.costs import BUBBLE, REPEATED
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.predict import Plan, derived_workload, predict
 from torchtitan.plan.workload import Workload
@@ -120,6 +120,9 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
             yield "smaller microbatches", {"parallelism.pipeline_parallel_microbatch_size": size}
         yield "double the batch", double_batch
         for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
+            yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
+    if part == REPEATED:
+        for schedule in ("Interleaved1F1B", "1F1B"):
             yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
     if part == "activation offload":
         yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}

@@ -52,8 +52,8 @@ HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a copy to the host,
 and the launch of what follows. Estimate."""
 
-BUBBLE = "pipeline bubble"
-"""The part of the step's time that ranks wait for each other in a pipeline."""
+BUBBLE, REPEATED = "pipeline bubble", "repeated by a split backward"
+"""Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a schedule splits."""
 
 Seconds = dict[str, float]
 """Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
@@ -108,7 +108,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
         repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
         if repeated > 1e-9 * timeline.length:  # beyond rounding
-            parts["repeated by a split backward"] = repeated
+            parts[REPEATED] = repeated
     parts |= _data_parallel(w, hw, block, max(w.stages_of(slowest), key=lambda stage: stage.layers))
     parts["activation offload"] = _activation_offload(w, hw, block, slowest)
     parts["optimizer"] = _optimizer(w, hw)

@@ -14,6 +14,7 @@ origin();
 memoryOfRanks();
 timeParts();
 costs();
+if (data.budget) budget();
 if (data.compared) compared();
 if (data.schedule_svg) schedule();
 if (data.search) search();
@@ -43,7 +44,7 @@ function figures() {
     element(made, "span", {}, name);
     element(made, "span", {class: "dim"}, more);
   };
-  const whole = x => number(x), tenth = x => number(x, 1);
+  const whole = x => number(x), tenth = x => number(x, x < 10 ? 2 : 1);
   card("tokens_per_second_per_gpu", whole(time.tokens_per_second_per_gpu), "tokens/s per GPU", range(ranges.tokens_per_second_per_gpu, whole));
   card("mfu", time.mfu === null ? "-" : percent(time.mfu, 1), "MFU", time.mfu === null ? "only of bf16" : range(ranges.mfu, x => percent(x, 1)));
   card("step_s", significant(time.step_s), "seconds per step", range(ranges.step_s, significant));
@@ -89,8 +90,8 @@ function timeParts() {
   const kind = part => waits.includes(part) ? "waiting" : /communication|host memory|offload/.test(part) ? "communication" : "compute";
   const colors = {compute: "var(--c2)", communication: "var(--c3)", waiting: "var(--c9)"};
   const parts = Object.entries(time.parts_s);
-  bars(made, parts.map(([part, s]) => ({label: part, parts: [[part, s]], values: [`${significant(s)} s`, percent(s / time.step_s, 1)]})),
-    s => `${significant(s)} s, ${percent(s / time.step_s, 1)} of the step`,
+  bars(made, parts.map(([part, s]) => ({label: part, parts: [[part, s]], values: [seconds(s), percent(s / time.step_s, 1)]})),
+    s => `${seconds(s)}, ${percent(s / time.step_s, 1)} of the step`,
     {colors: Object.fromEntries(parts.map(([part]) => [part, colors[kind(part)]])), label: "Seconds of a step by part"});
   legend(made, Object.entries(colors));
 }
@@ -101,10 +102,30 @@ function costs() {
     element(made, "h3", {}, `${percent(cost.share, 1)} ${cost.part}`);
     if (!cost.changes.length) { element(made, "p", {class: "dim"}, cost.otherwise); continue; }
     const settings = change => Object.entries(change.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
-    table(made, [["change", "left wrap"], ["speed"], ["GiB"], ["", "left"]], cost.changes.map(c => [[c.text, settings(c)],
+    table(made, [["change", "left wrap code"], ["speed"], ["GiB"], ["", "left"]], cost.changes.map(c => [[c.text, settings(c)],
       `${c.gain < 0 ? "" : "+"}${percent(c.gain, 1)}`, number(c.peak_gib, 1), c.fits ? "✓ fits" : "✗ too large"]),
       {label: `Changes that lower ${cost.part}`, wide: true});
   }
+}
+
+// Days and money with failures: `--money` and `--mtbf`.
+function budget() {
+  const {goodput, hours, gpu_hours: gpuHours, cost} = data.budget;
+  const made = section(goodput ? "With failures" : "Cost"), cards = element(made, "div", {class: "cards"});
+  const card = (key, value, name, more) => {
+    const one = element(cards, "div");
+    element(one, "b", {"data-figure": key}, value);
+    element(one, "span", {}, name);
+    element(one, "span", {class: "dim"}, more);
+  };
+  if (goodput) {
+    card("goodput", percent(goodput.share, 1), "goodput", "training that is kept");
+    card("interval", plural(goodput.interval_steps, "step"), "best checkpoint.interval",
+      goodput.own_share === null ? "" : `${percent(goodput.own_share, 1)} goodput at ${number(goodput.own_steps)}`);
+    card("failures", duration(goodput.mtbf / 3600), "between failures", `saves of ${bytes(goodput.saves.size)}`);
+  }
+  card("budget_hours", duration(hours), `for ${large(run.tokens, "tokens")}`, `${significant(gpuHours)} GPU-hours`);
+  if (cost !== null) card("cost", significant(cost), "price of the run", `${number(cost / gpuHours, 2)} per GPU-hour`);
 }
 
 function compared() {
@@ -167,12 +188,12 @@ function search() {
     label: "Speed and memory of the configurations found; arrow keys step through the proposals", onselect: highlight,
     kinds: {...KINDS, best: {name: "proposed", shape: SHAPES.diamond, color: "var(--c4)", edge: "var(--text)"}, own: {name: "as configured", shape: SHAPES.ring, color: "var(--text)"}},
   });
-  const columns = [["layout", "left", b => layoutOf(b.layout) + (b.baseline ? " (as configured)" : "")],
+  const columns = [["layout", "left wrap", b => [layoutOf(b.layout) + (b.baseline ? " (as configured)" : ""), b.why]],
     ["tokens/s/GPU", "", b => number(b.tokens_per_second_per_gpu)], ["GiB", "", b => number(b.peak_gib, 1)],
     ["chance to fit", "", b => b.chance_to_fit === undefined ? null : likely(b.chance_to_fit)],
     ["rows", "", b => `${b.local_batch_size} x ${b.accumulation}`],
     ["schedule", "left", b => b.schedule ? `${b.schedule}, ${plural(b.microbatches, "microbatch", "es")}` : null],
-    ["checkpointing", "left", b => b.activation_checkpointing], ["why", "left wrap", b => b.why]]
+    ["checkpointing", "left", b => b.activation_checkpointing]]
     .filter(([, , cell]) => best.some(b => cell(b)));  // without what no row has
   const rows = table(made, columns, best.map(b => columns.map(([, , cell]) => cell(b) || "-")),
     {key: i => i, label: "Configurations proposed"});

@@ -130,7 +130,7 @@ def search_table(found: Found) -> str:
         plan, w = proposal.plan, proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
-        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", f"{plan.chance_to_fit:.0%}"
+        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", likelihood(plan.chance_to_fit)
         layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
         rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
     return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"

@@ -27,6 +27,7 @@ function plot(parent, {x, y, data, series, height = 300, label, hooks = {}, curs
     cursor: {points: {show: false}, x: false, y: false, drag: {x: true, y: true, uni: 20}, ...cursor},
     scales: {x: scale(x), y: scale(y)}, axes: [axis(x, 34), axis(y, 58)],
   }, data, box);
+  box.plot = made;  // for whoever has the box
   new ResizeObserver(() => made.setSize({width: box.clientWidth, height})).observe(box);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => made.redraw(false));
   return made;

@@ -24,8 +24,9 @@ const scaled = (x, unit, steps) => {
 };
 const bytes = x => scaled(x, "B", [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]);
 const large = (x, noun) => scaled(x, noun, [[1e12, "trillion "], [1e9, "billion "], [1e6, "million "]]);
-const duration = hours => hours >= 48 ? `${number(hours / 24, 1)} days` : hours >= 1 ? `${number(hours, 1)} hours` :
-  `${number(hours * 60, hours < 1 / 6 ? 1 : 0)} minutes`;
+const seconds = s => s >= .1 ? `${significant(s)} s` : `${significant(1000 * s)} ms`;
+const duration = hours => hours < 1 / 60 ? seconds(3600 * hours) : hours >= 48 ? `${number(hours / 24, 1)} days` : hours >= 1 ? `${number(hours, 1)} hours` :
+  `${significant(60 * hours)} minutes`;
 
 // ---- sections and tables
 
