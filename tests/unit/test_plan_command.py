@@ -221,7 +221,7 @@ def test_the_device_is_refused_in_the_trainers_words(hardware, converter, monkey
     table = find_hardware(hardware)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: table.device_names[0])
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: table.capability)
-    argv = ["--model.flavor=8B", f"--model.converters={converter}", "--training.global_batch_size=8"]
+    argv = ["--model.flavor=8B", f"--model.converters={converter}"]
     if "grouped" in converter:
         argv = ["--model.name=qwen3_moe", *argv[1:], "--quantize.grouped_mm.float8.fqns=experts"]
     with pytest.raises(ConfigError) as trainers:

@@ -114,13 +114,13 @@ def test_search_tries_expert_parallelism():
     argv = [*LARGE, "--training.global_batch_size=8", "--compile.enable", "--training.loss_chunks=8"]
     config = resolve(argv, 8).config
     found = search(config, SPEC, preflight(config, output=False).args, 8, H100)
-    best = [proposal.plan for proposal in found.best]
-    assert best[0].layout["ep"] > 1
-    for plan in best:
+    plans = [proposal.plan for proposal in found.best]
+    assert plans[0].layout["ep"] > 1
+    for plan in plans:
         degrees = layout_degrees(plan.config.parallelism)
         assert degrees == plan.layout
         preflight(plan.config, output=False)
-    assert any("equally many tokens" in note for note in best[0].notes)
+    assert any("equally many tokens" in note for note in plans[0].notes)
 
 
 def test_refusals_are_the_trainers():

@@ -97,6 +97,8 @@ class Plan:
     def checkpointing(self) -> str:
         """Mode of activation checkpointing, with its option."""
         ac = self.config.activation_checkpoint
+        if ac.mode == "memory_budget":
+            return f"{ac.mode} {ac.memory_budget:g}"
         return f"{ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else ac.mode
 
     @property

@@ -22,7 +22,7 @@ from torchtitan.plan.costs import step_time
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import GIB, Memory, memory_of
 from torchtitan.plan.predict import Plan, predict
-from torchtitan.plan.proposals import Candidate, Frontier, Proposal, complexity, propose, with_baseline
+from torchtitan.plan.proposals import ALIKE, Candidate, Frontier, Proposal, complexity, propose, with_baseline
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import check_experts
 from torchtitan.utils.errors import ConfigError
@@ -32,9 +32,14 @@ LIKELY = 0.9
 _WORTHWHILE = 0.6
 """Relative speed below which a layout isn't proposed, however little memory it takes."""
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_MAX_ROUNDS = 32
-"""Microbatches of a batch per pipeline rank. More hardly shrink a bubble of 1 / 33, and take long to simulate: a step's
-rows are cut into several batches."""
+_CHUNKS = {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}
+"""Parts that a rank's share of a microbatch is cut into, between which it can start another: by stages, and for
+ZBVZeroBubble also forward, inputs and weights."""
+_LEEWAY = 1.2
+"""How much faster than all before a layout may be without its bubble."""
+_MAX_COMPUTATIONS = 4096
+"""Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows are cut into several
+batches."""
 _OF_ONE_PIPELINE = (
     "pipeline_parallel_schedule",
     "pipeline_parallel_schedule_csv",
@@ -135,7 +140,7 @@ class _Search:
         self.frontier = Frontier()
         self.points: set[tuple[float, float]] = set()
         self.refused: Counter[str] = Counter()
-        self.seen, self.smallest = 0, math.inf
+        self.seen, self.smallest, self._best_busy = 0, math.inf, math.inf
         self._modes, self._settings = checkpointing_modes(axes), settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._problems: dict[tuple[Any, ...], str] = {}
@@ -172,33 +177,48 @@ class _Search:
             if pp == 1:
                 yield replace(layout, "training.local_batch_size", size)
             elif rows // size >= pp:
-                counts = [n for n in divisors(rows // size) if pp <= n <= _MAX_ROUNDS * pp]
+                counts = [n for n in divisors(rows // size) if pp <= n <= max(pp, _MAX_COMPUTATIONS // pp)]
                 if counts:
                     sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
                     yield replace(sized, "training.local_batch_size", size * counts[-1])
 
     def _price_schedules(self, batch: Config) -> None:
         """All schedules and checkpointing modes of a layout and batch."""
-        bounds: dict[int, float] = {}
+        bounds: dict[int, tuple[float, float]] = {}
+        """By mode, the speed of the first schedule that fits, and that speed without a bubble."""
         for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
             ordered = replace(batch, "parallelism.pipeline_parallel_schedule", schedule) if schedule else batch
+            if schedule and self._ideal(ordered) < _WORTHWHILE * self.frontier.speed:
+                continue
             for i, mode in enumerate(self._modes):
                 # Another order of the same work can do no more than to close the bubble.
-                if bounds.get(i, math.inf) < _WORTHWHILE * self.frontier.speed:
+                speed, bound = bounds.get(i, (0.0, math.inf))
+                if bound < _WORTHWHILE * self.frontier.speed or speed > ALIKE * bound:
                     continue
                 ac = ordered.activation_checkpoint.model_copy(update=mode)
                 config = applied(ordered.model_copy(update={"activation_checkpoint": ac}), self._settings[0])
-                if bound := self._price(config, self._settings[0], leanest=self._settings[-1]):
-                    bounds[i] = bound
+                if priced := self._price(config, self._settings[0], leanest=self._settings[-1]):
+                    bounds[i] = priced
+                    self._best_busy = max(self._best_busy, priced[1]) if self._best_busy < math.inf else priced[1]
 
-    def _price(self, config: Config, settings: Settings, leanest: Settings | None = None) -> float | None:
+    def _ideal(self, config: Config) -> float:
+        """A speed that a pipeline won't exceed: the best so far without a bubble, and the least bubble of a schedule.
+
+        1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al., arXiv:2104.04473).
+        """
+        p = config.parallelism
+        n = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
+        rounds = n * _CHUNKS[p.pipeline_parallel_schedule]
+        return _LEEWAY * self._best_busy * rounds / (rounds + p.pipeline_parallel_degree - 1)
+
+    def _price(self, config: Config, settings: Settings, leanest: Settings | None = None) -> tuple[float, float] | None:
         """Price a configuration, and keep it if it is likely to fit.
 
         Args:
             leanest: settings by which a configuration that doesn't fit may do so; it is then kept for `_expandable`.
 
         Returns:
-            Its tokens/s per GPU without a bubble; None if it is illegal or doesn't fit.
+            Its tokens/s per GPU, with and without a bubble; None if it is illegal or doesn't fit.
         """
         w = self._workload(config, settings)
         if w is None:
@@ -218,7 +238,7 @@ class _Search:
             self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
             if plan.chance_to_fit >= LIKELY:
                 self.frontier.add(Candidate(speed, plan.peak_gib, complexity(config, self.config), w))
-        return w.tokens_per_step / busy / w.world
+        return speed, w.tokens_per_step / busy / w.world
 
     def _fits_with(self, config: Config, settings: Settings) -> bool:
         w = self._workload(applied(config, settings), settings)
