@@ -7,7 +7,7 @@ of a CSV file.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
         duration: seconds of a computation, by stage and kind (`F`, `B`, `I`, `W`).
         transfer: seconds to send the result of a computation to another rank.
     """
-    seconds = cache(duration)
+    seconds = cache(partial(_seconds, duration))
     clock, busy = [0.0] * len(program.orders), [0.0] * len(program.orders)
     events: list[tuple[int, Action, float, float]] = []
     for rank, action, source, remote in program.steps:
@@ -123,6 +123,13 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
         clock[rank] = begin + took
         events.append((rank, action, begin, clock[rank]))
     return Timeline(tuple(events), tuple(busy), max(clock))
+
+
+def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:
+    """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs all in `W`."""
+    if stage > 0 or kind in "FB":
+        return duration(stage, kind)
+    return duration(stage, "B") if kind == "W" else 0.0
 
 
 def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
