@@ -4,11 +4,11 @@ The orders of computations are those that the trainer runs: this project's 1F1B,
 of a CSV file.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torchtitan.config.schedule_file import Action, Step, execute
@@ -19,9 +19,11 @@ class Held(NamedTuple):
     """What a rank holds at a moment."""
 
     microbatches: dict[int, int]
-    """By stage, how many wait for their backward."""
+    """By stage, how many wait for their backward, or for the rest of it."""
     transfers: int
     """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are being sent."""
+    postponed: Mapping[int, int] = MappingProxyType({})
+    """By stage, if any, how many of them wait for their weights' backward only."""
 
 
 class Program:
@@ -139,6 +141,7 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     sent: defaultdict[int, deque[int]] = defaultdict(deque)
     """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`). Hidden states that
     are sent wait for their backward as well, so they are counted there."""
+    postponed: Counter[int] = Counter()
     for time, action in enumerate(order):
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind in ("RECV_F", "RECV_B"):
@@ -153,7 +156,9 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
             if kind == "F":
                 kept[stage] += 1
                 arriving.pop(what, None)
-            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())))
+            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())), dict(+postponed))
+            if stage and kind in "IW":
+                postponed[stage] += 1 if kind == "I" else -1
             if kind in ("B", "W"):  # a residual stream hands its gradient to its last product: weights need it too
                 kept[stage] -= 1
                 arriving.pop(what, None)
@@ -163,7 +168,8 @@ def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
     """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
     front: dict[tuple[int, ...], Held] = {}
     for held in moments:
-        counts = (*held.microbatches.values(), held.transfers + sum(held.microbatches.values()))
+        postponed = (held.postponed.get(stage, 0) for stage in held.microbatches)
+        counts = (*held.microbatches.values(), *postponed, held.transfers + sum(held.microbatches.values()))
         if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
             front = {
                 other: value for other, value in front.items() if any(x > y for x, y in zip(other, counts, strict=True))
