@@ -11,10 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.runs import arguments, losses, train, write_corpus
+from torchtitan.commands import schedule
 from torchtitan.config import resolve
 from torchtitan.config.stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.init import materialize
+from torchtitan.parallel.schedules import NAMES as OWN_SCHEDULES
+from torchtitan.parallel.schedules import as_csv, orders_of
 from torchtitan.parallel.stage import Stage
 from torchtitan.plan.schedule import program
 from torchtitan.train.build import build
@@ -142,13 +145,13 @@ def test_bf16(ranks, one_process, tmp_path):
     assert losses(run) == pytest.approx(losses(one_process), rel=0.03)
 
 
-def every_count_of_microbatches(argv, schedule, rows):
-    """Loss and gradient norm of one step, by the pipeline and by the plain model on the same rows."""
+def one_step(argv, schedules):
+    """By number of microbatches: loss and gradient norm of one step, by the pipeline and by the plain model."""
     out = {}
-    for n in rows:
+    for n, flag in schedules.items():
         sizes = [f"--training.local_batch_size={n}", f"--training.global_batch_size={n}"]
         try:
-            config = resolve([*argv, *sizes, f"--parallelism.pipeline_parallel_schedule={schedule}"], 2).config
+            config = resolve([*argv, *sizes, f"{P}{flag}"], dist.get_world_size()).config
             setup = preflight(config)
         except ConfigError:
             continue
@@ -167,8 +170,24 @@ def every_count_of_microbatches(argv, schedule, rows):
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")])
 def test_every_count_of_microbatches_that_is_accepted_is_right(ranks, tmp_path, schedule):
-    for results in ranks(2, every_count_of_microbatches, arguments(tmp_path, *PP), schedule, range(1, 8)):
+    schedules = dict.fromkeys(range(1, 8), f"schedule={schedule}")
+    for results in ranks(2, one_step, arguments(tmp_path, *PP), schedules):
         assert len(results) >= 4
+        for n, (measured, expected) in results.items():
+            assert measured == pytest.approx(expected, rel=1e-5), n
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OWN_SCHEDULES)
+def test_schedules_that_torch_lacks_are_right(ranks, tmp_path, capsys, name, degree):
+    schedules = {}
+    for n in (1, degree, 2 * degree + 1):
+        file = tmp_path / f"{n}.csv"
+        assert schedule.main([name, f"--pp={degree}", f"--microbatches={n}", f"--output={file}"]) == 0
+        schedules[n] = f"schedule_csv={file}"
+    argv = [f"{P}degree={degree}", f"--model.overrides.n_layers={2 * degree}"]
+    for results in ranks(degree, one_step, arguments(tmp_path, *argv), schedules):
+        assert set(results) == set(schedules)
         for n, (measured, expected) in results.items():
             assert measured == pytest.approx(expected, rel=1e-5), n
 
@@ -250,6 +269,9 @@ def test_a_stage_holds_what_its_schedule_keeps_in_flight(ranks, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text("\n".join(",".join(f"{stage}F{m},{stage}B{m}" for m in range(6)) for stage in range(2)))
     orders["file"] = [f"{P}schedule_csv={file}"]
+    for name in OWN_SCHEDULES:
+        (tmp_path / name).write_text(as_csv(orders_of(name, 2, 6)))
+        orders[name] = [f"{P}schedule_csv={tmp_path / name}"]
     for results in ranks(2, held_by_every_schedule, arguments(tmp_path, *PP), orders, 6):
         measured = {name: trained["transfers"] for name, (trained, _, _) in results.items()}
         assert measured == {name: expected for name, (_, _, expected) in results.items()}

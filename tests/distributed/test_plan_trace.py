@@ -12,6 +12,7 @@ from tests.runs import arguments, storages, train
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
+from torchtitan.parallel.schedules import as_csv, orders_of
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import PARTS, memory_of
 from torchtitan.plan.trace import trace_ranks
@@ -38,6 +39,11 @@ LAYOUTS = {
         4,
         [f"{P}pipeline_parallel_degree=2", f"{P}tensor_parallel_degree=2", *FULL]
         + [f"{P}pipeline_parallel_schedule=Interleaved1F1B"],
+    ),
+    "split backward": (2, [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"]),
+    "split backward, full": (
+        2,
+        [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble", *FULL],
     ),
     "accumulated, every second block": (
         2,
@@ -285,6 +291,23 @@ def test_closed_forms_agree_with_a_trace(argv, world):
     assert memory_of(w, 0).reserved == pytest.approx(trace.peak_reserved, rel=0.10)
     if w.pp == 1:
         assert hardware_flops(w) == pytest.approx(trace.flops, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_closed_forms_agree_with_a_trace_of_postponed_backwards(tmp_path, mode):
+    """The third of four ranks under ZB-H1 keeps two microbatches until their weights' backward."""
+    file = tmp_path / "zb-h1.csv"
+    file.write_text(as_csv(orders_of("zb-h1", 4, 8)))
+    shape = ["--model.flavor=8B", "--model.overrides.n_layers=8", "--training.seq_len=4096"]
+    pipeline = [f"{P}pipeline_parallel_degree=4", f"{P}pipeline_parallel_schedule_csv={file}"]
+    split = [f"{P}pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")]
+    argv = [*shape, *pipeline, *split, "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"]
+    config = resolve(argv, 4).config
+    setup = preflight(config, output=False)
+    (trace,) = trace_ranks(config, 4, [2])
+    assert memory_of(Workload(config, setup.args, setup.stages), 2).reserved == pytest.approx(
+        trace.peak_reserved, rel=0.10
+    )
 
 
 @pytest.mark.parametrize(

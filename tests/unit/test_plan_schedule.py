@@ -4,7 +4,8 @@ import pytest
 
 from torchtitan.config.schedule_file import Action
 from torchtitan.config.stages import PipelineStages
-from torchtitan.plan.schedule import Held, program, simulate
+from torchtitan.parallel.schedules import orders_of
+from torchtitan.plan.schedule import Held, Program, program, simulate
 
 
 def stages(name, degree, per_rank=1, csv_file=None):
@@ -72,3 +73,12 @@ def test_microbatches_in_flight():
     assert [held.microbatches for held in most] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
     assert program(stages("GPipe", 4), 8).held[0] == (Held({0: 8}, 1),)  # and the gradient of the first to come back
     assert Action(0, "F", 0) in program(stages("GPipe", 2), 1).orders[0]
+
+
+def test_microbatches_that_wait_for_their_weights_only():
+    """Under ZB-H1, the last of 4 ranks postpones all 4 microbatches that it keeps; the first postpones none,
+    since no stage waits for its inputs' gradients."""
+    orders = orders_of("zb-h1", 4, 8)
+    first, *_, last = Program(orders, range(4)).held
+    assert [(held.microbatches, held.postponed) for held in last] == [({3: 4}, {3: 4})]
+    assert not any(held.postponed for held in first)

@@ -30,7 +30,8 @@ class Action:
 
 
 _TOKEN = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
-_MOST_BYTES = 2**22
+MOST_BYTES = 2**22
+"""Of a schedule's file."""
 
 
 def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
@@ -40,7 +41,7 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
     """
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
-        rows = list(csv.reader(read_regular(Path(path), _MOST_BYTES, links=True).decode().splitlines()))
+        rows = list(csv.reader(read_regular(Path(path), MOST_BYTES, links=True).decode().splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         return [], [f"{key}: can't read {path!r}: {getattr(error, 'strerror', None) or error}"]
     problems, orders = [], []
@@ -128,7 +129,7 @@ def execute(orders: Sequence[Sequence[Action]]) -> list[Step]:
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
                 action = order[position[rank]]
-                needed = _source(action, last_stage)
+                needed = waits_for(action, last_stage)
                 source = done.get((*needed, action.microbatch)) if needed else -1
                 if source is None:
                     break
@@ -142,7 +143,7 @@ def execute(orders: Sequence[Sequence[Action]]) -> list[Step]:
     return steps
 
 
-def _source(action: Action, last_stage: int) -> tuple[int, str] | None:
+def waits_for(action: Action, last_stage: int) -> tuple[int, str] | None:
     """Stage and kind (`F`, or `B` for B and I) of what `action` waits for; None for the first stage's forwards."""
     if action.kind == "F":
         return (action.stage - 1, "F") if action.stage else None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.config.derive import offloaded_blocks
-from torchtitan.plan.schedule import program
+from torchtitan.plan.schedule import Held, program
 from torchtitan.plan.workload import BYTES, FP32, Stage, Workload
 
 GIB = 2**30
@@ -38,6 +38,9 @@ CHUNK_GRADIENT_BYTES = 8
 gradient in bf16 (2), and the result in bf16 (2)."""
 ROUTER_BYTES = 70
 """Bytes per row of an expert for its place in both orders, weight and expert, on its way there and back. As traced."""
+RECOMPUTED_COPIES = 6
+"""Times that a checkpointed block, unless compiled, keeps everything in a backward of weights only: torch recomputes it
+for each parameter and keeps the results. As traced for a Llama, whose blocks have 9 parameters."""
 COMPILED_PIPELINE_HOLES = 0.5
 """Bytes that a compiled pipeline holds beyond its tensors, per byte of a block's working set: alternating forwards and
 backwards leave holes. Adjusted."""
@@ -133,26 +136,49 @@ def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
     kept, hidden, own = _kept_bytes(w) * w.tokens, hidden_bytes(w), w.pipeline.stages_of(pp_rank)
     layers = {stage: w.stages[stage].layers for stage in own}
     size = {stage: kept * layers[stage] - _offloaded_bytes(w, layers[stage]) + hidden for stage in own}
-    transit = max(_in_transit_bytes(w, count) for count in layers.values())
-    moments = [
-        (transit + sum(count * size[stage] for stage, count in held.microbatches.items()), held.transfers * hidden)
-        for held in program(w.pipeline, w.microbatches).held[pp_rank]
-    ]
-    return max(moments, key=sum)
+    transit, waiting = max(_in_transit_bytes(w, count) for count in layers.values()), _postponed_bytes(w) * w.tokens
+    again = 0.0 if w.compiled else RECOMPUTED_COPIES * w.recompute.pointwise * _block_bytes(w) * w.tokens
+
+    def activations(held: Held) -> float:
+        kept = sum(count * size[stage] for stage, count in held.microbatches.items())
+        postponed = sum(count * layers[stage] * waiting for stage, count in held.postponed.items())
+        return transit + kept + postponed + max((layers[stage] * again for stage in held.postponed), default=0.0)
+
+    moments = program(w.pipeline, w.microbatches).held[pp_rank]
+    return max(((activations(held), held.transfers * hidden) for held in moments), key=sum)
+
+
+def _postponed_bytes(w: Workload) -> float:
+    """Bytes per token that a block keeps, beyond what it does anyway, from its backward of inputs to that of weights.
+
+    That is the gradient of what each of its parameters gave; a compiled block is one operation, which gave its output.
+    """
+    d, q, kv, f, tp = w.dim, w.q / w.tp, w.kv / w.tp, w.ffn, w.tp
+    if w.compiled:
+        return w.element * d / tp
+    network = w.expert_rows * (2 * f + d) if w.experts else 2 * f / tp + d
+    return w.element * (q + 2 * kv + d + network + 2 * d / tp)
 
 
 def _waiting_losses(w: Workload, pp_rank: int) -> float:
-    """What the losses of all microbatches but one keep for their backward. Only breadth-first schedules make any wait.
+    """What the losses of all microbatches but one keep for their backward: in breadth-first schedules, and those
+    that split it.
 
     A chunked loss keeps gradients of hidden states and output weight, a compiled one logits, an eager one log-softmax.
     """
     assert w.pipeline is not None
     last = len(w.stages) - 1
-    waiting = max(held.microbatches[last] for held in program(w.pipeline, w.microbatches).held[pp_rank]) - 1
+    moments = program(w.pipeline, w.microbatches).held[pp_rank]
     if w.config.training.loss_chunks > 1:
-        return waiting * (hidden_bytes(w) + w.element * w.vocab_params)
-    logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
-    return waiting * logits * (w.element if w.loss_compiled else FP32)
+        most = max(held.microbatches[last] for held in moments)
+        return (most - 1) * (hidden_bytes(w) + w.element * w.vocab_params)
+    # After the backward of the hidden states, the gradient of the logits waits for that of the weight.
+    logits, loss = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1), w.element if w.loss_compiled else FP32
+    return logits * max(
+        max(0, held.microbatches[last] - postponed - 1) * loss + postponed * w.element
+        for held in moments
+        for postponed in [held.postponed.get(last, 0)]
+    )
 
 
 def _log_sum_exp_bytes(w: Workload) -> float:

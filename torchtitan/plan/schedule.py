@@ -4,11 +4,11 @@ The orders of computations are those that the trainer runs: this project's 1F1B,
 of a CSV file.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from types import SimpleNamespace
+from functools import cache, cached_property, partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torchtitan.config.schedule_file import Action, Step, execute
@@ -19,9 +19,11 @@ class Held(NamedTuple):
     """What a rank holds at a moment."""
 
     microbatches: dict[int, int]
-    """By stage, how many wait for their backward."""
+    """By stage, how many wait for their backward, or for the rest of it."""
     transfers: int
     """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are being sent."""
+    postponed: Mapping[int, int] = MappingProxyType({})
+    """By stage, if any, how many of them wait for their weights' backward only."""
 
 
 class Program:
@@ -111,7 +113,7 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
         duration: seconds of a computation, by stage and kind (`F`, `B`, `I`, `W`).
         transfer: seconds to send the result of a computation to another rank.
     """
-    seconds = cache(duration)
+    seconds = cache(partial(_seconds, duration))
     clock, busy = [0.0] * len(program.orders), [0.0] * len(program.orders)
     events: list[tuple[int, Action, float, float]] = []
     for rank, action, source, remote in program.steps:
@@ -125,6 +127,13 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
     return Timeline(tuple(events), tuple(busy), max(clock))
 
 
+def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:
+    """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs all in `W`."""
+    if stage > 0 or kind in "FB":
+        return duration(stage, kind)
+    return duration(stage, "B") if kind == "W" else 0.0
+
+
 def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     kept = dict.fromkeys(sorted({action.stage for action in order}), 0)
     arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -132,6 +141,7 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     sent: defaultdict[int, deque[int]] = defaultdict(deque)
     """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`). Hidden states that
     are sent wait for their backward as well, so they are counted there."""
+    postponed: Counter[int] = Counter()
     for time, action in enumerate(order):
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind in ("RECV_F", "RECV_B"):
@@ -146,7 +156,9 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
             if kind == "F":
                 kept[stage] += 1
                 arriving.pop(what, None)
-            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())))
+            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())), dict(+postponed))
+            if stage and kind in "IW":
+                postponed[stage] += 1 if kind == "I" else -1
             if kind in ("B", "W"):  # a residual stream hands its gradient to its last product: weights need it too
                 kept[stage] -= 1
                 arriving.pop(what, None)
@@ -156,7 +168,8 @@ def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
     """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
     front: dict[tuple[int, ...], Held] = {}
     for held in moments:
-        counts = (*held.microbatches.values(), held.transfers + sum(held.microbatches.values()))
+        postponed = (held.postponed.get(stage, 0) for stage in held.microbatches)
+        counts = (*held.microbatches.values(), *postponed, held.transfers + sum(held.microbatches.values()))
         if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
             front = {
                 other: value for other, value in front.items() if any(x > y for x, y in zip(other, counts, strict=True))
