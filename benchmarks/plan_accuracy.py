@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import plan_schedules
 from _measurements import FILES, TORCHTITAN, Row, load
 from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
@@ -191,6 +192,7 @@ def main() -> None:
         bands = fit_bands(held_out(speed))
         print(f"[bands]\nwidth = {bands.width:.3g}", *(f"{k} = {v:.3g}" for k, v in bands.deviations.items()), sep="\n")
     print("\n".join(table(rows, changed)))
+    print("\nPipeline schedules, relative to 1F1B:\n", *plan_schedules.table(), sep="\n")
 
 
 def summary(name: str, found: Errors, within: list[bool]) -> str:

@@ -34,8 +34,6 @@ from torchtitan.train.preflight import preflight
 
 FILE = Path(__file__).with_name("published_schedules.csv")
 MICROBATCHES = 32
-LINK = 64e9
-"""Bytes/s between two MI300X: one link (data sheet)."""
 LLAMA_2 = {"n_kv_heads": 32, "ffn_dim": 11008, "vocab_size": 32000, "rope_theta": 10000.0}
 
 
@@ -98,7 +96,7 @@ def counts(w: Workload) -> list[tuple[float, float, float]]:
 def rows(microbatches: int = MICROBATCHES, file: Path = FILE) -> list[Row]:
     """Every published row with its plan."""
     published = list(csv.DictReader(file.open()))
-    hw = find_hardware("mi300x").model_copy(update={"link": LINK})
+    hw = find_hardware("mi300x")
     with tempfile.TemporaryDirectory() as folder:
         loads = [workload(row, microbatches, Path(folder)) for row in published]
         counted = [counts(w) for w in loads]

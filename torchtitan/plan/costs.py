@@ -308,11 +308,12 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
     """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
 
     Splitting a backward saves work only where autograd sees a block's operations one by one. A compiled block is a
-    single operation, all of which runs in both parts; a checkpointed block is recomputed in both.
+    single operation, all of which runs in both parts. An eager checkpointed block is recomputed for the inputs'
+    gradients, and once more for each of its weights: autograd is asked for them one by one.
     """
     forward, backward = sum(block.forward.values()), sum(block.backward.values())
     inputs = backward if w.compiled else backward - block.weights
-    weights = block.weights if not w.compiled and w.config.activation_checkpoint.mode == "none" else backward
+    weights = backward if w.compiled else block.weights + _parameters(w) * w.recompute.pointwise * forward
     blocks = {"F": forward, "B": backward, "I": inputs, "W": weights}
     end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
     end["I"] = end["B"] - end["W"]
@@ -321,6 +322,11 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
         return w.stages[index].layers * blocks[kind] + w.stages[index].has_output * end[kind]
 
     return duration
+
+
+def _parameters(w: Workload) -> int:
+    """Weights of a block: those of its linear layers, of two norms, and of those of queries and keys."""
+    return len(w.linears) + 2 + 2 * getattr(w.args, "qk_norm", False)
 
 
 # ---- data parallelism and the optimizer

@@ -140,7 +140,9 @@ class _Search:
         self.frontier = Frontier()
         self.points: set[tuple[float, float]] = set()
         self.refused: Counter[str] = Counter()
-        self.seen, self.smallest, self._best_busy = 0, math.inf, math.inf
+        self.seen, self.smallest = 0, math.inf
+        self._unhindered = 0.0
+        """The highest speed so far, not counting bubbles."""
         self._modes, self._settings = checkpointing_modes(axes), settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._problems: dict[tuple[Any, ...], str] = {}
@@ -186,20 +188,36 @@ class _Search:
         """All schedules and checkpointing modes of a layout and batch."""
         bounds: dict[int, tuple[float, float]] = {}
         """By mode, the speed of the first schedule that fits, and that speed without a bubble."""
+        hopeless = {i for i, mode in enumerate(self._modes) if not self._may_fit(batch, mode)}
         for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
             ordered = replace(batch, "parallelism.pipeline_parallel_schedule", schedule) if schedule else batch
             if schedule and self._ideal(ordered) < _WORTHWHILE * self.frontier.speed:
                 continue
             for i, mode in enumerate(self._modes):
+                config = applied(_checkpointed(ordered, mode), self._settings[0])
+                if i in hopeless:
+                    self.seen += self._legal(config, self._settings[0])[0]
+                    continue
                 # Another order of the same work can do no more than to close the bubble.
                 speed, bound = bounds.get(i, (0.0, math.inf))
                 if bound < _WORTHWHILE * self.frontier.speed or speed > ALIKE * bound:
                     continue
-                ac = ordered.activation_checkpoint.model_copy(update=mode)
-                config = applied(ordered.model_copy(update={"activation_checkpoint": ac}), self._settings[0])
                 if priced := self._price(config, self._settings[0], leanest=self._settings[-1]):
                     bounds[i] = priced
-                    self._best_busy = max(self._best_busy, priced[1]) if self._best_busy < math.inf else priced[1]
+                    self._unhindered = max(self._unhindered, priced[1])
+
+    def _may_fit(self, batch: Config, mode: Settings) -> bool:
+        """Whether 1F1B with the fewest microbatches fits: no other schedule keeps less, and longer ones take seconds to
+        build."""
+        p = batch.parallelism
+        if p.pipeline_parallel_degree == 1:
+            return True
+        rows = p.pipeline_parallel_microbatch_size * p.pipeline_parallel_degree
+        fewest = replace(batch, "training.local_batch_size", rows)
+        fewest = replace(fewest, "parallelism.pipeline_parallel_schedule", "1F1B")
+        stages = self._stages(fewest)
+        leanest = applied(_checkpointed(fewest, mode), self._settings[-1])
+        return isinstance(stages, str) or self._memory(Workload(leanest, self.args, stages)) is not None
 
     def _ideal(self, config: Config) -> float:
         """A speed that a pipeline won't exceed: the best so far without a bubble, and the least bubble of a schedule.
@@ -209,7 +227,7 @@ class _Search:
         p = config.parallelism
         n = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
         rounds = n * _CHUNKS[p.pipeline_parallel_schedule]
-        return _LEEWAY * self._best_busy * rounds / (rounds + p.pipeline_parallel_degree - 1)
+        return _LEEWAY * (self._unhindered or math.inf) * rounds / (rounds + p.pipeline_parallel_degree - 1)
 
     def _price(self, config: Config, settings: Settings, leanest: Settings | None = None) -> tuple[float, float] | None:
         """Price a configuration, and keep it if it is likely to fit.
@@ -259,6 +277,11 @@ class _Search:
 
     def _workload(self, config: Config, settings: Settings) -> Workload | None:
         """The workload of a configuration; None if it is illegal."""
+        legal, stages = self._legal(config, settings)
+        return Workload(config, self.args, stages) if legal else None
+
+    def _legal(self, config: Config, settings: Settings) -> tuple[bool, PipelineStages | None]:
+        """Whether a configuration is legal, and its pipeline, if any."""
         p, t, ac = config.parallelism, config.training, config.activation_checkpoint
         dp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
         pp = p.pipeline_parallel_degree
@@ -281,8 +304,8 @@ class _Search:
         stages = self._problems[key] or (self._stages(config) if pp > 1 else None)
         if isinstance(stages, str):
             self.refused[stages] += 1
-            return None
-        return Workload(config, self.args, stages)
+            return False, None
+        return True, stages
 
     def _stages(self, config: Config) -> PipelineStages | str:
         """The pipeline of a configuration, or why there is none."""
@@ -297,6 +320,11 @@ class _Search:
             except ConfigError as error:
                 self._pipelines[key] = error.problems[0]
         return self._pipelines[key]
+
+
+def _checkpointed(config: Config, mode: Settings) -> Config:
+    ac = config.activation_checkpoint.model_copy(update=mode)
+    return config.model_copy(update={"activation_checkpoint": ac})
 
 
 def _problem(config: Config, world: int) -> str:
