@@ -40,7 +40,7 @@ def make_plan(
     resolved = resolve(argv, world)
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    here, notes = _without_missing_files(resolved.config)
+    here, notes = without_missing_files(resolved.config)
     setup = preflight(here, output=False)
     found = None
     if searching:
@@ -63,7 +63,7 @@ def make_plan(
 def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
     traced = []
     for proposal in proposals:
-        here, _ = _without_missing_files(proposal.config)
+        here, _ = without_missing_files(proposal.config)
         preflight(here, output=False)
         traced.append(trace_memory(proposal, here))
         if traced[-1].fits:
@@ -71,7 +71,7 @@ def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
     return traced
 
 
-def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
+def without_missing_files(config: Config) -> tuple[Config, list[str]]:
     """The configuration without the tokenizer, data and checkpoint that only the cluster has, and a note on each."""
     notes = []
     files: list[tuple[str, str | None, Any]] = [
