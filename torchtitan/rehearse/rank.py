@@ -269,7 +269,7 @@ def _stored(checkpointer: Any) -> Iterator[None]:
         properties, whole = TensorProperties(dtype=value.dtype), torch.Size([0] * value.dim())
         chunk = ChunkStorageMetadata(whole, value.size())
         found[name] = TensorStorageMetadata(properties, value.size(), [chunk])
-    metadata = Metadata(found)
+    metadata = Metadata(found, storage_data={})
     manifest = SimpleNamespace(step=1, model_only=False, tensor_bytes=checkpointer.trained.tensors())
     manifest.state = lambda: None
     manifest.model_dump = dict

@@ -219,9 +219,9 @@ class Recorder(TorchDispatchMode):
         calls, total = self.record.objects.get(key, (0, 0))
         self.record.objects[key] = calls + 1, total + size
 
-    def all_gather_object(self, out: list[Any], value: Any, group: ProcessGroup | None = None) -> None:
-        self._object("all_gather_object", group, len(pickle.dumps(value)))
-        out[:] = [value] * len(out)
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+        self._object("all_gather_object", group, len(pickle.dumps(obj)))
+        object_list[:] = [obj] * len(object_list)
 
     def broadcast_object_list(
         self,
