@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     add("--ranks", type=int, nargs="+", default=[], metavar="RANK", help="rehearse these ranks, too")
     add("--every-rank", action="store_true", help="rehearse all ranks; takes seconds for each")
-    add("--layers", type=count, default=3, metavar="N", help="layers of each pipeline stage that run (default: 3)")
+    add("--layers", type=count, default=2, metavar="N", help="layers of each pipeline stage that run (default: 2)")
     add("--every-layer", action="store_true", help="run all layers")
     add("--json", metavar="FILE", help="write the result as JSON")
     return parser

@@ -46,7 +46,7 @@ from torchtitan.train.step import StepResult
 from torchtitan.utils import phase
 
 BATCHES = 3
-"""Batches of an accumulated step that run: the first, one in the middle, the last."""
+"""Batches that run of an accumulated step, or of a validation: the first, one in the middle, the last."""
 
 
 def rehearse_rank(
@@ -94,8 +94,12 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
             "enable_cpu_offload": False,
             "stages": [],
         },
-        "metrics": {"log_freq": 1, "enable_tensorboard": False, "enable_wandb": False},
-        "validation": {"freq": 1},
+        "metrics": {"log_freq": 1, "sinks": [], "enable_tensorboard": False, "enable_wandb": False},
+        "validation": {
+            "freq": 1,
+            "steps": _at_most(config.validation.steps),
+            "sets": [one.model_copy(update={"steps": _at_most(one.steps)}) for one in config.validation.sets],
+        },
         "checkpoint": {
             "interval": 1,
             "folder": "checkpoint",
@@ -114,6 +118,11 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     )
+
+
+def _at_most(steps: int | None) -> int | None:
+    """Batches of a validation that run; -1 would be all."""
+    return steps if steps is None or 0 <= steps < BATCHES else BATCHES
 
 
 def _run(config: Config, setup: Setup, recorder: Recorder) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.config.derive import axis_degrees
+from torchtitan.config.registry import import_custom
 from torchtitan.config.schema import Config
 from torchtitan.rehearse.agree import (
     Counts,
@@ -38,7 +39,7 @@ class Rehearsal:
     faults: list[Fault]
 
 
-def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: int | None = 3) -> Rehearsal:
+def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: int | None = 2) -> Rehearsal:
     """Rehearse a configuration, in as many processes at a time as there are cores.
 
     Args:
@@ -101,4 +102,6 @@ def _because_of_data(fault: Fault, records: dict[int, Record], again: Callable[[
 def _alone(config: Config, world: int, rank: int, layers: int | None, large: bool, told: list[Any] | None) -> Record:
     from torchtitan.rehearse.rank import rehearse_rank  # imports torch
 
+    if config.experimental.custom_import:
+        import_custom(config.experimental.custom_import)
     return rehearse_rank(config, world, rank, layers=layers, large=large, told=told)
