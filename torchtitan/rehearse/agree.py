@@ -1,7 +1,7 @@
 """Whether ranks make the same groups, enter the same collectives, and receive what others send. Imports no torch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,6 +10,8 @@ from torchtitan.rehearse.cast import Cast
 from torchtitan.rehearse.events import Collective, Group, Message, Post, Record
 from torchtitan.utils.phase import Exchange
 
+_ALIKE = 4
+"""Equal collectives after one that differs by which it counts as left out."""
 Kind = Literal["error", "groups", "collectives", "messages", "exchanges", "circle", "data"]
 
 
@@ -39,11 +41,7 @@ class Counts:
 def describe(event: Collective, group: Group) -> str:
     """As the diagnosis of a hang describes it."""
     what = f"{event.tensors}; " if event.tensors else ""
-    return f"{event.op} #{event.number} of {group_name(group)} ({what}{name_ranks(group.ranks)})"
-
-
-def group_name(group: Group) -> str:
-    return "all ranks" if group.description == "default_pg" else group.description.removeprefix("mesh_")
+    return f"{event.op} #{event.number} of {group.description} ({what}{name_ranks(group.ranks)})"
 
 
 def errors(records: Mapping[int, Record]) -> list[Fault]:
@@ -62,7 +60,7 @@ def check_groups(records: Mapping[int, Record]) -> list[Fault]:
         if few:
             one, other = made[few[0]], made[most[0]]
             texts = [
-                f"creates group #{i + 1} {c.description.removeprefix('mesh_')} ({name_ranks(c.ranks)}), at {c.at}"
+                f"creates group #{i + 1} {c.description} ({name_ranks(c.ranks)}), at {c.at}"
                 if c
                 else f"creates only {i} groups"
                 for c in (one, other)
@@ -123,20 +121,22 @@ def _first_difference(lists: Mapping[int, list[Collective]], group: Group) -> Fa
         if not few:
             continue
         one, other = at[few[0]], at[most[0]]
-        if one is None:
-            assert other is not None
-            last = lists[few[0]][-1] if i else None
+        theirs, usual = ([_call(e) for e in lists[side[0]][i:]] for side in (few, most))
+        if other is not None and _begins(usual[1:], theirs):
+            last = lists[few[0]][i - 1] if i else None
             before = f"; its last one there is #{last.number} {last.op}, at {last.at}" if last else ""
             text = (
                 f"{name_ranks(few)} did not enter {describe(other, group)} during the {other.during}, "
                 f"where {name_ranks(most)} waits, at {other.at}{before}"
             )
-        elif other is None:
+        elif one is not None and _begins(theirs[1:], usual):
             text = (
                 f"{name_ranks(few)} entered {describe(one, group)} during the {one.during}, at {one.at}, "
                 f"which {name_ranks(most)} did not enter"
             )
         else:
+            assert one is not None
+            assert other is not None
             root = [
                 f" of root {group.ranks[e.root]}" if e.root != r.root and e.root is not None else ""
                 for e, r in ((one, other), (other, one))
@@ -147,6 +147,11 @@ def _first_difference(lists: Mapping[int, list[Collective]], group: Group) -> Fa
             )
         return Fault("collectives", few[0], text)
     return None
+
+
+def _begins(later: Sequence[object], now: Sequence[object]) -> bool:
+    """Whether `now` continues like `later`: what stands before `later` was left out."""
+    return list(now[:_ALIKE]) == list(later[:_ALIKE])
 
 
 def _call(event: Collective | None) -> tuple[str, str, int | None] | None:

@@ -27,6 +27,7 @@ class Group(NamedTuple):
 
     ranks: tuple[int, ...]
     description: str
+    """In words: `tp`, `all ranks`."""
     at: str
 
 

@@ -5,6 +5,7 @@ their results would be data that no rank has sent.
 """
 
 import functools
+import math
 import pickle
 import re
 import sys
@@ -75,7 +76,11 @@ class Recorder(TorchDispatchMode):
 
     def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
         """A group was created. `name` is None if this rank is not a member."""
-        at = self._at()
+        at, world = self._at(), math.prod(self.degrees.values())
+        spanning = (axis for axis, degree in self.degrees.items() if degree == world > 1)
+        if description == "default_pg":
+            description = " = ".join(["all ranks", *spanning])
+        description = description.removeprefix("mesh_")
         self.record.creations.append(Creation(ranks, description, at))
         if name is not None:
             slot = self.slots[name] = len(self.record.groups)

@@ -4,7 +4,6 @@ from typing import Any
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.observe.evidence import name_ranks
-from torchtitan.rehearse.agree import group_name
 from torchtitan.rehearse.rehearsal import Rehearsal
 from torchtitan.utils.text import aligned, plural
 
@@ -48,7 +47,7 @@ def _table(rehearsal: Rehearsal) -> list[list[str]]:
         entered = [event for event in record.collectives if event.slot == slot]
         sent = [m for post in record.posts if post.slot == slot for m in post.messages if m.sends]
         size = sum(event.bytes for event in entered) + sum(message.bytes for message in sent)
-        row = [group_name(group), len(group.ranks), f"{len(entered):,}", f"{len(sent):,}", f"{size / 2**20:,.1f}"]
+        row = [group.description, len(group.ranks), f"{len(entered):,}", f"{len(sent):,}", f"{size / 2**20:,.1f}"]
         rows.append([*map(str, row), group.at])
     return rows
 
@@ -72,7 +71,7 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
-                "groups": [{"name": group_name(g), "ranks": list(g.ranks), "at": g.at} for g in record.groups],
+                "groups": [{"name": g.description, "ranks": list(g.ranks), "at": g.at} for g in record.groups],
                 "collectives": len(record.collectives),
                 "posts": len(record.posts),
             }

@@ -14,7 +14,7 @@ The strictest order that a backend can impose, so one that waits less can't hang
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from torchtitan.rehearse.agree import Fault, describe, group_name
+from torchtitan.rehearse.agree import Fault, describe
 from torchtitan.rehearse.events import Collective, Message, Post, Record, Wait
 
 _Stream = tuple[int, int]
@@ -158,7 +158,7 @@ def _doing(state: _Rank, ranks: Mapping[int, _Rank]) -> str:
     if head := _head(state):
         left = state.streams[state.stream(head)][0][1]
         what = " and ".join(f"to {'send to' if m.sends else 'receive from'} rank {m.peer} ({m.tensors})" for m in left)
-        group = group_name(state.record.groups[head.slot])
+        group = state.record.groups[head.slot].description
         return f"waits {what} in {group}, posted at {head.at}"
     assert isinstance(event, Collective)
     return f"waits in {describe(event, state.record.groups[event.slot])}, at {event.at}"
