@@ -17,7 +17,7 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
         degrees: of the axes, from outer to inner.
     """
     place = {}
-    for axis, degree in reversed(degrees.items()):
+    for axis, degree in reversed(list(degrees.items())):
         rank, place[axis] = divmod(rank, degree)
     return {axis: place[axis] for axis in degrees}
 

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from torchtitan.checkpoint import dcp_storage, resume
-from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
+from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, validation_rows
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.observe.evidence import is_library, where
@@ -39,10 +40,13 @@ from torchtitan.parallel import expert, parallelize, pipeline
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.plan.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.rehearse.events import Record
-from torchtitan.rehearse.recorder import Recorder, recording
+from torchtitan.rehearse.network import recording
+from torchtitan.rehearse.recorder import Recorder
 from torchtitan.train import build, restore, trainer
 from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.state import RunState
 from torchtitan.train.step import StepResult
+from torchtitan.train.step import train_step as train_one_step
 from torchtitan.utils import phase
 
 BATCHES = 3
@@ -66,8 +70,8 @@ def rehearse_rank(
     with TemporaryDirectory(prefix="rehearsal-") as folder:
         config = rehearsed(config, world, folder)
         setup = preflight(config, output=False)
-        recorder = Recorder(rank, axis_degrees(config.parallelism), told, large=large)
-        with no_network() as mode, recording(recorder), _replaced(config, setup, world, recorder, mode, layers):
+        recorder = Recorder(rank, axis_degrees(config.parallelism), large=large)
+        with no_network() as mode, recording(recorder, told), _replaced(config, setup, world, recorder, mode, layers):
             try:
                 with mode, recorder:
                     _run(config, setup, recorder)
@@ -158,7 +162,7 @@ def _replaced(
         names = all_modules(*args)
         return names if layers is None else [_fewer(stage, setup, layers) for stage in names]
 
-    train_step, all_modules, during = trainer.train_step, pipeline.stage_modules, _during(recorder)
+    train_step, all_modules, during = train_one_step, pipeline.stage_modules, _during(recorder)
     with ExitStack() as stack:
         for module, name, replacement in (
             (trainer, "init_distributed", start),
@@ -223,7 +227,8 @@ class _Loader:
 
     def __init__(self, config: Config, section: Any, rows: int, sources: Sequence[str]):
         self.rows, self.count, self.length, self.sources = rows, section.global_batch_size, section.seq_len, sources
-        self.name, self.start, self.fingerprint = "no data", None, {"sources": {}}
+        self.name, self.start = "no data", None
+        self.fingerprint: dict[str, Any] = {"sources": {}}
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
@@ -236,8 +241,6 @@ class _Loader:
         return StepBatch(tokens, tokens.clone(), state, self.count, sources, [0.0] * len(self.sources))
 
     def skipped(self, _: Any) -> Any:
-        from collections import Counter
-
         return Counter()
 
     def check_enough(self, *_: Any) -> None: ...
@@ -251,7 +254,7 @@ class _Loader:
 
 def _data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **__: Any) -> _Loader:
     section = getattr(config, key)
-    size = section.local_batch_size if key == "training" else build.validation_rows(config)
+    size = section.local_batch_size if key == "training" else validation_rows(config)
     count = section.global_batch_size if key == "training" else size * share[1]
     rows = -(-count // (share[1] * size)) * size
     return _Loader(config, section, rows, [source.name for source in config.training.sources])
@@ -289,7 +292,7 @@ def _stored(checkpointer: Any) -> Iterator[None]:
             (resume, "damage", lambda *_: ()),
             (resume, "manifest_bytes", lambda *_: b""),
             (dcp_storage.Reader, "read_metadata", lambda *_, **__: metadata),
-            (trainer.RunState, "load", lambda *_: None),
+            (RunState, "load", lambda *_: None),
         ):
             stack.enter_context(patch.object(module, name, replacement))
         yield
