@@ -2,17 +2,22 @@
 
 import json
 import re
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults import rehearsal_faults
 from tests.runs import EXPERTS, arguments
 from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
+from torchtitan.rehearse.agree import Counts
 from torchtitan.rehearse.cast import Cast, coordinates, corners, rank_at
-from torchtitan.rehearse.events import Group, Message, Post, Record, Wait
-from torchtitan.rehearse.rehearsal import rehearse
+from torchtitan.rehearse.events import Creation, Group, Message, Post, Record, Wait
+from torchtitan.rehearse.rehearsal import Rehearsal, rehearse
+from torchtitan.rehearse.startup import startup
 from torchtitan.rehearse.waits import check_circles
 from torchtitan.utils.errors import ConfigError
 
@@ -121,7 +126,11 @@ def test_a_shipped_configuration_cannot_hang(path):
 
 LAYOUTS = {
     "1F1B": (4, [f"{P}pipeline_parallel_degree=2", f"{P}tensor_parallel_degree=2"]),
-    "zero bubble, V": (2, [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"]),
+    "zero bubble, V": (
+        2,
+        [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"]
+        + ["--model.overrides.n_layers=4", "--training.local_batch_size=4"],
+    ),
     "context": (4, [f"{P}context_parallel_degree=2"]),
     "replicas": (4, [f"{P}data_parallel_replicate_degree=2"]),
     "experts": (4, [*EXPERTS, f"{P}expert_parallel_degree=2"]),
@@ -182,3 +191,45 @@ def messages(rank, *steps):
 def test_order_of_messages(first, second, hangs):
     faults = check_circles({0: messages(0, *first), 1: messages(1, *second)})
     assert [fault.kind for fault in faults] == ["circle"] * hangs
+
+
+# ---- the start
+
+
+class CountingStore(dist.Store):
+    """Counts the operations on a store in memory."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.count = store, 0
+
+
+for name in ("set", "get", "wait", "add", "check"):
+
+    def counted(self, *args, name=name):
+        self.count += 1
+        return getattr(self.store, name)(*args)
+
+    setattr(CountingStore, name, counted)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_operations_on_the_store_are_those_of_real_groups(monkeypatch, lazy):
+    """Of gloo groups in threads of this process."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ranks, shared = 6, dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(ranks)]
+    threads = [
+        threading.Thread(target=dist.ProcessGroupGloo, args=(store, rank, ranks, timedelta(seconds=30)))
+        for rank, store in enumerate(stores)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    record = Record(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
+    record.creations = [Creation(tuple(range(ranks)), "all ranks", "")]
+    config = resolve([f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks).config
+    found = startup(Rehearsal(config, ranks, None, {0: record}, Counts(), []))
+    assert sum(store.count for store in stores) == (found.lazy_store if lazy else found.store)

@@ -108,10 +108,12 @@ class Record:
     """The exception that ended it, with its place."""
     broadcasts: list[Any] = field(default_factory=list)
     """Objects that it told all others, in order."""
-    objects: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Object collectives of the start and of each save, by what calls them: (calls, bytes of this rank's object)."""
-    store: dict[str, int] = field(default_factory=dict)
-    """Operations on the job's key-value store, by kind, that torch's Python code makes."""
+    layers: tuple[int, int] = (1, 1)
+    """How many layers of its stages ran, and how many there are."""
+    parts: tuple[int, int] = (0, 0)
+    """Parts, over all ranks, into which a checkpoint cuts the tensors of layers that ran, and those of other modules."""
+    metadata: float = 0.0
+    """Bytes of a checkpoint's metadata for each part."""
 
     @property
     def collectives(self) -> Sequence[Collective]:

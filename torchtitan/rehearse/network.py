@@ -78,9 +78,6 @@ class Network:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
         self.recorder.entered(slot, op, "object", size, index)
-        key = f"{self.recorder.during}: {op} at {self.recorder.at()}"
-        calls, total = self.recorder.record.objects.get(key, (0, 0))
-        self.recorder.record.objects[key] = calls + 1, total + size
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
         self._object("all_gather_object", group, len(pickle.dumps(obj)))

@@ -6,6 +6,8 @@ data (rows without content) and the files of checkpoints.
 
 import dataclasses
 import logging
+import math
+import pickle
 import traceback
 import warnings
 from collections import Counter
@@ -23,15 +25,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torchtitan.checkpoint import dcp_storage, resume
+from torchtitan.checkpoint.index import render_index
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, validation_rows
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -133,6 +139,8 @@ def _run(config: Config, setup: Setup, recorder: Recorder) -> None:
     run = trainer.Trainer(config, setup)
     recorder.during = "first step"
     run.train()
+    recorder.record.parts = _parts(run.checkpointer.trained.tensors())
+    recorder.record.metadata = _metadata_bytes()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
         with _stored(run.checkpointer):
@@ -159,8 +167,11 @@ def _replaced(
         return dataclasses.replace(train_step(*args, **kwargs), stop=False)  # nobody asks to stop
 
     def stage_modules(*args: Any) -> list[Any]:
-        names = all_modules(*args)
-        return names if layers is None else [_fewer(stage, setup, layers) for stage in names]
+        stages = [stage or tuple(setup.spec.module_flops(setup.args, 1)) for stage in all_modules(*args)]
+        kept = stages if layers is None else [_fewer(stage, layers) for stage in stages]
+        run, of = (sum(name.startswith("layers.") for stage in part for name in stage) for part in (kept, stages))
+        recorder.record.layers = run, of
+        return kept
 
     train_step, all_modules, during = train_one_step, pipeline.stage_modules, _during(recorder)
     with ExitStack() as stack:
@@ -202,9 +213,8 @@ def _during(recorder: Recorder) -> Any:
     return named
 
 
-def _fewer(stage: tuple[str, ...] | None, setup: Setup, layers: int) -> tuple[str, ...]:
+def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
     """The modules of a stage, of which at most `layers` are layers: the first ones, and the last."""
-    modules = stage or tuple(setup.spec.module_flops(setup.args, 1))
     own = [name for name in modules if name.startswith("layers.")]
     kept = {*own[: layers - 1], *own[-1:]}
     return tuple(name for name in modules if name in kept or not name.startswith("layers."))
@@ -212,12 +222,13 @@ def _fewer(stage: tuple[str, ...] | None, setup: Setup, layers: int) -> tuple[st
 
 def _splits(recorder: Recorder, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Unequal numbers of rows that each rank sends to each other, the same in the eyes of both."""
-    ranks = len(sent)
-    own = next(g.ranks.index(recorder.record.rank) for g in recorder.record.groups if len(g.ranks) == ranks)
+    ranks, groups = len(sent), recorder.record.groups
+    group = next((group for group in groups if group.description == "ep"), groups[0])
+    own = group.ranks.index(recorder.record.rank)
 
     def rows_of(source: int, target: int) -> int:
-        shift = (target - source) % ranks
-        return rows // ranks + (shift < rows % ranks) + (shift == 1) - (shift == ranks - 1 and ranks > 2)
+        shift, share = (target - source) % ranks, rows // ranks
+        return share + (shift < rows % ranks) + ((shift == 1) - (shift == 0) if share else 0)
 
     return [rows_of(own, other) for other in range(ranks)], [rows_of(other, own) for other in range(ranks)]
 
@@ -270,6 +281,34 @@ def _read_nothing(reader: Any, plan: Any, planner: LoadPlanner) -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
+
+
+# ---- checkpoints
+
+
+def _parts(tensors: dict[str, Any]) -> tuple[int, int]:
+    """As `Record.parts`."""
+    counts = [0, 0]
+    for name, value in flatten_state_dict(tensors)[0].items():
+        parts = 1
+        if isinstance(value, DTensor):
+            sizes = zip(value.device_mesh.shape, value.placements, strict=True)
+            parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+        counts[".layers." not in name] += min(parts, max(1, value.numel()))
+    return counts[0], counts[1]
+
+
+def _metadata_bytes() -> float:
+    """Bytes for each part of `.metadata` and `tensors.json`, measured on a tensor in many parts."""
+    name, size, parts = "optimizer.layers.10.attention.wo.weight.exp_avg", 2**24, 256
+    chunks = [ChunkStorageMetadata(torch.Size([size * i, 0]), torch.Size([size, 2**14])) for i in range(parts)]
+    entry = TensorStorageMetadata(TensorProperties(), torch.Size([size * parts, 2**14]), chunks)
+    places = {
+        MetadataIndex(name, chunk.offsets, i): _StorageInfo(f"__{i}_0.distcp", size * i, size)
+        for i, chunk in enumerate(chunks)
+    }
+    metadata = Metadata({name: entry}, storage_data=places)
+    return (len(pickle.dumps(metadata)) + len(render_index(metadata))) / parts
 
 
 @contextmanager

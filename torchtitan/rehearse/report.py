@@ -5,6 +5,8 @@ from typing import Any
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.observe.evidence import name_ranks
 from torchtitan.rehearse.rehearsal import Rehearsal
+from torchtitan.rehearse.startup import as_data as startup_data
+from torchtitan.rehearse.startup import rows, startup
 from torchtitan.utils.text import aligned, plural
 
 
@@ -24,6 +26,8 @@ def as_text(rehearsal: Rehearsal) -> str:
         f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of experts' rows; "
         f"{counts.bytes / 2**30:,.1f} GiB of messages",
         f"Values that a rank reads of its own data, which changed nothing: {_own(rehearsal)}",
+        "",
+        aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
         "",
     ]
     if rehearsal.faults:
@@ -77,5 +81,6 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
             }
             for rank, record in rehearsal.records.items()
         ],
+        "startup": startup_data(startup(rehearsal)),
         "faults": [fault._asdict() for fault in rehearsal.faults],
     }
