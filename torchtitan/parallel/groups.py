@@ -15,7 +15,6 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP
 from torchtitan.utils.torch_faults import silence_false_alarms, store_of_this_attempt
 
-
 CONNECTED_RANKS = 64
 """Up to this many ranks, gloo connects all pairs of a group when it is created. In larger worlds, pairs connect when
 they first communicate: n ranks would ask the job's store n^2 times, and each would hold n - 1 connections."""

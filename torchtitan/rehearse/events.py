@@ -111,7 +111,7 @@ class Record:
     layers: tuple[int, int] = (1, 1)
     """How many layers of its stages ran, and how many there are."""
     parts: tuple[int, int] = (0, 0)
-    """Parts, over all ranks, into which a checkpoint cuts the tensors of layers that ran, and those of other modules."""
+    """Into which a checkpoint cuts the tensors of the layers that ran, and those of other modules, over all ranks."""
     metadata: float = 0.0
     """Bytes of a checkpoint's metadata for each part."""
 
