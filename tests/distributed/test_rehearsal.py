@@ -3,11 +3,14 @@
 import json
 import re
 import threading
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.faults import rehearsal_faults
 from tests.runs import EXPERTS, arguments
@@ -19,6 +22,9 @@ from torchtitan.rehearse.events import Creation, Group, Message, Post, Record, W
 from torchtitan.rehearse.rehearsal import Rehearsal, rehearse
 from torchtitan.rehearse.startup import startup
 from torchtitan.rehearse.waits import check_circles
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import train_step
 from torchtitan.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -233,3 +239,56 @@ def test_operations_on_the_store_are_those_of_real_groups(monkeypatch, lazy):
     config = resolve([f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks).config
     found = startup(Rehearsal(config, ranks, None, {0: record}, Counts(), []))
     assert sum(store.count for store in stores) == (found.lazy_store if lazy else found.store)
+
+
+# ---- against real ranks
+
+
+def entered(argv):
+    """Calls of collectives in a real step, by kind, as PyTorch counts them."""
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    batch = next(iter(parts.loader))
+    with CommDebugMode() as counted:
+        train_step(
+            parts,
+            batch,
+            config,
+            stop=False,
+            agree=False,
+            approve=lambda *_: True,
+            before_update=lambda: None,
+        )
+    parts.loader.close()
+    return {str(name).rpartition(".")[2]: count for name, count in counted.get_comm_counts().items()}
+
+
+KINDS = (
+    ("reduce_scatter", "reduce_scatter"),
+    ("gather", "all_gather"),
+    ("reduce", "all_reduce"),
+    ("to_all", "all_to_all"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        [f"{P}tensor_parallel_degree=2"],
+        [f"{P}context_parallel_degree=2"],
+        ["--training.global_batch_size=24", "--activation_checkpoint.mode=full"],
+    ],
+    ids=["fsdp", "tensor", "context", "accumulated"],
+)
+def test_a_real_step_enters_as_many_collectives(ranks, tmp_path, extra):
+    argv = arguments(tmp_path, *extra)
+    (real, *_) = ranks(2, entered, argv, timeout=200)
+    expected = Counter()
+    for name, count in real.items():
+        expected[next(kind for text, kind in KINDS if text in name)] += count
+    record = rehearse(resolve(argv, 2).config, 2).records[0]
+    step = [e for e in record.collectives if "/train/step.py" in e.at or e.during == "first step"]
+    found = Counter(e.op for e in step if "trainer.py" not in e.at and e.op != "barrier" and e.tensors != "object")
+    assert found == expected

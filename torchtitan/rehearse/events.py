@@ -112,6 +112,10 @@ class Record:
     """How many layers of its stages ran, and how many there are."""
     parts: tuple[int, int] = (0, 0)
     """Into which a checkpoint cuts the tensors of the layers that ran, and those of other modules, over all ranks."""
+    cpu_seconds: float = 0.0
+    """Of its process."""
+    memory: int = 0
+    """Most bytes that its process held."""
     metadata: float = 0.0
     """Bytes of a checkpoint's metadata for each part."""
 

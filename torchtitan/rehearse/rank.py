@@ -8,6 +8,9 @@ import dataclasses
 import logging
 import math
 import pickle
+import resource
+import sys
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -36,7 +39,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from torchtitan.checkpoint import dcp_storage, resume
+from torchtitan.checkpoint import dcp_storage
+from torchtitan.checkpoint import resume as resuming
 from torchtitan.checkpoint.index import render_index
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, validation_rows
 from torchtitan.config.schema import Config
@@ -86,6 +90,8 @@ def rehearse_rank(
                 frames = [f for f in frames if "torchtitan/rehearse/" not in f[0] and not is_library(f[0])] or frames
                 recorder.record.error = f"{type(error).__name__}: {error}".splitlines()[0] + f", at {where(frames)}"
     recorder.record.exchanges = phase.last_exchanges()
+    recorder.record.cpu_seconds = time.process_time()
+    recorder.record.memory = _most_memory()
     return recorder.record
 
 
@@ -133,6 +139,12 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
 def _at_most(steps: int | None) -> int | None:
     """Batches of a validation that run; -1 would be all."""
     return steps if steps is None or 0 <= steps < BATCHES else BATCHES
+
+
+def _most_memory() -> int:
+    """Bytes that this process held at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _run(config: Config, setup: Setup, recorder: Recorder) -> None:
@@ -326,10 +338,10 @@ def _stored(checkpointer: Any) -> Iterator[None]:
     manifest.model_dump = dict
     with ExitStack() as stack:
         for module, name, replacement in (
-            (resume, "committed_steps", lambda *_: [1]),
-            (resume, "read_manifest", lambda *_: manifest),
-            (resume, "damage", lambda *_: ()),
-            (resume, "manifest_bytes", lambda *_: b""),
+            (resuming, "committed_steps", lambda *_: [1]),
+            (resuming, "read_manifest", lambda *_: manifest),
+            (resuming, "damage", lambda *_: ()),
+            (resuming, "manifest_bytes", lambda *_: b""),
             (dcp_storage.Reader, "read_metadata", lambda *_, **__: metadata),
             (RunState, "load", lambda *_: None),
         ):

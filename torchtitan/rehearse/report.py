@@ -25,6 +25,8 @@ def as_text(rehearsal: Rehearsal) -> str:
         f"Compared {plural(counts.groups, 'group')} of several ranks, {plural(counts.collectives, 'collective')}, "
         f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of experts' rows; "
         f"{counts.bytes / 2**30:,.1f} GiB of messages",
+        f"It took {sum(r.cpu_seconds for r in records.values()):,.0f} CPU seconds, and at most "
+        f"{max(r.memory for r in records.values()) / 2**30:.2f} GiB in each process",
         f"Values that a rank reads of its own data, which changed nothing: {_own(rehearsal)}",
         "",
         aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
@@ -78,6 +80,8 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
                 "groups": [{"name": g.description, "ranks": list(g.ranks), "at": g.at} for g in record.groups],
                 "collectives": len(record.collectives),
                 "posts": len(record.posts),
+                "cpu_seconds": record.cpu_seconds,
+                "memory": record.memory,
             }
             for rank, record in rehearsal.records.items()
         ],
