@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan.config import resolve
 from torchtitan.config.command_line import parse_args
 from torchtitan.plan.planner import without_missing_files
-from torchtitan.rehearse.rehearsal import rehearse
+from torchtitan.rehearse.rehearsal import few_layers, rehearse
 from torchtitan.rehearse.report import as_data, as_text
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     add("--ranks", type=int, nargs="+", default=[], metavar="RANK", help="rehearse these ranks, too")
     add("--every-rank", action="store_true", help="rehearse all ranks; takes seconds for each")
-    add("--layers", type=count, default=2, metavar="N", help="layers of each pipeline stage that run (default: 2)")
+    add("--layers", type=count, metavar="N", help="layers of each stage that run (default: 1; 2 without a pipeline)")
     add("--every-layer", action="store_true", help="run all layers")
     add("--json", metavar="FILE", help="write the result as JSON")
     return parser
@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
     config, _ = without_missing_files(resolved.config)
     preflight(config, output=False)
     ranks = range(options.world) if options.every_rank else options.ranks
-    result = rehearse(config, options.world, ranks=ranks, layers=None if options.every_layer else options.layers)
+    layers = None if options.every_layer else options.layers or few_layers(config)
+    result = rehearse(config, options.world, ranks=ranks, layers=layers)
     if options.json:
         path = Path(options.json)
         try:

@@ -73,6 +73,15 @@ def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: i
     return Rehearsal(config, world, layers, records, counts, faults)
 
 
+def few_layers(config: Config) -> int:
+    """Layers of each stage that show all that a stage does.
+
+    Without a pipeline, FSDP gathers a layer while another one computes, which takes two. With one, the schedule gathers
+    whole stages.
+    """
+    return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
+
+
 def check(records: dict[int, Record], cast: Cast, counts: Counts) -> list[Fault]:
     """The most certain explanations first. Later checks assume that earlier ones found nothing."""
     faults = [*errors(records), *check_groups(records)]
