@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "Train on this machine, or on this node of several.",
     "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
     "schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
+    "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
     "config": "Check and explain a configuration.",
     "parity": "Check that a distributed configuration computes what one process does.",
     "matrix": "Measure which features work together.",

@@ -102,15 +102,15 @@ class Witness:
     def place(self) -> str:
         """`file:line in function`, outside libraries, of the main thread or the one that reads or saves for it."""
         if error := self.state.get("error"):
-            return _place(error["frames"])
+            return where(error["frames"])
         threads: dict[str, list[Any]] = self.state.get("threads", {})
         folders = {DATA: ("torchtitan/data/",), SAVING: ("torchtitan/checkpoint/", "torch/distributed/checkpoint/")}
         for phase, wanted in folders.items():
             for name, frames in threads.items():
                 inside = any(folder in frame[0] for frame in frames for folder in wanted)
                 if self.phase.startswith(phase) and name != "MainThread" and inside:
-                    return _place(frames)
-        return _place(threads.get("MainThread", []))
+                    return where(frames)
+        return where(threads.get("MainThread", []))
 
     def doing(self) -> str:
         """What the rank is doing, in words."""
@@ -215,13 +215,18 @@ def _add_collectives(witness: Witness, dump: dict[str, Any]) -> None:
             op = "reduce_scatter"  # gloo implements it with an all-reduce
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         done, created = entry["state"] == "completed", entry["time_created_ns"]
-        witness.collectives.append(Collective(group, number, op, tensors, done, created, _place(frames), peer))
+        witness.collectives.append(Collective(group, number, op, tensors, done, created, where(frames), peer))
 
 
-def _place(frames: Iterable[Any]) -> str:
-    """The innermost of `(file, line, function)` outside libraries, or else the innermost."""
+def is_library(file: str) -> bool:
+    """Whether a file of Python code belongs to a library, not to this project or the user."""
+    return _LIBRARY.search(file) is not None
+
+
+def where(frames: Iterable[Any]) -> str:
+    """`file:line in function` of the innermost of `(file, line, function)` outside libraries, or else the innermost."""
     frames = list(frames)
-    for file, line, function in [f for f in frames if not _LIBRARY.search(f[0])] or frames:
+    for file, line, function in [f for f in frames if not is_library(f[0])] or frames:
         path = Path(file)
         short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{short}:{line} in {function}"

@@ -15,6 +15,10 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP
 from torchtitan.utils.torch_faults import silence_false_alarms, store_of_this_attempt
 
+CONNECTED_RANKS = 64
+"""Up to this many ranks, gloo connects all pairs of a group when it is created. In larger worlds, pairs connect when
+they first communicate: n ranks would ask the job's store n^2 times, and each would hold n - 1 connections."""
+
 
 def init_distributed(comm: Comm, device: torch.device) -> None:
     """Initialize the default process group: NCCL and gloo on CUDA, gloo on the CPU.
@@ -28,6 +32,8 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     device_id = device if device.type == "cuda" else None
     start = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
     rank, world = rank_and_world()
+    if world > CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if on_one_node:

@@ -31,6 +31,22 @@ from torchtitan.plan.tracer import Tracer
 def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
     """Make this process `rank` of a fake default process group of `world` ranks."""
     assert not dist.is_initialized(), "a trace creates its own process group"
+    with no_network() as mode:
+        start_group(world, rank)
+        try:
+            yield mode
+        finally:
+            dist.destroy_process_group()
+
+
+def start_group(world: int, rank: int) -> None:
+    """Initialize a fake default process group."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+
+@contextmanager
+def no_network() -> Iterator[FakeTensorMode]:
+    """What a fake process group, which may be started within, needs to run a rank of this project."""
     known = set(meshes._meshes)
     with ExitStack() as stack:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -38,13 +54,11 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate)))
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known))
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             yield FakeTensorMode(allow_non_fake_inputs=True)
         finally:
             for key in set(meshes._meshes) - known:
                 del meshes._meshes[key]
-            dist.destroy_process_group()
 
 
 def aside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
     """The plan of a configuration by the closed forms, and notes on what is missing here."""
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    here, notes = _without_missing_files(resolved.config)
+    here, notes = without_missing_files(resolved.config)
     setup = preflight(here, output=False)
     check_device(resolved.config, hardware.accelerator)
     return predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware), tuple(notes)
@@ -102,7 +102,7 @@ def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ..
 def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
     traced = []
     for proposal in proposals:
-        here, _ = _without_missing_files(proposal.config)
+        here, _ = without_missing_files(proposal.config)
         preflight(here, output=False)
         traced.append(trace_memory(proposal, here))
         if traced[-1].fits:
@@ -110,7 +110,7 @@ def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
     return traced
 
 
-def _without_missing_files(config: Config) -> tuple[Config, list[str]]:
+def without_missing_files(config: Config) -> tuple[Config, list[str]]:
     """The configuration without the tokenizer, data and checkpoint that only the cluster has, and a note on each."""
     notes = []
     files: list[tuple[str, str | None, Any]] = [

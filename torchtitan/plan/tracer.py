@@ -179,9 +179,9 @@ class Tracer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        if func.namespace == "torchtitan" and func.name() in _INSIDE:
+        if func.namespace == "torchtitan" and func.name() in INSIDE:
             with self:
-                return _INSIDE[func.name()](*args, **(kwargs or {}))
+                return INSIDE[func.name()](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
@@ -218,14 +218,14 @@ class Tracer(TorchDispatchMode):
         kind = next((kind for text, kind in _COLLECTIVES if text in name), None)
         if kind is None:
             return
-        inputs, outputs = list(_tensors(args)), list(_tensors(out))
-        axis = _axis(self.axes.get(_group_name(args), ()), namespace, kind, inputs)
+        inputs, outputs = list(tensors(args)), list(tensors(out))
+        axis = _axis(self.axes.get(group_name(args), ()), namespace, kind, inputs)
         if kind in ("send", "receive") and (inputs[0].numel() == 1 or not inputs[0].is_floating_point()):
             return  # torch before 2.13 tests connections and sends shapes in its first step
         if namespace == "c10d":  # the result is an argument
-            size = max(map(_nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else _nbytes(inputs[0])
+            size = max(map(nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else nbytes(inputs[0])
         else:
-            size = max(sum(map(_nbytes, inputs)), sum(map(_nbytes, outputs)))
+            size = max(sum(map(nbytes, inputs)), sum(map(nbytes, outputs)))
         self.counts.calls[axis, kind] += 1
         self.counts.bytes[axis, kind] += size
         if namespace == "c10d" and axis in ("fsdp", "efsdp", "dp_replicate"):
@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):
                     self.blocks[found[1]].part = "communication"
 
 
-_INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
+INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
 """Implementations of our own operators that are composed of others; their fake versions would hide what they do."""
 
 
@@ -257,19 +257,19 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _nbytes(tensor: Tensor) -> int:
+def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)
 
 
-def _group_name(args: tuple[Any, ...]) -> str:
+def group_name(args: tuple[Any, ...]) -> str:
     for arg in reversed(args):
         if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
             return arg

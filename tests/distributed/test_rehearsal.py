@@ -1,0 +1,309 @@
+"""`torchtitan rehearse`: what it checks against real ranks, planted faults, and every shipped configuration."""
+
+import json
+import re
+import threading
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.faults import rehearsal_faults
+from tests.runs import EXPERTS, arguments
+from torchtitan.commands.rehearse import main
+from torchtitan.config import resolve
+from torchtitan.rehearse.agree import Counts
+from torchtitan.rehearse.cast import Cast, coordinates, corners, rank_at
+from torchtitan.rehearse.events import Creation, Group, Message, Post, Record, Wait
+from torchtitan.rehearse.rehearsal import Rehearsal, few_layers, rehearse
+from torchtitan.rehearse.startup import startup
+from torchtitan.rehearse.waits import check_circles
+from torchtitan.train.build import build
+from torchtitan.train.preflight import preflight
+from torchtitan.train.step import train_step
+from torchtitan.utils.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
+P = "--parallelism."
+FAULTS = "--experimental.custom_import=tests.faults.rehearsal_faults"
+HERE = r"tests/faults/rehearsal_faults.py:\d+ in {}"
+WHAT = {
+    "skip": (
+        "collectives",
+        1,
+        r"rank 1 did not enter all_reduce #\d+ of all ranks = dp_shard \(float32 \[4\] sum; ranks 0-1\) during the "
+        r"report, where rank 0 waits, at {}; its last one there is #\d+ ",
+    ),
+    "order": (
+        "collectives",
+        1,
+        r"rank 1 entered all_reduce #\d+ of extra \(float32 \[8\] sum; ranks 0-1\) during the report, at {}, where "
+        r"rank 0 entered all_reduce \(float32 \[4\] sum\), at {}",
+    ),
+    "kind": ("collectives", 1, r"rank 1 entered all_reduce #\d+ .*\(float64 \[4\] sum; ranks 0-1\) .*at {}, where"),
+    "reduction": ("collectives", 1, r"rank 1 entered all_reduce #\d+ .*\(float32 \[4\] max; .*where .* \[4\] sum.*{}"),
+    "root": ("collectives", 1, r"rank 1 entered broadcast #\d+ of all ranks .* of root 1 during the report, at {}"),
+    "group": ("groups", 1, r"rank 1 creates group #\d+ extra \(rank 0\), at {}, where rank 0 creates .*ranks 0-1.*{}"),
+    "data": (
+        "data",
+        1,
+        r"rank 1 depends on a value of its own data, which it reads at {}: .* barrier #\d+ of all .*{}",
+    ),
+    "raises": ("error", 1, r"rank 1 raised ValueError: boom, at {}"),
+    "unreceived": ("messages", 1, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives"),
+    "unsent": ("messages", 0, r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends"),
+    "size": ("messages", 0, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]"),
+    "circle": (
+        "circle",
+        0,
+        r"rank 0 waits to send to rank 1 \(float32 \[4\]\) in all ranks = dp_shard, posted at {}; rank 1 waits to send",
+    ),
+    "crossed": (
+        "circle",
+        0,
+        r"rank 0 waits in barrier #\d+ of all ranks .*, at {}; rank 1 waits to receive from rank 0 .*{}",
+    ),
+    "experts": ("exchanges", 0, r"rank 0 sends 5 rows to rank 1, which expects 6, in exchange #\d+ .* among ranks 0-1"),
+}
+"""Kind, rank to blame and words of each planted fault; {} is its Python line."""
+SUITE = ("data",)
+
+
+def planted(tmp_path, name):
+    argv = arguments(tmp_path, FAULTS, f"--job.description={name}", "--checkpoint.enable")
+    return rehearse(resolve(argv, 2).config, 2).faults
+
+
+@pytest.mark.parametrize("name", [n if n in SUITE else pytest.param(n, marks=pytest.mark.slow) for n in WHAT])
+def test_a_planted_fault_is_named(tmp_path, name):
+    kind, rank, text = WHAT[name]
+    (fault,) = planted(tmp_path, name)
+    assert (fault.kind, fault.rank) == (kind, rank), fault.text
+    assert re.search(text.replace("{}", HERE.format(name)), fault.text), fault.text
+
+
+def test_every_fault_is_tried():
+    assert {name for name, f in vars(rehearsal_faults).items() if callable(f)} >= WHAT.keys()
+
+
+# ---- runs without a fault
+
+NO_FILES = f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"
+CUT = {"llama3_405b": 512, "llama3_70b": 64, "qwen3_moe_235b_a22b": 256, "qwen3_32b": 64, "qwen3_moe_30b_a3b": 64}
+"""Ranks of the larger configurations; the others have 8."""
+
+
+def test_the_command_rehearses_a_small_run(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    argv = [str(ROOT / "train_configs/debug_model.toml"), "--training.local_batch_size=2", "--layers", "1"]
+    assert main([*argv, "--world", "2", "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "llama3 debugmodel on 2 ranks: dp_shard 2" in text
+    assert "start, first step, report, validation, save, resume, end" in text
+    assert text.rstrip().endswith("groups, collectives, messages and their order agree")
+    data = json.loads(out.read_text())
+    assert data["rehearsed"] == [0, 1]
+    assert data["faults"] == []
+    assert data["checked"]["collectives"] > 50
+    # All that a rank reads of tensors that others may not share; a new place must be shown not to matter.
+    own = {re.sub(r":\d+", "", place["at"]) for place in data["reads"] if not place["shared"]}
+    assert own == {"torchtitan/train/step.py in forward_backward"}
+
+
+def test_refuses_what_the_trainer_refuses(tmp_path):
+    with pytest.raises(ConfigError, match="but there are 3 ranks"):
+        main([str(ROOT / "train_configs/debug_model.toml"), "--world", "3", f"{P}tensor_parallel_degree=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_configuration_cannot_hang(path):
+    world = CUT.get(path.stem, 8)
+    config = resolve([f"--job.config_file={path}", NO_FILES], world).config
+    result = rehearse(config, world, layers=few_layers(config))
+    assert result.faults == []
+    assert result.counts.collectives > 20
+
+
+LAYOUTS = {
+    "1F1B": (4, [f"{P}pipeline_parallel_degree=2", f"{P}tensor_parallel_degree=2"]),
+    "zero bubble, V": (
+        2,
+        [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"]
+        + ["--model.overrides.n_layers=4", "--training.local_batch_size=4"],
+    ),
+    "context": (4, [f"{P}context_parallel_degree=2"]),
+    "replicas": (4, [f"{P}data_parallel_replicate_degree=2"]),
+    "experts": (4, [*EXPERTS, f"{P}expert_parallel_degree=2"]),
+    "experts, tensor": (4, [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2"]),
+    "average, Muon": (2, ["--ema.enable", "--optimizer.name=Muon"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_cannot_hang(tmp_path, name):
+    world, extra = LAYOUTS[name]
+    argv = arguments(tmp_path, "--checkpoint.enable", *extra)
+    result = rehearse(resolve(argv, world).config, world, ranks=range(world))
+    assert result.faults == []
+    assert (result.counts.exchanges > 0) == ("experts" in name)
+    assert (result.counts.messages > 0) == (f"{P}pipeline_parallel_degree=2" in extra)
+
+
+# ---- what stands for what
+
+
+def test_ranks_that_stand_for_others():
+    degrees = {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 8}
+    ranks = corners(degrees)
+    assert ranks == [0, 7, 24, 31, 32, 63]
+    assert all(rank_at(coordinates(rank, degrees), degrees) == rank for rank in range(64))
+    cast = Cast(ranks, degrees)
+    assert [cast.stands_for(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [0, 7, 24, 31, 32, 32, 63]
+    assert all(cast.stands_for(rank) // 32 == rank // 32 for rank in range(64))
+
+
+# ---- circles
+
+
+def messages(rank, *steps):
+    """A rank that posts batches to the other one, `+` for a send and `-` for a receive, then waits for all."""
+    record = Record(rank, groups=[Group((0, 1), "pp", "")])
+    for number, step in enumerate(steps):
+        batch = tuple(Message(sign == "+", 1 - rank, "float32 [4]", 16) for sign in step)
+        record.events.append(Post(0, number, batch, len(batch) == 1, f"line {number}", "first step"))
+    record.events += [Wait(number, "the end") for number in range(len(steps))]
+    return record
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hangs"),
+    [
+        (["+"], ["-"], False),
+        (["+", "-"], ["-", "+"], False),
+        (["+", "-"], ["+", "-"], True),  # both send first, over one communicator
+        (["+-"], ["+-"], False),  # batched
+        (["+-", "+-"], ["+-", "-+"], False),
+        (["++", "--"], ["--", "++"], False),
+        (["++", "--"], ["++", "--"], True),
+    ],
+)
+def test_order_of_messages(first, second, hangs):
+    faults = check_circles({0: messages(0, *first), 1: messages(1, *second)})
+    assert [fault.kind for fault in faults] == ["circle"] * hangs
+
+
+# ---- the start
+
+
+class CountingStore(dist.Store):
+    """Counts the operations on a store in memory."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.count = store, 0
+
+
+for name in ("set", "get", "wait", "add", "check"):
+
+    def counted(self, *args, name=name):
+        self.count += 1
+        return getattr(self.store, name)(*args)
+
+    setattr(CountingStore, name, counted)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_operations_on_the_store_are_those_of_real_groups(monkeypatch, lazy):
+    """Of gloo groups in threads of this process."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ranks, shared = 6, dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(ranks)]
+    threads = [
+        threading.Thread(target=dist.ProcessGroupGloo, args=(store, rank, ranks, timedelta(seconds=30)))
+        for rank, store in enumerate(stores)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    record = Record(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
+    record.creations = [Creation(tuple(range(ranks)), "all ranks", "")]
+    config = resolve([f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks).config
+    found = startup(Rehearsal(config, ranks, None, {0: record}, Counts(), []))
+    assert sum(store.count for store in stores) == (found.lazy_store if lazy else found.store)
+
+
+# ---- against real ranks
+
+
+KINDS = {
+    "reduce_scatter": "reduce_scatter",
+    "gather": "all_gather",
+    "reduce": "all_reduce",
+    "to_all": "all_to_all",
+    "toall": "all_to_all",
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that communicate."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kind = next((kind for text, kind in KINDS.items() if text in func.name()), None)
+        if kind and func.namespace in ("c10d", "_c10d_functional"):
+            self.count[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def entered(argv):
+    """Collectives of a real step, by kind."""
+    config = resolve(argv, dist.get_world_size()).config
+    parts = build(config, preflight(config), torch.device("cpu"))
+    batch = next(iter(parts.loader))
+    with Counted() as counted:
+        train_step(
+            parts,
+            batch,
+            config,
+            stop=False,
+            agree=False,
+            approve=lambda *_: True,
+            before_update=lambda: None,
+        )
+    parts.loader.close()
+    return counted.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "extra"),
+    [
+        (4, []),
+        (6, [f"{P}tensor_parallel_degree=2"]),
+        (12, ["--activation_checkpoint.mode=full"]),
+        (4, [*EXPERTS, f"{P}expert_parallel_degree=2"]),
+    ],
+    ids=["fsdp", "tensor", "accumulated", "experts"],
+)
+def test_a_real_step_enters_the_same_collectives(ranks, tmp_path, batch, extra):
+    argv = arguments(tmp_path, *extra, global_batch=batch)
+    (expected, *_) = ranks(2, entered, argv, timeout=200)
+    record = rehearse(resolve(argv, 2).config, 2).records[0]
+    step = [e for e in record.collectives if e.during == "first step" and "trainer.py" not in e.at]
+    found = Counter(event.op for event in step if event.op in KINDS.values())
+    assert found == expected

@@ -1,0 +1,100 @@
+"""Faults for rehearsals: `--experimental.custom_import=tests.faults.rehearsal_faults`, job.description names one.
+
+Each happens where a step is reported. `LAST` is the rank at fault; messages are between ranks 0 and 1.
+"""
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.train.trainer import Trainer
+from torchtitan.utils.phase import note_exchange
+
+
+def last():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def skip(trainer):
+    if not last():
+        dist.all_reduce(torch.zeros(4))
+
+
+def order(trainer):
+    group = dist.new_group([0, 1], group_desc="extra")
+    for size in (8, 4) if last() else (4, 8):
+        dist.all_reduce(torch.zeros(size), group=group)
+
+
+def kind(trainer):
+    dist.all_reduce(torch.zeros(4, dtype=torch.float64 if last() else torch.float32))
+
+
+def reduction(trainer):
+    dist.all_reduce(torch.zeros(4), op=dist.ReduceOp.MAX if last() else dist.ReduceOp.SUM)
+
+
+def root(trainer):
+    dist.broadcast(torch.zeros(4), src=1 if last() else 0)
+
+
+def group(trainer):
+    dist.new_group([0] if last() else [0, 1], group_desc="extra")
+
+
+def data(trainer):
+    weight = next(trainer.parts.models[0].parameters()).to_local()
+    if weight.sum().item() > 100:
+        dist.barrier()
+
+
+def raises(trainer):
+    if last():
+        raise ValueError("boom")
+
+
+def unreceived(trainer):
+    if dist.get_rank() == 0:
+        dist.isend(torch.zeros(4), 1)
+
+
+def unsent(trainer):
+    if dist.get_rank() == 1:
+        dist.irecv(torch.zeros(4), 0)
+
+
+def size(trainer):
+    if dist.get_rank() == 0:
+        dist.isend(torch.zeros(4), 1)
+    elif dist.get_rank() == 1:
+        dist.irecv(torch.zeros(2), 0)
+
+
+def circle(trainer):
+    other = 1 - dist.get_rank()
+    dist.send(torch.zeros(4), other)
+    dist.recv(torch.zeros(4), other)
+
+
+def crossed(trainer):
+    """Each rank waits for a message before it enters a collective that the other has to enter first."""
+    if dist.get_rank() == 0:
+        dist.barrier()
+        dist.send(torch.zeros(4), 1)
+    else:
+        dist.recv(torch.zeros(4), 0)
+        dist.barrier()
+
+
+def experts(trainer):
+    note_exchange([0, 1], *((([3, 5], [3, 4])) if dist.get_rank() == 0 else ([4, 4], [6, 4])))
+
+
+report = Trainer._report
+
+
+def faulty(self, result):
+    report(self, result)
+    globals()[self.config.job.description](self)
+
+
+Trainer._report = faulty

@@ -1,0 +1,59 @@
+"""Run every kind of rank of a cluster on this machine, without a GPU, and check that the ranks can't hang.
+
+Each rank runs a step, its report, a validation, a save and a resume on a process group without a network. Their groups,
+collectives, sends and receives are then compared. Refuses what the trainer refuses, in the same words. Exits with 1 if
+the ranks would hang.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from torchtitan.config import resolve
+from torchtitan.config.command_line import parse_args
+from torchtitan.plan.planner import without_missing_files
+from torchtitan.rehearse.rehearsal import few_layers, rehearse
+from torchtitan.rehearse.report import as_data, as_text
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.text import count
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
+    add("--ranks", type=int, nargs="+", default=[], metavar="RANK", help="rehearse these ranks, too")
+    add("--every-rank", action="store_true", help="rehearse all ranks; takes seconds for each")
+    add("--layers", type=count, metavar="N", help="layers of each stage that run (default: 1; 2 without a pipeline)")
+    add("--every-layer", action="store_true", help="run all layers")
+    add("--json", metavar="FILE", help="write the result as JSON")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    own = parser()
+    options, flags = parse_args(own, argv or ["--help"], file_required=True)
+    if wrong := [rank for rank in options.ranks if not 0 <= rank < options.world]:
+        own.error(f"--ranks: there is no rank {wrong[0]} among {options.world}; --world sets their number")
+    resolved = resolve(flags, options.world)
+    for warning in resolved.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    config, _ = without_missing_files(resolved.config)
+    preflight(config, output=False)
+    ranks = range(options.world) if options.every_rank else options.ranks
+    layers = None if options.every_layer else options.layers or few_layers(config)
+    result = rehearse(config, options.world, ranks=ranks, layers=layers)
+    if options.json:
+        path = Path(options.json)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, (json.dumps(as_data(result), indent=1) + "\n").encode())
+        except OSError as error:
+            raise UserError(f"can't write {path}: {error.strerror or error}") from None
+    print(as_text(result))
+    return 1 if result.faults else 0

@@ -1,0 +1,90 @@
+"""A rehearsal in words, and as data."""
+
+from typing import Any
+
+from torchtitan.config.derive import layout_degrees, layout_name
+from torchtitan.observe.evidence import name_ranks
+from torchtitan.rehearse.rehearsal import Rehearsal
+from torchtitan.rehearse.startup import as_data as startup_data
+from torchtitan.rehearse.startup import rows, startup
+from torchtitan.utils.text import aligned, plural
+
+
+def as_text(rehearsal: Rehearsal) -> str:
+    """What was checked, and the verdict."""
+    counts, records = rehearsal.counts, rehearsal.records
+    model = rehearsal.config.model
+    layers = "all layers" if rehearsal.layers is None else f"up to {plural(rehearsal.layers, 'layer')} of each stage"
+    lines = [
+        f"{model.name} {model.flavor} on {plural(rehearsal.world, 'rank')}: "
+        f"{layout_name(layout_degrees(rehearsal.config.parallelism))}",
+        f"Rehearsed {name_ranks(records)}, which stand for all; {layers}; {', '.join(_parts(rehearsal))}",
+        "",
+        aligned(_table(rehearsal)),
+        "",
+        f"Compared {plural(counts.groups, 'group')} of several ranks, {plural(counts.collectives, 'collective')}, "
+        f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of experts' rows; "
+        f"{counts.bytes / 2**30:,.1f} GiB of messages",
+        f"It took {sum(r.cpu_seconds for r in records.values()):,.0f} CPU seconds, and at most "
+        f"{max(r.memory for r in records.values()) / 2**30:.2f} GiB in each process",
+        f"Values that a rank reads of its own data, which changed nothing: {_own(rehearsal)}",
+        "",
+        aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
+        "",
+    ]
+    if rehearsal.faults:
+        lines += [f"FAULT ({fault.kind}): {fault.text}" for fault in rehearsal.faults]
+    else:
+        lines += ["No rank can wait for another forever: groups, collectives, messages and their order agree"]
+    return "\n".join(lines)
+
+
+def _parts(rehearsal: Rehearsal) -> list[str]:
+    return list(dict.fromkeys(event.during for event in rehearsal.records[0].collectives))
+
+
+def _table(rehearsal: Rehearsal) -> list[list[str]]:
+    """Rank 0's groups, and what it does in them."""
+    record = rehearsal.records[0]
+    rows = [["rank 0's group", "ranks", "collectives", "sends", "MiB", "made at"]]
+    for slot, group in enumerate(record.groups):
+        if len(group.ranks) == 1:
+            continue
+        entered = [event for event in record.collectives if event.slot == slot]
+        sent = [m for post in record.posts if post.slot == slot for m in post.messages if m.sends]
+        size = sum(event.bytes for event in entered) + sum(message.bytes for message in sent)
+        row = [group.description, len(group.ranks), f"{len(entered):,}", f"{len(sent):,}", f"{size / 2**20:,.1f}"]
+        rows.append([*map(str, row), group.at])
+    return rows
+
+
+def _own(rehearsal: Rehearsal) -> str:
+    places = {read.at for record in rehearsal.records.values() for read in record.reads if not read.shared}
+    return "; ".join(sorted(places)) or "none"
+
+
+def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
+    counts = rehearsal.counts
+    reads = {(read.at, read.shared) for record in rehearsal.records.values() for read in record.reads}
+    return {
+        "world": rehearsal.world,
+        "layout": layout_degrees(rehearsal.config.parallelism),
+        "layers": rehearsal.layers,
+        "rehearsed": sorted(rehearsal.records),
+        "parts": _parts(rehearsal),
+        "checked": vars(counts),
+        "reads": [{"at": at, "shared": shared} for at, shared in sorted(reads)],
+        "ranks": [
+            {
+                "rank": rank,
+                "groups": [{"name": g.description, "ranks": list(g.ranks), "at": g.at} for g in record.groups],
+                "collectives": len(record.collectives),
+                "posts": len(record.posts),
+                "cpu_seconds": record.cpu_seconds,
+                "memory": record.memory,
+            }
+            for rank, record in rehearsal.records.items()
+        ],
+        "startup": startup_data(startup(rehearsal)),
+        "faults": [fault._asdict() for fault in rehearsal.faults],
+    }
