@@ -1,138 +1,146 @@
 """Compare the planner with published measurements: `python benchmarks/plan_accuracy.py [--fit]`.
 
-`published.csv` holds the measurements with their settings and sources. Each row becomes a configuration of this
-project and is planned like any other. `--fit` fits the constants again, to the rows marked `fit` alone.
-`--trace repo-T1 paper-70B` also traces the memory of the rows whose names begin so: half a minute to minutes each.
+`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources. Each row becomes a
+configuration of this project and is planned like any other (`_measurements.py`). `--fit` fits the constants again, to
+the rows marked `fit` alone, and the bands to the others. `--trace repo-T1 paper-70B` also traces the memory of the rows
+whose names begin so: half a minute to minutes each.
 """
 
 import argparse
-import csv
+import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from _measurements import FILES, TORCHTITAN, Row, load
+from scipy.optimize import least_squares, minimize
+from scipy.stats import spearmanr
 
-from torchtitan.config import resolve
-from torchtitan.plan.costs import step_time
-from torchtitan.plan.hardware import Hardware, find_hardware
+from torchtitan.plan.bands import SPEED_DEVIATIONS, features, memory_band
+from torchtitan.plan.hardware import load_hardware
 from torchtitan.plan.memory import hidden_bytes, in_flight, memory_of
 from torchtitan.plan.trace import trace_ranks
 from torchtitan.plan.workload import Workload
-from torchtitan.train.preflight import preflight
-
-FILE = Path(__file__).with_name("published.csv")
-HARDWARE = {
-    "H100-96GB-HBM2e-500W": "h100-hbm2e",
-    "H100-80GB-HBM3-700W": "h100-sxm",
-    "H200-SXM": "h200",
-    "A100-80GB": "a100",
-}
-LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
-MODELS = {
-    "L2-7B": ("8B", {**LLAMA_2, "n_kv_heads": 32, "ffn_dim": 11008}),
-    "L2-13B": ("8B", {**LLAMA_2, "dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
-    "L2-70B": ("70B", LLAMA_2),
-}
-"""Names in the file that are not flavors: the flavor they derive from, and its overrides."""
-CHECKPOINTING = {
-    "none": ["none"],
-    "full": ["full"],
-    "sel-op": ["selective", "--activation_checkpoint.selective_ac_option=op"],
-    "sel-layer": ["selective", "--activation_checkpoint.selective_ac_option=2"],
-}
-FITTED = {
-    "gemm_bf16": (0.62, 0.15),
-    "gemm_fp8": (0.50, 0.2),
-    "attention": (0.36, 0.2),
-    "ring_attention": (0.8, 0.4),
-    "eager": (2.2, 0.4),
-    "async_tp": (0.6, 0.4),
-    "link_efficiency": (0.65, 0.3),
-}
-"""Fitted constants: the prior mean of each, and the standard deviation of its logarithm."""
-FITTED_ON = "h100-hbm2e"
-MEASUREMENT_DEVIATION = 0.02
-"""Standard deviation assumed for the logarithm of a measured throughput, against the priors."""
-LOSS_COMPILED_SINCE = "2025-05"
-"""TorchTitan's earlier tables were measured with a loss that was not compiled."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One published measurement."""
+class Fitted:
+    """A constant of the performance model that is fitted."""
 
-    id: str
-    fit: bool
-    hardware: str
-    rowwise: bool
-    workload: Workload
-    tokens_per_second: float | None
-    memory_gib: float | None
-
-
-def arguments(row: dict[str, str]) -> list[str]:
-    """The row's settings as flags of this project."""
-    pp = int(row["pp"])
-    rows = int(row["local_bs"])
-    mode, *more = CHECKPOINTING[row["ac"]]
-    flavor, overrides = MODELS.get(row["model"], (row["model"], {}))
-    settings = {
-        "model.flavor": flavor,
-        **{f"model.overrides.{key}": value for key, value in overrides.items()},
-        "parallelism.data_parallel_replicate_degree": row["dp_rep"],
-        "parallelism.data_parallel_shard_degree": row["fsdp"],
-        "parallelism.context_parallel_degree": row["cp"],
-        "parallelism.tensor_parallel_degree": row["tp"],
-        "parallelism.pipeline_parallel_degree": pp,
-        "parallelism.enable_async_tensor_parallel": row["async_tp"] == "1",
-        "parallelism.context_parallel_rotate_method": "alltoall",  # how TorchTitan sent gradients
-        "training.seq_len": row["seq"],
-        "training.local_batch_size": rows,
-        "activation_checkpoint.mode": mode,
-        "compile.enable": row["compile"] == "1",
-        "compile.components": "model,loss" if row["date"] >= LOSS_COMPILED_SINCE else "model",
-    }
-    if pp > 1:
-        settings |= {
-            "parallelism.pipeline_parallel_schedule": row["schedule"],
-            "parallelism.pipeline_parallel_microbatch_size": rows // int(row["microbatches"]),
-            "parallelism.pipeline_parallel_first_stage_less_layers": 1,
-            "parallelism.pipeline_parallel_last_stage_less_layers": 1,
-        }
-    if row["float8"] != "none":
-        gathers = row["float8"] == "tensorwise"
-        settings |= {
-            "model.converters": "float8",
-            "quantize.linear.float8.recipe_name": row["float8"],
-            "quantize.linear.float8.filter_fqns": "output",
-            "quantize.linear.float8.enable_fsdp_float8_all_gather": gathers,
-            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": gathers,
-        }
-    return [
-        *(f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()),
-        *more,
-    ]
+    name: str
+    hardware: tuple[str, ...]
+    """That share it; () for all."""
+    prior: float
+    width: float
+    """Standard deviation of its logarithm before any measurement."""
 
 
-def load(file: Path = FILE) -> list[Row]:
-    """The rows whose settings are all known."""
-    out = []
-    for row in csv.DictReader(file.open()):
-        if not row["local_bs"]:
-            continue
-        if row["hw"] not in HARDWARE:
-            raise SystemExit(f"{file}: {row['id']}: no hardware {row['hw']!r} (there is {', '.join(HARDWARE)})")
-        config = resolve(arguments(row), int(row["gpus"])).config
-        setup = preflight(config, output=False)
-        workload = Workload(config, setup.args, setup.stages, kv_repeated=True)
-        tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
-        out.append(
-            Row(row["id"], bool(row["fit"]), HARDWARE[row["hw"]], row["float8"] == "rowwise", workload, tps, memory)
-        )
-    return out
+SLOW, FAST = ("h100-hbm2e",), ("h100-sxm", "h200")
+"""One chip with limits of 500 and 700 W."""
+FITTED = (
+    Fitted("gemm_bf16", SLOW, 0.55, 0.15),
+    Fitted("gemm_bf16", FAST, 0.66, 0.15),
+    Fitted("gemm_fp8", SLOW, 0.50, 0.2),
+    Fitted("gemm_fp8", FAST, 0.58, 0.2),
+    Fitted("gemm_fp8_rowwise", SLOW, 0.40, 0.2),
+    Fitted("attention", SLOW + FAST, 0.30, 0.2),
+    Fitted("ring_attention", (), 0.8, 0.4),
+    Fitted("eager", (), 2.4, 0.3),
+    Fitted("async_tp", (), 0.5, 0.4),
+    Fitted("link_efficiency", (), 0.75, 0.2),
+    Fitted("gemm_ramp", (), 2.2e6, 0.5),
+    Fitted("gemm_depth", (), 256, 0.5),
+    Fitted("tp_sync", (), 60e-6, 0.5),
+)
+ROWWISE_OVER_BF16 = "pr808-8B-bs1-rowwise", "pr808-8B-bs1-none", 1.095
+"""Two rows of one host, and the mean of the published gains of this recipe, 6.8 % (torchao pull request 1802) and
+12.3 % (these rows)."""
+DEVIATION, DEVIATION_ELSEWHERE = 0.02, 0.06
+"""Standard deviation assumed for the logarithm of a measured throughput: of TorchTitan; of another system, against its
+other rows, since a system may be faster or slower as a whole."""
+Constants = dict[str, dict[str, float]]
+"""Constants that replace those of the tables, by hardware."""
+
+
+def fit(rows: list[Row]) -> Constants:
+    """Constants that best predict the throughput of the rows marked so: least squares on logarithms."""
+    by_id, marked = {row.id: row for row in rows}, [row for row in rows if row.fit]
+    faster, slower, gain = (by_id.get(part, part) for part in ROWWISE_OVER_BF16)
+    systems = sorted({row.system for row in marked} - {TORCHTITAN})
+    every = sorted(load_hardware())
+    expected = np.array([*np.log([of.prior for of in FITTED]), *[0.0] * len(systems)])
+    widths = np.array([*(of.width for of in FITTED), *[0.2] * len(systems)])
+
+    def constants(x: np.ndarray) -> Constants:
+        out: Constants = defaultdict(dict)
+        for of, value in zip(FITTED, np.exp(x).tolist(), strict=False):
+            for hardware in of.hardware or every:
+                out[hardware][of.name] = value
+        return out
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        made, off = constants(x), []
+        whole = dict(zip(systems, x[len(FITTED) :], strict=True)) | {TORCHTITAN: 0.0}
+        for row in marked:
+            error = math.log(row.predicted(made) / row.tokens_per_second) + whole[row.system]
+            off.append(error / (DEVIATION if row.system == TORCHTITAN else DEVIATION_ELSEWHERE))
+        off.append(math.log(faster.predicted(made) / slower.predicted(made) / gain) / DEVIATION)
+        return np.array([*off, *((x - expected) / widths)])
+
+    return constants(least_squares(residuals, expected).x)
+
+
+# ---- bands
+
+SHARE = 0.92
+"""Of the rows that are within bands fitted to them: a little more than the 90 % that must be, of rows left out."""
+Errors = list[tuple[Row, float]]
+"""Rows with predicted over measured, less 1."""
+
+
+@dataclass(frozen=True)
+class Bands:
+    """What `plan/bands.py` holds."""
+
+    deviations: dict[str, float]
+    width: float
+
+    def of(self, row: Row) -> float:
+        return self.width * math.hypot(*(self.deviations[name] for name in row_features(row)))
+
+
+def row_features(row: Row) -> list[str]:
+    """Of a plan for the row. Other software is like hardware that no constant was fitted to."""
+    fitted = row.hardware.fitted and row.system == TORCHTITAN
+    return features(row.workload, row.hardware.model_copy(update={"fitted": fitted}))
+
+
+def fit_bands(off: Errors) -> Bands:
+    """Deviations by maximum likelihood of normal errors whose variances add up; their number that holds `SHARE`."""
+    names = list(SPEED_DEVIATIONS)
+    uses = np.array([[name in row_features(row) for name in names] for row, _ in off], dtype=float)
+    squares = np.array([error**2 for _, error in off])
+
+    def cost(logarithms: np.ndarray) -> float:
+        variances = uses @ np.exp(2 * logarithms)
+        return float((np.log(variances) + squares / variances).sum())
+
+    bounds = [(math.log(0.002), 0.0)] * len(names)
+    deviations = np.exp(minimize(cost, np.full(len(names), math.log(0.05)), bounds=bounds).x)
+    width = np.quantile(np.sqrt(squares / (uses @ deviations**2)), SHARE, method="higher")
+    return Bands(dict(zip(names, deviations.tolist(), strict=True)), float(width))
+
+
+def within_band_left_out(off: Errors) -> list[bool]:
+    """Whether each row is within the band that the others give it."""
+    return [abs(off[i][1]) <= fit_bands(off[:i] + off[i + 1 :]).of(off[i][0]) for i in range(len(off))]
+
+
+# ---- tables
 
 
 def held_then(w: Workload, pp_rank: int) -> float:
@@ -152,97 +160,87 @@ def memory_then(w: Workload) -> list[float]:
     return [memory_of(w, rank).reserved + held_then(w, rank) for rank in range(w.pp)]
 
 
-def fit(rows: list[Row], hw: Hardware) -> dict[str, float]:
-    """Constants that best predict the throughput of `rows`: least squares on logarithms, by Levenberg-Marquardt."""
-    names = list(FITTED)
-    expected = np.log([FITTED[name][0] for name in names])
-    widths = np.array([FITTED[name][1] for name in names])
-
-    def residuals(x: np.ndarray) -> np.ndarray:
-        made = hw.model_copy(update=dict(zip(names, np.exp(x).tolist(), strict=True)))
-        off = [math.log(step_time(row.workload, made).tokens_per_second / row.tokens_per_second) for row in rows]
-        return np.array([*(e / MEASUREMENT_DEVIATION for e in off), *((x - expected) / widths)])
-
-    x, damping = expected, 1e-2
-    now = residuals(x)
-    for _ in range(60):
-        jacobian = np.array([(residuals(x + step) - now) / 1e-4 for step in np.eye(len(x)) * 1e-4]).T
-        step = -np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(x)), jacobian.T @ now)
-        then = residuals(x + step)
-        if then @ then < now @ now:
-            x, now, damping = x + step, then, damping / 2
-        else:
-            damping *= 4
-    return dict(zip(names, np.exp(x).tolist(), strict=True))
+def errors(rows: list[Row], changed: Constants | None = None) -> tuple[Errors, Errors]:
+    """Relative errors of throughput and of peak memory, where published."""
+    speed = [(row, row.predicted(changed) / row.tokens_per_second - 1) for row in rows if row.tokens_per_second]
+    own = [row for row in rows if row.memory_gib and row.system == TORCHTITAN]
+    return speed, [(row, max(memory_then(row.workload)) / 2**30 / row.memory_gib - 1) for row in own]
 
 
-Errors = list[tuple[Row, float]]
-
-
-def errors(rows: list[Row], changed: Mapping[str, float] | None = None) -> tuple[Errors, Errors]:
-    """Relative errors of throughput and of peak memory, where published.
-
-    Args:
-        changed: constants that replace those of the tables' GPU.
-    """
-    speed, space = [], []
-    for row in rows:
-        if row.tokens_per_second:
-            hw = find_hardware(row.hardware)
-            hw = hw.model_copy(update=dict(changed or {})) if row.hardware == FITTED_ON else hw
-            speed.append((row, step_time(row.workload, hw).tokens_per_second / row.tokens_per_second - 1))
-        if row.memory_gib:
-            space.append((row, max(memory_then(row.workload)) / 2**30 / row.memory_gib - 1))
-    return speed, space
-
-
-def summary(name: str, found: list[float]) -> str:
-    sizes = [abs(e) for e in found]
-    mean, middle = statistics.fmean(sizes), statistics.median(sizes)
-    return f"| {name} | {len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%} |"
+def held_out(speed: Errors) -> Errors:
+    return [(row, error) for row, error in speed if not row.fit]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
-    parser.add_argument("--file", type=Path, default=FILE, help="measurements in the format of published.csv")
+    parser.add_argument("--fit", action="store_true", help="fit the constants and bands again and print them")
+    parser.add_argument("--file", type=Path, nargs="+", default=FILES, help="measurements in the format of either file")
     parser.add_argument("--trace", nargs="+", metavar="ROW", help="trace the rows whose names begin so instead")
     options = parser.parse_args()
-    rows = load(options.file)
+    rows = [row for file in options.file for row in load(file)]
     if options.trace:
         for line in traces([row for row in rows if row.memory_gib and row.id.startswith(tuple(options.trace))]):
             print(line, flush=True)
         return
-    changed: dict[str, float] = {}
+    changed: Constants = {}
     if options.fit:
-        changed = fit([row for row in rows if row.fit], find_hardware(FITTED_ON))
-        print("".join(f"{name} = {value:.3f}\n" for name, value in changed.items()))
+        changed = fit(rows)
+        for hardware in (*SLOW, *FAST):
+            print(f"[{hardware}]", "".join(f"\n{name} = {value:.4g}" for name, value in changed[hardware].items()))
+        speed, _ = errors(rows, changed)
+        bands = fit_bands(held_out(speed))
+        print(f"[bands]\nwidth = {bands.width:.3g}", *(f"{k} = {v:.3g}" for k, v in bands.deviations.items()), sep="\n")
     print("\n".join(table(rows, changed)))
 
 
-def table(rows: list[Row], changed: Mapping[str, float] | None = None) -> Iterator[str]:
+def summary(name: str, found: Errors, within: list[bool]) -> str:
+    sizes = [abs(error) for _, error in found]
+    mean, middle = statistics.fmean(sizes), statistics.median(sizes)
+    return f"| {name} | {len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%} | {sum(within)} |"
+
+
+def table(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
     """The statistics, held-out rows first, and every row with its errors, as Markdown."""
     speed, space = errors(rows, changed)
-    yield "| | rows | median error | mean | worst |\n|---|---|---|---|---|"
-    others = [(row, e) for row, e in speed if not row.rowwise]
-    groups = {f"throughput, held out, {hw}": [] for hw in sorted({row.hardware for row, _ in others})}
-    for row, e in others:
-        groups.setdefault("throughput, fitted" if row.fit else f"throughput, held out, {row.hardware}", []).append(e)
-    groups["throughput, held out and fitted"] = [e for _, e in others]
-    groups["throughput, rowwise Float8"] = [e for row, e in speed if row.rowwise]
-    groups["memory"] = [e for _, e in space]
-    yield from (summary(name, found) for name, found in groups.items() if found)
-    fast, large = {row.id: e for row, e in speed}, {row.id: e for row, e in space}
-    yield "\n| row | tokens/s/GPU | predicted | error | GiB | predicted | error |\n|---|---|---|---|---|---|---|"
+    out = held_out(speed)
+    within = within_band_left_out(out)
+    yield "| | rows | median error | mean | worst | within their band |\n|---|---|---|---|---|---|"
+    groups: dict[str, tuple[Errors, list[bool]]] = defaultdict(lambda: ([], []))
+    for pair, inside in zip(out, within, strict=True):
+        kind = "throughput, experts" if pair[0].workload.experts else "throughput"
+        for name in (f"{kind}, {pair[0].system}", "throughput, all"):
+            groups[name][0].append(pair)
+            groups[name][1].append(inside)
+    yield from (summary(name, *group) for name, group in groups.items())
+    yield summary("memory", space, [abs(error) <= memory_band(row.workload) for row, error in space])
+    yield "\n| pairs of the same system, model and hardware | in the right order | rank correlation |\n|---|---|---|"
+    yield ordering(speed)
+    fast, large = {row.id: error for row, error in speed}, {row.id: error for row, error in space}
+    yield "\n| row | tokens/s/GPU | predicted | error | band | GiB | predicted | error |" + "\n" + "|---" * 8 + "|"
+    bands = fit_bands(out)
     for row in rows:
         cells = [f"{row.id}{' (fit)' if row.fit else ''}"]
-        for published, off, digits in (
-            (row.tokens_per_second, fast.get(row.id), 0),
-            (row.memory_gib, large.get(row.id), 1),
+        for published, off, digits, band in (
+            (row.tokens_per_second, fast.get(row.id), 0, [f"{bands.of(row):.0%}"]),
+            (row.memory_gib, large.get(row.id), 1, []),
         ):
             told = published is not None and off is not None
             cells += [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"] if told else [""] * 3
+            cells += band
         yield f"| {' | '.join(cells)} |"
+
+
+def ordering(speed: Errors) -> str:
+    """Pairs of rows that differ by more than 2 % and are predicted in their order; rank correlation of all rows."""
+    right = []
+    for (a, off_a), (b, off_b) in itertools.combinations(speed, 2):
+        kinds = [(row.system, row.workload.args, row.hardware.name) for row in (a, b)]
+        if kinds[0] != kinds[1] or not max(ratio := a.tokens_per_second / b.tokens_per_second, 1 / ratio) > 1.02:
+            continue
+        right.append((ratio > 1) == (ratio * (1 + off_a) / (1 + off_b) > 1))
+    measured = [row.tokens_per_second for row, _ in speed]
+    planned = [row.tokens_per_second * (1 + off) for row, off in speed]
+    return f"| {len(right)} | {sum(right)} | {spearmanr(measured, planned).statistic:.3f} |"
 
 
 def traces(rows: list[Row]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
-from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.hardware import Hardware, find_hardware
 from torchtitan.plan.predict import derived_workload
 from torchtitan.plan.workload import Workload
 
@@ -19,3 +19,17 @@ ONE_ROW = ["--training.seq_len=8192", "--training.local_batch_size=1"]
 
 def workload(*argv: str, world: int = 1) -> Workload:
     return derived_workload(load_config(list(argv)).config, SPEC, world)
+
+
+def product_seconds(hw: Hardware, sizes: list[tuple[float, float, float]], rate: float, *, ramp: float = 1.0) -> float:
+    """The three products of linear layers of `sizes` (rows, inputs, outputs), by the formula of docs/plan.md.
+
+    Args:
+        rate: FLOP/s.
+        ramp: share of the ramp that each product has.
+    """
+    seconds = 0.0
+    for m, k, n in sizes:
+        for rows, columns, inner in (m, n, k), (m, k, n), (k, n, m):
+            seconds += 2 * (rows * columns + hw.gemm_ramp * ramp) * (inner + hw.gemm_depth) / rate
+    return seconds

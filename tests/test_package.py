@@ -65,7 +65,10 @@ def test_the_wheel_holds_every_module_and_shipped_file(wheel):
     shipped = [*(ROOT / "train_configs").glob("*.toml"), *(ROOT / "tests/assets/tokenizer").iterdir()]
     assert modules <= names
     assert {f"torchtitan/assets/{path.relative_to(ROOT)}" for path in shipped} <= names
-    assert {"torchtitan/py.typed", "torchtitan/commands/slurm.sbatch"} <= names
+    assert {"torchtitan/py.typed", "torchtitan/commands/slurm.sbatch", "torchtitan/plan/page.js"} <= names
+    web = {f"torchtitan/utils/web/{path.name}" for path in (ROOT / "torchtitan/utils/web").iterdir() if path.is_file()}
+    assert "torchtitan/utils/web/uPlot.LICENSE" in web
+    assert web <= names
     assert not [name for name in names if not name.startswith(("torchtitan/", f"titan_pretrain-{__version__}"))]
 
 
@@ -91,7 +94,10 @@ def test_a_job_is_written_and_a_run_planned(torchtitan, environment, tmp_path):
     job = (tmp_path / "debug_model.sbatch").read_text()
     assert f"export TORCHTITAN_PYTHON={environment / 'python'}\n" in job
     assert "assets/train_configs/debug_model.toml --parallelism.data_parallel_shard_degree=8" in job
-    assert "GiB" in torchtitan("plan", "llama3_8b", "--world", "8", "--fast")
+    assert "GiB" in torchtitan(
+        "plan", "llama3_8b", "--world", "8", "--hardware", "h100-sxm", "--fast", "--html", "plan.html"
+    )
+    assert "uPlot" in (tmp_path / "plan.html").read_text()
 
 
 def test_completion(torchtitan):

@@ -1,5 +1,6 @@
 """The planner's formulas: sizes, FLOPs, memory, collectives and time, against real modules and hand arithmetic."""
 
+import dataclasses
 import weakref
 
 import pytest
@@ -8,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, workload
+from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.costs import step_time
 from torchtitan.plan.memory import memory_of, predict_memory
+from torchtitan.plan.predict import predict
 from torchtitan.plan.workload import Stage, hardware_flops
 from torchtitan.utils.torch_faults import torch_is_before_2_13
 
@@ -132,11 +134,42 @@ def test_rings_take_the_narrowest_way():
 
 
 def test_matrix_products_by_hand():
-    """6 FLOPs per weight of the blocks and token at the sustained rate."""
+    """6 FLOPs per weight of the blocks and token at the sustained rate, and what small sizes cost beside it."""
     w = workload("--model.flavor=8B", NONE, *ONE_ROW, world=8)
-    blocks = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
-    by_hand = 6 * blocks * 8192 / (989e12 * H100.gemm_bf16)
+    q, kv, up, down = (8192, 4096, 4096), (8192, 4096, 1024), (8192, 4096, 14336), (8192, 14336, 4096)
+    by_hand = 32 * product_seconds(H100, [q, kv, kv, q, up, up, down], 989e12 * H100.gemm_bf16)
     assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
+    blocks = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
+    large = H100.model_copy(update={"gemm_ramp": 0.0, "gemm_depth": 0.0})
+    assert step_time(w, large).parts["matrix products"] == pytest.approx(6 * blocks * 8192 / 989e12 / H100.gemm_bf16)
+
+
+def test_splitting_products_costs_more_than_their_communication():
+    """An eighth of each product takes more than an eighth of the time."""
+    whole = workload("--model.flavor=8B", NONE, *ONE_ROW, world=8)
+    split = workload("--model.flavor=8B", NONE, *ONE_ROW, "--parallelism.tensor_parallel_degree=8", world=8)
+    parts = [step_time(w, H100).parts["matrix products"] for w in (whole, split)]
+    assert 1.2 * parts[0] / 8 < parts[1] < 2 * parts[0] / 8
+
+
+def test_a_ring_on_a_mesh_uses_the_links_between_its_own():
+    """Without a switch, two of four GPUs have a third of their links to each other."""
+    mesh = H100.model_copy(update={"gpus_per_node": 4, "mesh": True})
+    assert mesh.bandwidth(2, 1) == pytest.approx(H100.bandwidth(2, 1) / 3)
+    assert mesh.bandwidth(4, 1) == pytest.approx(H100.bandwidth(4, 1))
+
+
+def test_chance_to_fit():
+    """Even when the plan takes all there is; 19 in 20 where that is the upper end of a band that holds 90 %."""
+    plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
+
+    def chance(usable):
+        hw = H100.model_copy(update={"memory_gib": usable + H100.reserve_gib})
+        return dataclasses.replace(plan, hardware=hw).chance_to_fit
+
+    assert chance(plan.peak_gib) == pytest.approx(0.5)
+    assert chance(plan.peak_gib * (1 + plan.memory_band)) == pytest.approx(0.95)
+    assert chance(plan.peak_gib * (1 - plan.memory_band)) == pytest.approx(0.05)
 
 
 def test_parts_add_up_to_the_step():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.plans import FULL, H100, NONE, OP
+from tests.plans import FULL, H100, NONE, OP, product_seconds
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import layout_degrees
 from torchtitan.models import get_spec
@@ -92,8 +92,14 @@ def test_exchanges_by_hand():
 def test_products_of_experts_by_hand():
     """1,024 rows for each expert, and half an empty tile; the router computes in fp32."""
     w = workload(*LARGE, NONE, "--training.local_batch_size=4", world=8)
-    seconds = (ATTENTION + EXPERTS * (1 + EXPERT_TILE / 2 / 1024)) / H100.bf16 + ROUTER / H100.fp32
-    by_hand = 48 * 6 * 4 * 4096 * seconds / H100.gemm_bf16
+    rows, rate = 4 * 4096, H100.bf16 * H100.gemm_bf16
+    q, kv, out = (rows, 2048, 4096), (rows, 2048, 512), (rows, 4096, 2048)
+    seconds = product_seconds(H100, [q, kv, kv, out], rate)
+    expert = [(1024, 2048, 768), (1024, 2048, 768), (1024, 768, 2048)]
+    seconds += 128 * product_seconds(H100, expert, rate, ramp=1 / 128) * (1 + EXPERT_TILE / 2 / 1024)
+    router = H100.model_copy(update={"gemm_depth": H100.gemm_depth / 2})  # in fp32, half as many terms
+    seconds += product_seconds(router, [(rows, 2048, 128)], H100.fp32 * H100.gemm_bf16)
+    by_hand = 48 * seconds
     assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
     float8 = ["--model.converters=quantize.grouped_mm.float8", "--quantize.grouped_mm.float8.fqns=experts"]
     rounded = workload(*LARGE, NONE, "--training.local_batch_size=4", *float8, world=8)

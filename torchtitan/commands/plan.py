@@ -14,7 +14,7 @@ from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.options import options_of, parse
 from torchtitan.plan.page import page, pictures, schedule_svg
 from torchtitan.plan.planner import make_plan, planned_toml
-from torchtitan.plan.report import as_data, as_text, comparison, search_data, search_table
+from torchtitan.plan.report import as_data, as_text, comparison, origin, search_data, search_table
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         other, _ = make_plan(other_flags, options.world, hardware, tracing=not options.fast)
     if options.write:
         _write(options.write, planned_toml(plan, flags))
-    data: dict[str, Any] = as_data(plan, options.tokens)
+    data: dict[str, Any] = as_data(plan, options.tokens) | origin(argv, planned_toml(plan, flags))
     failures = Failures(options.mtbf, options.storage * 1e9, options.restart) if options.mtbf else None
     budget = budget_of(plan, options.tokens, failures, options.money) if failures or options.money else None
     data |= {"budget": asdict(budget)} if budget else {}
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.json and options.json != _TERMINAL:
         _write(options.json, json.dumps(data, indent=1) + "\n")
     if options.html:
-        shown = data | pictures(plan)
+        shown = data | pictures(plan, [proposal.plan for proposal in found.best] if found else [])
         _write(options.html, page(shown))
         _write(str(Path(options.html).with_suffix(".json")), json.dumps(shown, indent=1) + "\n")
     if options.schedule_svg:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             raise UserError(
                 "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, or drop it"
             )
-        _write(options.schedule_svg, schedule_svg(plan.time.timeline))
+        _write(options.schedule_svg, schedule_svg(plan.time))
     if options.json == _TERMINAL:
         print(json.dumps(data, indent=1))
     else:

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.config import lr_schedule
 from torchtitan.config.lr_schedule import Derived
 from torchtitan.config.schema import ActivationCheckpoint, Config, Parallelism
+from torchtitan.config.section import Section
+
+Nested = TypeVar("Nested", bound=Section)
 
 DEGREE_KEYS = {
     "pp": "pipeline_parallel_degree",
@@ -139,8 +142,12 @@ def degrees_fill(config: Config, world: int) -> bool:
 
 def replace(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` with the dotted `key` set to `value`."""
-    section, _, name = key.partition(".")
-    return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return _replaced(config, key.split("."), value)
+
+
+def _replaced(section: Nested, path: list[str], value: Any) -> Nested:
+    name, *rest = path
+    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
 def data_parallel_degree(config: Config) -> int:

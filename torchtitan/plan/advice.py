@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.config.derive import replace
 from torchtitan.config.device import check_device
+from torchtitan.plan.costs import BUBBLE, REPEATED
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.predict import Plan, derived_workload, predict
 from torchtitan.plan.workload import Workload
@@ -89,6 +90,10 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         yield "recompute nothing", {mode: "none"}
     if part == "matrix products" and hw.fp8 and not (w.float8 or w.mx):
         yield "Float8", {"model.converters": ["float8"]}
+    recipe = w.config.quantize.linear.float8.recipe_name
+    if part in ("matrix products", "8-bit casts") and hw.fp8 and not w.mx and recipe not in (None, "tensorwise"):
+        tensorwise = {"model.converters": ["float8"], "quantize.linear.float8.recipe_name": "tensorwise"}
+        yield "tensorwise Float8", tensorwise
     if part in ("pointwise", "head and loss", "8-bit casts") and not (w.compiled and w.loss_compiled):
         yield "compile", compiled
     if part == "communication: tp":
@@ -109,12 +114,15 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
         # Fewer ranks hold each expert: less to gather, and more rows for it.
         yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}
-    if part == "pipeline bubble":
+    if part == BUBBLE:
         if t.local_batch_size > p.pipeline_parallel_microbatch_size:
             size = max(1, p.pipeline_parallel_microbatch_size // 2)
             yield "smaller microbatches", {"parallelism.pipeline_parallel_microbatch_size": size}
         yield "double the batch", double_batch
         for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
+            yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
+    if part == REPEATED:
+        for schedule in ("Interleaved1F1B", "1F1B"):
             yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
     if part == "activation offload":
         yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}

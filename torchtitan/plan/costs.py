@@ -18,7 +18,7 @@ from torchtitan.plan.collectives import exchanged_bytes, exchanges, tensor_paral
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import offloaded_per_block
 from torchtitan.plan.schedule import Timeline, program, simulate
-from torchtitan.plan.workload import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, FP8, FP32, Linear, Stage, Workload
+from torchtitan.plan.workload import BACKWARD_ATTENTION, FP8, FP32, Linear, Stage, Workload
 
 BACKWARD_POINTWISE = 2
 """Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
@@ -52,6 +52,9 @@ HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a copy to the host,
 and the launch of what follows. Estimate."""
 
+BUBBLE, REPEATED = "pipeline bubble", "repeated by a split backward"
+"""Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a schedule splits."""
+
 Seconds = dict[str, float]
 """Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
 `communication: AXIS`."""
@@ -63,13 +66,17 @@ class StepTime:
 
     seconds: float
     parts: Mapping[str, float]
-    """Seconds of the slowest rank by what they are spent on, the largest first; they add up to `seconds`."""
+    """Seconds by what they are spent on, the largest first; they add up to `seconds`. In a pipeline, compute is that of
+    the average rank; what follows the pipeline, that of the slowest."""
     timeline: Timeline | None
     """One batch of the pipeline; None without one."""
-    bubble: float
-    """Share of the step in which the average rank waits for the pipeline."""
     tokens_per_second: float
     """Per GPU."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the average rank waits for the pipeline: the schedule's blank area."""
+        return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -90,17 +97,18 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
     block, ends = _block(w, hw), _ends(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
-    timeline, idle, slowest = None, 0.0, 0
+    timeline, slowest = None, 0
+    layers, outputs = sum(stage.layers for stage in w.stages), sum(stage.has_output for stage in w.stages)
+    for count, work in (layers, block), (outputs, ends):
+        for part, seconds in work.both:
+            parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
         timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, ends), _transfer(w, hw))
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
-        idle = timeline.idle * timeline.length * w.accumulation
-    for stage in w.stages_of(slowest):
-        for count, work in (stage.layers, block), (stage.has_output, ends):
-            for part, seconds in work.both:
-                parts[part] += count * seconds * w.microbatches * w.accumulation
-    if timeline is not None:
-        parts["pipeline bubble"] = timeline.length * w.accumulation - sum(parts.values())
+        repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
+        parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
+        if repeated > 1e-9 * timeline.length:  # beyond rounding
+            parts[REPEATED] = repeated
     parts |= _data_parallel(w, hw, block, max(w.stages_of(slowest), key=lambda stage: stage.layers))
     parts["activation offload"] = _activation_offload(w, hw, block, slowest)
     parts["optimizer"] = _optimizer(w, hw)
@@ -109,7 +117,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     parts["waiting for the slowest node"] = sum(parts.values()) * hw.node_variation * math.log2(nodes)
     seconds = sum(parts.values())
     ordered = {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part] > 0}
-    return StepTime(seconds, ordered, timeline, idle / seconds, w.tokens_per_step / seconds / w.world)
+    return StepTime(seconds, ordered, timeline, w.tokens_per_step / seconds / w.world)
 
 
 # ---- compute
@@ -120,33 +128,61 @@ def _peak(w: Workload, hw: Hardware) -> float:
     return hw.fp32 if w.element == FP32 else hw.bf16
 
 
-def _product(w: Workload, hw: Hardware, linear: Linear) -> float:
-    """Seconds of one linear layer's forward: a roofline (Williams et al., doi:10.1145/1498765.1498785)."""
-    rate, operand, rows = _peak(w, hw) * hw.gemm_bf16, w.element, w.tokens * linear.rows
+@dataclass(frozen=True)
+class _Products:
+    """Seconds of a linear layer's three matrix products."""
+
+    forward: float
+    inputs: float
+    """Gradient of the input."""
+    weight: float
+    """Gradient of the weight."""
+
+    @property
+    def backward(self) -> float:
+        return self.inputs + self.weight
+
+
+def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
+    """The products of one linear layer, which differ in which sizes are the result's and which is summed over."""
+    rate, operand, tokens = _peak(w, hw) * hw.gemm_bf16, w.element, w.tokens * linear.rows
     if linear.fp32:
         rate, operand = hw.fp32 * hw.gemm_bf16, FP32
     if linear.eight_bit:
         rowwise = linear.experts or not (w.tensorwise or w.mx)
         rate = hw.fp8 * (hw.gemm_fp8_rowwise if rowwise else hw.gemm_fp8) or hw.bf16 * hw.gemm_bf16
         operand = FP8
+    products = max(1, linear.experts)
     if linear.experts:
-        rate /= 1 + EXPERT_TILE / 2 / (rows / linear.experts)
-    moved = operand * (rows * linear.inputs + linear.params) + w.element * rows * linear.outputs
-    return max(w.tokens * linear.flops / rate, moved / hw.bytes_per_s)
+        rate /= 1 + EXPERT_TILE / 2 / (tokens / products)
+    # The sizes of one product of a group: rows, columns, and the size that is summed over.
+    m, n, k = tokens / products, linear.outputs, linear.inputs
+
+    def seconds(rows: float, columns: float, inner: float, moved: float) -> float:
+        result, depth = rows * columns + hw.gemm_ramp / products, inner + hw.gemm_depth * w.element / operand
+        return max(2 * products * result * depth / rate, products * moved / hw.bytes_per_s)
+
+    left, right, out = operand * m * k, operand * k * n, w.element * m * n
+    return _Products(
+        seconds(m, n, k, left + right + out),
+        seconds(m, k, n, operand * m * n + right + w.element * m * k),
+        seconds(k, n, m, operand * m * n + left + w.element * k * n),
+    )
 
 
 def _block(w: Workload, hw: Hardware) -> _Pass:
     """One block."""
-    products = {x: _product(w, hw, x) for x in w.linears}
-    forward = sum(products.values())
-    recomputed = sum(seconds * x.recomputed for x, seconds in products.items())
+    products = {x: _products(w, hw, x) for x in w.linears}
+    forward, weights = (sum(getattr(of, part) for of in products.values()) for part in ("forward", "weight"))
+    backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
 
     attention = w.attention_flops * w.tokens / (_peak(w, hw) * hw.attention)
     attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention  # a ring's other ranks hold all but 1 / cp of the keys
 
     pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)
-    tensor, context, expert = _tensor_parallel(w, hw), _context_parallel(w, hw, attention), _expert_parallel(w, hw)
+    tensor = _tensor_parallel(w, hw, (forward, backward))
+    context, expert = _context_parallel(w, hw, attention), _expert_parallel(w, hw)
     return _Pass(
         {
             "matrix products": forward,
@@ -158,7 +194,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
             "communication: ep": expert[0],
         },
         {
-            "matrix products": BACKWARD_PRODUCTS * forward + recomputed,
+            "matrix products": backward,
             "attention": attention * (BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention),
             "pointwise": pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise),
             "8-bit casts": casts[1],
@@ -166,7 +202,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
             "communication: cp": context[1],
             "communication: ep": expert[1],
         },
-        weights=forward,
+        weights=weights,
     )
 
 
@@ -184,7 +220,7 @@ def _pointwise_bytes(w: Workload) -> float:
 
 def _ends(w: Workload, hw: Hardware) -> _Pass:
     """Embedding, output projection and loss. The embedding counts with the output, on whatever stage it is."""
-    product = _product(w, hw, w.output)
+    product = _products(w, hw, w.output)
     per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
     loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
     chunks = w.config.training.loss_chunks
@@ -193,9 +229,9 @@ def _ends(w: Workload, hw: Hardware) -> _Pass:
     embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
     part = "head and loss"
     return _Pass(
-        {part: product + loss * LOSS_FORWARD},
-        {part: BACKWARD_PRODUCTS * product + loss * (1 - LOSS_FORWARD) + embedding},
-        weights=product,
+        {part: product.forward + loss * LOSS_FORWARD},
+        {part: product.backward + loss * (1 - LOSS_FORWARD) + embedding},
+        weights=product.weight,
     )
 
 
@@ -219,17 +255,19 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
 # ---- communication inside a block, and between stages
 
 
-def _tensor_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
+def _tensor_parallel(w: Workload, hw: Hardware, products: tuple[float, float]) -> tuple[float, float]:
     """Exposed seconds of one block's tensor-parallel collectives, forward and backward."""
     if w.tp == 1:
         return 0.0, 0.0
     share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
-    gather, scatter = share * (FP8 if w.tensorwise else w.element) + hw.launch, share * w.element + hw.launch
+    gather, scatter = share * (FP8 if w.tensorwise else w.element) + hw.tp_sync, share * w.element + hw.tp_sync
     gathers, scatters = tensor_parallel_calls(w)
     once = 1 if w.experts else 2
     forward, backward = once * (gather + scatter), (gathers - once) * gather + (scatters - once) * scatter
-    exposed = 1 - hw.async_tp if w.async_tp else 1.0
-    return forward * exposed, backward * exposed
+    if w.async_tp:  # what is sent hides behind the products beside it
+        forward -= hw.async_tp * min(forward, products[0])
+        backward -= hw.async_tp * min(backward, products[1])
+    return forward, backward
 
 
 def _context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:

@@ -174,16 +174,26 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = N
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Has the memory footprint of the compiled loss: no fp32 copy of the logits, their gradient in their own type."""
+    """Has the memory footprint of the compiled loss: no fp32 copy of the logits, their gradient in their own type.
+
+    What inductor makes of logits that are sharded over the vocabulary ends a kernel at each all-reduce, and holds two
+    fp32 copies between them: one for the backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, labels, logits.new_empty(labels.shape, dtype=torch.float32))
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, sharded: bool) -> Tensor:
+        ctx.dtype = logits.dtype
+        if sharded:
+            kept = logits.new_empty(logits.shape, dtype=torch.float32)
+            torch.empty_like(kept)
+        else:
+            kept = logits
+        ctx.save_for_backward(kept, labels, logits.new_empty(labels.shape, dtype=torch.float32))
         return logits.new_empty(len(labels), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(ctx.saved_tensors[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None, None
 
 
 def fused_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -192,8 +202,8 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         group = logits.device_mesh.get_group()
         for _ in range(2):  # each token's largest logit, and its sum of exponentials
             dist.all_reduce(torch.empty(labels.shape, dtype=torch.float32), group=group)
-        return _FusedLoss.apply(logits.to_local(), labels)
-    return _FusedLoss.apply(logits, labels)
+        return _FusedLoss.apply(logits.to_local(), labels, True)
+    return _FusedLoss.apply(logits, labels, False)
 
 
 LOSSES = {False: cross_entropy, True: fused_cross_entropy}

@@ -35,9 +35,12 @@ class Hardware(BaseModel):
     """Infinite if a file doesn't say; `check_ranks` then refuses to plan for ranks that need it."""
     network: PositiveFloat = math.inf
     gpus_per_node: PositiveInt
+    mesh: bool = False
     gemm_bf16: PositiveFloat
     gemm_fp8: PositiveFloat
     gemm_fp8_rowwise: PositiveFloat
+    gemm_ramp: NonNegativeFloat
+    gemm_depth: NonNegativeFloat
     attention: PositiveFloat
     attention_backward: PositiveFloat
     ring_attention: PositiveFloat
@@ -50,10 +53,11 @@ class Hardware(BaseModel):
     node_variation: NonNegativeFloat
     latency: NonNegativeFloat
     launch: NonNegativeFloat
+    tp_sync: NonNegativeFloat
     step_overhead: NonNegativeFloat
     host_link: PositiveFloat
     reserve_gib: NonNegativeFloat
-    band: NonNegativeFloat
+    fitted: bool = False
 
     @property
     def accelerator(self) -> Accelerator:
@@ -96,6 +100,9 @@ class Hardware(BaseModel):
         ranks that a node has in the ring, since a ring enters and leaves each node once.
         """
         link = self.link * self.link_efficiency
+        if self.mesh:  # each GPU's links are shared out among the others: a ring over some of them uses those alone
+            inside = min(max(1, self.gpus_per_node // stride), ranks)
+            link *= max(1, inside - 1) / (self.gpus_per_node - 1)
         if ranks * stride <= self.gpus_per_node:
             return link
         inside = max(1, self.gpus_per_node // stride)

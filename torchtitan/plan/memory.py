@@ -27,10 +27,11 @@ PREFETCHED_BLOCKS = 2
 """Blocks whose weights are gathered at a time: FSDP gathers the next while one computes (arXiv:2304.11277)."""
 GATHER_COPIES = 1.5
 """Buffers of FSDP's all-gather, in gathered blocks: the input and output of one, the output of another. Adjusted."""
-LOGIT_BYTES = {"compiled": 4, "eager": 12, "sharded": 16}
-"""Bytes per logit at the peak. Compiled: bf16 logits and their gradient. Eager: bf16 logits, fp32 logits, softmax and
-gradient less what is freed by then; sharding the vocabulary keeps one more copy in fp32. As traced."""
-LOGIT_HOLE_BYTES = {"compiled": 0, "eager": 2, "sharded": 4}
+LOGIT_BYTES = {"compiled": 4, "compiled, sharded": 10, "eager": 12, "eager, sharded": 16}
+"""Bytes per logit at the peak. Compiled: bf16 logits and their gradient; sharding the vocabulary ends inductor's kernel
+at each all-reduce, with two copies in fp32 beside the logits. Eager: bf16 logits, fp32 logits, softmax and gradient
+less what is freed by then; sharding the vocabulary keeps one more copy in fp32. As traced."""
+LOGIT_HOLE_BYTES = {"compiled": 0, "compiled, sharded": 0, "eager": 2, "eager, sharded": 4}
 """Bytes per logit that the allocator holds and nothing fits into. Adjusted."""
 CHUNK_GRADIENT_BYTES = 8
 """Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32 (4), a chunk's
@@ -259,7 +260,7 @@ def _expert_gradients(w: Workload) -> float:
 def _logits(w: Workload) -> tuple[float, float]:
     """Bytes of logits and loss with their gradients, and of the holes that they leave in the allocator's pool."""
     chunks = w.config.training.loss_chunks
-    kind = "compiled" if w.loss_compiled else "sharded" if w.sharded_loss else "eager"
+    kind = ("compiled" if w.loss_compiled else "eager") + ", sharded" * w.sharded_loss
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1) / chunks
     weight = CHUNK_GRADIENT_BYTES * w.vocab_params if chunks > 1 else 0
     # Tensor parallelism gathers the whole sequence's hidden states; without async TP the layers' gathers left holes.

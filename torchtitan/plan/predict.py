@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from torchtitan.config.derive import axis_degrees, derive, layout_degrees
@@ -10,6 +10,7 @@ from torchtitan.config.schema import Config
 from torchtitan.config.stages import pipeline_stages
 from torchtitan.config.validate import validate
 from torchtitan.models import ModelSpec
+from torchtitan.plan.bands import memory_band, speed_band
 from torchtitan.plan.costs import StepTime, step_time
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import GIB, TRACED_BATCHES, Memory, memory_of
@@ -17,10 +18,6 @@ from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import check_experts, check_tensor_parallel
 from torchtitan.utils.errors import ConfigError
 
-MEMORY_BAND = 0.10
-"""Relative error within which the closed forms meet every published measurement whose sources agree."""
-_WORTH_A_NOTE = 0.05
-"""Relative difference between a trace and the closed forms that a plan mentions."""
 _MAX_TRACED = 320
 """Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second."""
 
@@ -35,7 +32,8 @@ class Plan:
     time: StepTime
     memory: tuple[Memory, ...]
     """Of each pipeline rank."""
-    memory_source: str = "closed form"
+    traced_gib: Mapping[int, float] = field(default_factory=dict)
+    """What a trace found the tensors of some pipeline ranks to take, with the holes between them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,20 +56,29 @@ class Plan:
         return max(memory.reserved for memory in self.memory) / GIB
 
     @property
+    def memory_source(self) -> str:
+        """Where the figures come from."""
+        if not self.traced_gib:
+            return "computed"
+        checks = ", ".join(f"{gib:.1f} on pp rank {rank}" for rank, gib in self.traced_gib.items())
+        return f"computed; traced tensors: {checks if self.workload.pp > 1 else f'{self.traced_gib[0]:.1f}'}"
+
+    @property
     def speed_band(self) -> float:
         """Relative error within which 90 % of such plans' throughputs are."""
-        return self.hardware.band
+        return speed_band(self.workload, self.hardware)
 
     @property
     def memory_band(self) -> float:
         """Relative error within which 90 % of such plans' peaks are."""
-        return MEMORY_BAND
+        return memory_band(self.workload)
 
     @property
     def chance_to_fit(self) -> float:
         """Probability that the run fits in the hardware's memory, by a normal distribution of the peak's error."""
         deviation = self.memory_band / NormalDist().inv_cdf(0.95)
-        return NormalDist(self.peak_gib, deviation * self.peak_gib).cdf(self.hardware.usable_gib)
+        needed = max(self.peak_gib, *self.traced_gib.values(), 0.0)
+        return NormalDist(needed, deviation * needed).cdf(self.hardware.usable_gib)
 
     @property
     def fits(self) -> bool:
@@ -102,8 +109,11 @@ class Plan:
         return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
 
 
-def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
+def derived_workload(config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False) -> Workload:
     """The workload of a configuration that may leave values to be derived.
+
+    Args:
+        kv_repeated: as for `Workload`.
 
     Raises:
         ConfigError: the trainer would refuse it.
@@ -116,7 +126,7 @@ def derived_workload(config: Config, spec: ModelSpec, world: int) -> Workload:
     if problems:
         raise ConfigError(problems)
     stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
-    return Workload(config, args, stages)
+    return Workload(config, args, stages, kv_repeated=kv_repeated)
 
 
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
@@ -143,10 +153,10 @@ def is_traceable(w: Workload, pp_rank: int) -> bool:
 
 
 def trace_memory(plan: Plan, config: Config) -> Plan:
-    """The same plan with the memory of its first, largest and last pipeline ranks traced, the others scaled to them.
+    """The same plan, checked by a trace of its first, largest and last pipeline ranks.
 
-    A rank's memory is the larger of the trace and the closed form. The trace knows every tensor but leaves few holes;
-    the closed form knows what published runs held beyond their tensors.
+    The plan's memory stays that of the closed forms: a trace knows every tensor, but not what compiled and
+    tensor-parallel runs hold beyond theirs, so it is further from published figures (`docs/plan-memory.md` has both).
 
     Args:
         config: the plan's, naming only files that are on this machine.
@@ -157,37 +167,15 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
     largest = max(range(w.pp), key=lambda rank: plan.memory[rank].reserved)
     ranks = sorted({0, largest, w.pp - 1})
     if config.activation_checkpoint.offload_blocks:
-        note = "memory is computed: a trace can't tell activations on the host from those on the device"
+        note = "not traced: a trace can't tell activations on the host from those on the device"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     if not all(is_traceable(w, rank) for rank in ranks):
-        note = "memory is computed: tracing this many layers and microbatches would take minutes"
+        note = "not traced: this many layers and microbatches would take minutes"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
-    traced, notes = {}, list(plan.notes)
-    for trace in trace_ranks(config, w.world, ranks, device_type=device):
-        computed = plan.memory[trace.pp_rank].reserved if device == "cuda" else 0.0
-        parts = {part: float(size) for part, size in trace.memory.items()}
-        parts["other"] += max(float(trace.peak_reserved), computed) - trace.peak_active  # held by the allocator, unused
-        traced[trace.pp_rank] = Memory(parts)
-        if computed > trace.peak_reserved * (1 + _WORTH_A_NOTE):
-            notes.append(
-                f"pp rank {trace.pp_rank}: the closed form's {computed / GIB:.1f} GiB is used, as published runs hold "
-                f"more than the {trace.peak_reserved / GIB:.1f} GiB traced"
-            )
-    before, after = plan.memory[largest], traced[largest]
-    state = _state(before.parts)
-    factor = (after.reserved - state) / (before.reserved - state)
-    memory = tuple(traced.get(rank) or _scaled(computed, factor) for rank, computed in enumerate(plan.memory))
-    source = "traced" if len(ranks) == w.pp else f"pp ranks {', '.join(map(str, ranks))} traced, others scaled"
-    return dataclasses.replace(plan, memory=memory, memory_source=source, notes=tuple(notes))
-
-
-_STATE = ("parameters", "optimizer")
-"""Parts whose size is exact in either way."""
-
-
-def _state(parts: Mapping[str, float]) -> float:
-    return sum(parts[part] for part in _STATE)
-
-
-def _scaled(memory: Memory, factor: float) -> Memory:
-    return Memory({part: size * (1 if part in _STATE else factor) for part, size in memory.parts.items()})
+    traced = {of.pp_rank: of.peak_reserved / GIB for of in trace_ranks(config, w.world, ranks, device_type=device)}
+    notes = [
+        f"pp rank {rank}: the tensors of a trace take {gib:.1f} GiB, more than the {computed:.1f} GiB computed"
+        for rank, gib in traced.items()
+        if gib > (computed := plan.memory[rank].reserved / GIB) * (1 + plan.memory_band)
+    ]
+    return dataclasses.replace(plan, traced_gib=traced, notes=(*plan.notes, *notes))

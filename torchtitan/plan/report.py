@@ -1,8 +1,10 @@
 """What a plan says: as text for a terminal, and as data for JSON and the page."""
 
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from torchtitan.config.derive import layout_name
@@ -10,7 +12,7 @@ from torchtitan.plan.advice import Change, largest_costs
 from torchtitan.plan.axes import changes
 from torchtitan.plan.collectives import collectives
 from torchtitan.plan.memory import GIB, PARTS
-from torchtitan.plan.predict import MEMORY_BAND, Plan
+from torchtitan.plan.predict import Plan
 from torchtitan.plan.savings import advice
 from torchtitan.plan.search import Found
 from torchtitan.plan.workload import hardware_flops
@@ -52,19 +54,21 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     Args:
         tokens: to train on, for time and GPU-hours. Default: those of `training.steps`.
     """
-    time, run = plan.time, run_of(plan, tokens)
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    bubble = f"; bubble {time.bubble:.0%} of the step" if plan.schedule else ""
+    time, run, band = plan.time, run_of(plan, tokens), plan.speed_band
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%} ({_range(plan.mfu, band, '{:.1%}'.format)})"
+    bubble = f"; bubble {time.bubble:.1%} of the step" if plan.schedule else ""
+    step = f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s per GPU ({_range(plan.tokens_per_second, band, '{:,.0f}'.format)})"
     return "\n".join(
         [
             *_heading(plan),
             "",
             _memory_table(plan),
             "",
-            f"Step {time.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s per GPU{mfu} (within "
-            f"{plan.hardware.band:.0%}, see docs/plan.md){bubble}",
+            f"{step}, {speed}{mfu}{bubble}",
             f"{rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {time_of(run.hours)}, "
-            f"{rounded(run.gpu_hours)} GPU-hours",
+            f"{rounded(run.gpu_hours)} GPU-hours ({_range(run.gpu_hours, band, rounded, inverse=True)})",
+            "9 of 10 such runs are within the ranges (docs/plan.md)",
             "",
             "Largest costs:",
             *_cost_lines(plan),
@@ -98,8 +102,9 @@ def _memory_table(plan: Plan) -> str:
         else:
             rows.append([str(rank), *cells])
     verdict = "fits in" if plan.fits else "DOES NOT FIT in"
-    limits = f"{usable:.1f} of {plan.hardware.memory_gib:.1f}"
-    return f"Memory, GiB: {verdict} {limits} ({plan.memory_source}, within {MEMORY_BAND:.0%})\n{aligned(rows)}"
+    ends = _range(plan.peak_gib, plan.memory_band, "{:.1f}".format)
+    verdict += f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
+    return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends}), {plan.memory_source}\n{aligned(rows)}"
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -125,7 +130,7 @@ def search_table(found: Found) -> str:
         plan, w = proposal.plan, proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
-        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", f"{plan.chance_to_fit:.0%}"
+        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", likelihood(plan.chance_to_fit)
         layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
         rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
     return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
@@ -150,6 +155,24 @@ def comparison(this: Plan, other: Plan) -> str:
     return aligned(rows)
 
 
+def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[float, float]:
+    """The ends of a figure's band.
+
+    Args:
+        band: relative half-width, of the figure or, if `inverse`, of what it is inversely proportional to.
+    """
+    return (value / (1 + band), value / (1 - band)) if inverse else (value * (1 - band), value * (1 + band))
+
+
+def _range(value: float, band: float, text: Callable[[float], str], *, inverse: bool = False) -> str:
+    return " to ".join(map(text, band_ends(value, band, inverse=inverse)))
+
+
+def likelihood(chance: float) -> str:
+    """A probability in percent; nothing that is computed from a model is certain."""
+    return "< 1%" if chance < 0.01 else "> 99%" if chance > 0.99 else f"{chance:.0%}"
+
+
 def time_of(hours: float) -> str:
     """A duration in the unit that suits it."""
     if hours >= 48:
@@ -169,7 +192,7 @@ def rounded(number: float) -> str:
 
 def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     """Everything the plan says, for JSON. Arguments as for `as_text`."""
-    w, hw, time = plan.workload, plan.hardware, plan.time
+    w, hw, time, run = plan.workload, plan.hardware, plan.time, run_of(plan, tokens)
     exchanged = collectives(w)
     ranks = [
         {
@@ -193,8 +216,11 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             "limit_gib": hw.memory_gib,
             "usable_gib": hw.usable_gib,
             "peak_gib": plan.peak_gib,
+            "chance_to_fit": plan.chance_to_fit,
             "source": plan.memory_source,
-            "band": MEMORY_BAND,
+            "band": plan.memory_band,
+            "traced_gib": dict(plan.traced_gib),
+            "range_gib": band_ends(plan.peak_gib, plan.memory_band),
             "ranks": ranks,
         },
         "time": {
@@ -202,7 +228,12 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             "tokens_per_second_per_gpu": plan.tokens_per_second,
             "mfu": plan.mfu,
             "bubble": time.bubble,
-            "band": hw.band,
+            "band": plan.speed_band,
+            "ranges": {
+                "step_s": band_ends(time.seconds, plan.speed_band, inverse=True),
+                "tokens_per_second_per_gpu": band_ends(plan.tokens_per_second, plan.speed_band),
+                "mfu": plan.mfu and band_ends(plan.mfu, plan.speed_band),
+            },
             "parts_s": dict(time.parts),
         },
         "flops": [{"kind": kind, "dtype": dtype, "flops": n} for (kind, dtype), n in hardware_flops(w).items()],
@@ -210,7 +241,11 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             {"axis": axis, "operation": operation, "calls": calls, "bytes": exchanged.bytes[axis, operation]}
             for (axis, operation), calls in exchanged.calls.items()
         ],
-        "run": asdict(run_of(plan, tokens)),
+        "run": asdict(run)
+        | {
+            "range_hours": band_ends(run.hours, plan.speed_band, inverse=True),
+            "range_gpu_hours": band_ends(run.gpu_hours, plan.speed_band, inverse=True),
+        },
         "costs": [
             {
                 "part": cost.part,
@@ -222,6 +257,17 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         ],
         "notes": list(plan.notes),
     }
+
+
+def origin(argv: list[str], toml: str) -> dict[str, str]:
+    """Where a plan comes from, for JSON: the command, its date in UTC, and the configuration planned.
+
+    Args:
+        argv: arguments of the command.
+        toml: the planned configuration.
+    """
+    command = shlex.join(["torchtitan", "plan", *argv])
+    return {"command": command, "date": datetime.now(UTC).isoformat(timespec="minutes"), "toml": toml}
 
 
 def search_data(found: Found) -> dict[str, Any]:

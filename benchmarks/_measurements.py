@@ -1,0 +1,188 @@
+"""Published measurements as configurations of this project.
+
+`published.csv` holds those of TorchTitan, `elsewhere.csv` those of other systems and clusters, with their sources. No
+row has a constant of its own; what a whole system or cluster does differently is in the tables below.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import load_config
+from torchtitan.models import get_spec
+from torchtitan.plan.costs import step_time
+from torchtitan.plan.hardware import Hardware, find_hardware
+from torchtitan.plan.predict import derived_workload
+from torchtitan.plan.workload import Workload
+from torchtitan.utils.errors import ConfigError
+
+FILES = tuple(Path(__file__).with_name(name) for name in ("published.csv", "elsewhere.csv"))
+TORCHTITAN = "TorchTitan"
+HARDWARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "H100-96GB-HBM2e-500W": ("h100-hbm2e", {}),
+    "H100-80GB-HBM3-700W": ("h100-sxm", {}),
+    "H200-SXM": ("h200", {}),
+    "A100-80GB": ("a100", {}),
+    "h200 x4 a node": ("h200", {"gpus_per_node": 4, "mesh": True}),  # wired to each other, without a switch
+    "a100, 400 Gb/s a node": ("a100", {"network": 400e9 / 8 / 8}),
+    "h100-sxm, 800 Gb/s a node": ("h100-sxm", {"network": 800e9 / 8 / 8}),
+}
+"""Names in the files that are not of this project's hardware: its name, and what is different."""
+CUDNN = {"attention": 1.6, "attention_backward": 1.0}
+"""cuDNN's attention on Hopper relative to FlashAttention-2 (Shah et al., arXiv:2407.08608, figures 5 and 6)."""
+SYSTEMS: dict[str, dict[str, float]] = {"Megatron": CUDNN}
+"""Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own."""
+LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
+
+
+def _mpt(dim: int, layers: int, heads: int) -> tuple[str, dict[str, Any]]:
+    """MPT: two matrices of 4 d in the feed-forward network, as three of 8/3 d, which have as many parameters."""
+    sizes = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads}
+    return "8B", {**sizes, "ffn_dim": round(8 * dim / 3 / 16) * 16, "vocab_size": 50368}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "L2-7B": ("8B", {**LLAMA_2, "n_kv_heads": 32, "ffn_dim": 11008}),
+    "L2-13B": ("8B", {**LLAMA_2, "dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
+    "L2-34B": ("8B", {**LLAMA_2, "dim": 8192, "n_layers": 48, "n_heads": 64, "ffn_dim": 22016}),
+    "L2-70B": ("70B", LLAMA_2),
+    "K-13B": ("8B", {"dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 48, 64),
+    "mpt-70b": _mpt(8192, 80, 64),
+}
+"""Names in the files that are not flavors: the flavor they derive from, and its overrides."""
+UNKNOWN_MODELS = ("nano-1B",)
+"""Models whose sizes no source states."""
+CHECKPOINTING = {
+    "none": ["none"],
+    "full": ["full"],
+    "sel-op": ["selective", "--activation_checkpoint.selective_ac_option=op"],
+    "sel-layer": ["selective", "--activation_checkpoint.selective_ac_option=2"],
+    "sel-3": ["selective", "--activation_checkpoint.selective_ac_option=3"],
+}
+LOSS_COMPILED_SINCE = "2025-05"
+"""TorchTitan's earlier tables were measured with a loss that was not compiled."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement."""
+
+    id: str
+    fit: bool
+    system: str
+    hardware: Hardware
+    workload: Workload
+    tokens_per_second: float | None
+    memory_gib: float | None
+
+    @property
+    def rowwise(self) -> bool:
+        return self.workload.float8 and not self.workload.tensorwise
+
+    def on(self, changed: Mapping[str, Mapping[str, float]]) -> Hardware:
+        """The row's hardware, with constants by the hardware's name replaced, as its system uses it."""
+        hw = self.hardware.model_copy(update=dict(changed.get(self.hardware.name, {})))
+        factors = SYSTEMS.get(self.system, {})
+        return hw.model_copy(update={key: getattr(hw, key) * factor for key, factor in factors.items()})
+
+    def predicted(self, changed: Mapping[str, Mapping[str, float]] | None = None) -> float:
+        """Tokens per second and GPU."""
+        return step_time(self.workload, self.on(changed or {})).tokens_per_second
+
+
+def load(file: Path) -> list[Row]:
+    """The rows of a file in the format of either, except those whose settings no source states."""
+    out = []
+    for row in csv.DictReader(file.open()):
+        if row["model"] in UNKNOWN_MODELS or not (row.get("local_bs") or row.get("mbs")):
+            continue
+        name, different = HARDWARE.get(row["hw"], (row["hw"], {}))
+        system = row.get("system", TORCHTITAN)
+        try:
+            hw = find_hardware(name).model_copy(update=different)
+            config = load_config(_arguments(row)).config
+            spec = get_spec(config.model.name)
+            workload = derived_workload(config, spec, int(row["gpus"]), kv_repeated=system == TORCHTITAN)
+        except ConfigError as error:
+            raise SystemExit(f"{file}: {row['id']}: {error}") from None
+        tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
+        out.append(Row(row["id"], bool(row["fit"]), system, hw, workload, tps, memory))
+    return out
+
+
+def _arguments(row: dict[str, str]) -> list[str]:
+    """The row's settings as flags of this project."""
+    pp, replicas = int(row["pp"]), int(row["dp_rep"]) * int(row["fsdp"])
+    local = int(row.get("local_bs") or 0) or (int(row["global_bs"]) // replicas if pp > 1 else int(row["mbs"]))
+    mode, *more = CHECKPOINTING[row["ac"]]
+    flavor, overrides = MODELS.get(row["model"], (row["model"], {}))
+    own = row.get("system", TORCHTITAN) == TORCHTITAN
+    loss = row.get("date", "") >= LOSS_COMPILED_SINCE or not own
+    moe = flavor in ("30B-A3B", "235B-A22B")
+    settings: dict[str, Any] = {
+        "model.name": "qwen3_moe" if moe else "llama3",
+        "model.flavor": flavor,
+        **{f"model.overrides.{key}": value for key, value in overrides.items()},
+        "parallelism.data_parallel_replicate_degree": row["dp_rep"],
+        "parallelism.data_parallel_shard_degree": row["fsdp"],
+        "parallelism.context_parallel_degree": row["cp"],
+        "parallelism.tensor_parallel_degree": row["tp"],
+        "parallelism.expert_parallel_degree": row.get("ep", "1"),
+        "parallelism.pipeline_parallel_degree": pp,
+        "parallelism.enable_async_tensor_parallel": row["async_tp"] == "1" and row["tp"] != "1",
+        "parallelism.context_parallel_rotate_method": "alltoall",  # how TorchTitan sent gradients
+        "training.seq_len": row["seq"],
+        "training.local_batch_size": local,
+        "training.global_batch_size": row["global_bs"],
+        "activation_checkpoint.mode": mode,
+        "compile.enable": row["compile"] == "1",
+        "compile.components": "model,loss" if loss else "model",
+    }
+    if pp > 1:
+        microbatch = int(row["mbs"]) if row.get("mbs") else local // int(row["microbatches"])
+        settings |= {
+            "parallelism.pipeline_parallel_schedule": row["schedule"],
+            "parallelism.pipeline_parallel_microbatch_size": microbatch,
+            **_stages(flavor, pp, row.get("lps", "")),
+        }
+    settings |= _eight_bit(row, moe)
+    return [
+        *(f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()),
+        *more,
+    ]
+
+
+def _stages(flavor: str, pp: int, per_stage: str) -> dict[str, Any]:
+    """Layers per stage; the embedding and the output count as a layer where only then the stages come out even."""
+    layers = {"405B": 126, "70B": 80, "8B": 32, "30B-A3B": 48, "235B-A22B": 94}.get(flavor, 0)
+    even = bool(per_stage) and (layers % (int(per_stage) * pp) == 0 or flavor == "8B")
+    key = "parallelism.pipeline_parallel_"
+    less = {f"{key}first_stage_less_layers": int(not even), f"{key}last_stage_less_layers": int(not even)}
+    return less | ({f"{key}layers_per_stage": per_stage} if per_stage else {})
+
+
+def _eight_bit(row: dict[str, str], moe: bool) -> dict[str, Any]:
+    recipe = row["float8"]
+    if recipe == "none":
+        return {}
+    kind = "mx" if recipe == "mx" else "float8"
+    settings: dict[str, Any] = {
+        "model.converters": f"{kind},quantize.grouped_mm.{kind}" if moe else kind,
+        f"quantize.linear.{kind}.filter_fqns": "output,router" if moe else "output",
+    }
+    if moe:
+        settings[f"quantize.grouped_mm.{kind}.fqns"] = "experts"
+    if kind == "float8":
+        gathers = recipe == "tensorwise" and row.get("f8gather", "1") != "0"
+        float8 = "quantize.linear.float8."
+        settings |= {
+            f"{float8}recipe_name": recipe,
+            f"{float8}enable_fsdp_float8_all_gather": gathers,
+            f"{float8}precompute_float8_dynamic_scale_for_fsdp": gathers,
+        }
+    return settings

@@ -1,0 +1,222 @@
+"""The planner's page: its data against the plan, and what a browser makes of it."""
+
+import json
+import re
+
+import pytest
+
+from tests.browser import CHROMIUM, browser
+from tests.plans import FULL, H100, ONE_ROW, SPEC, workload
+from torchtitan.commands.plan import main
+from torchtitan.plan.advice import changes
+from torchtitan.plan.page import page, pictures
+from torchtitan.plan.predict import predict
+from torchtitan.plan.report import as_data
+from torchtitan.utils.web import web_page
+
+SPLIT = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--compile.enable=true"]
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Pages with their JSON: of a pipeline of 16 ranks, and of a search for 8."""
+    folder, found = tmp_path_factory.mktemp("pages"), {}
+    for name, argv in {
+        "pipeline": ["--model.flavor=8B", "--world=16", "--training.local_batch_size=8", "--training.seq_len=8192",
+                     FULL, "--parallelism.pipeline_parallel_degree=4"],
+        "search": ["--model.flavor=8B", "--world=8", "--training.local_batch_size=2", "--training.seq_len=8192",
+                   "--search", "--tokens=1e12", "--money=2"],
+    }.items():  # fmt: skip
+        file = folder / f"{name}.html"
+        main([*argv, "--hardware=h100-sxm", "--fast", f"--html={file}"])
+        found[name] = file, json.loads(file.with_suffix(".json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+# ---- the data
+
+
+def test_the_page_carries_the_json_beside_it(planned):
+    file, data = planned["pipeline"]
+    text = file.read_text()
+    carried = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert json.loads(carried[1]) == data
+    assert data["memory"]["peak_gib"] == max(r["reserved_gib"] for r in data["memory"]["ranks"])
+    assert data["schedule_svg"].count("<title>") == 2 * 4 * 8  # forward and backward, ranks, microbatches
+    assert data["command"].startswith("torchtitan plan --model.flavor=8B --world=16")
+    assert "pipeline_parallel_degree = 4" in data["toml"]
+
+
+def test_data_ends_no_script():
+    made = web_page("a <b>", {"text": "</script>__TITLE__"}, [])
+    assert made.count("</script>") == 2
+    assert "<title>a &lt;b&gt;</title>" in made
+    assert "__TITLE__" in made  # what the data holds is no placeholder
+
+
+def test_ranges_are_the_bands_of_the_plan():
+    plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
+    data = as_data(plan)
+    for figure, exponent in (("tokens_per_second_per_gpu", 1), ("mfu", 1), ("step_s", -1)):
+        ends = sorted((data["time"][figure] ** exponent * (1 + sign * plan.speed_band)) ** exponent for sign in (-1, 1))
+        assert list(data["time"]["ranges"][figure]) == pytest.approx(ends), figure
+    assert data["memory"]["chance_to_fit"] == plan.chance_to_fit
+
+
+@pytest.mark.parametrize("schedule", [[], SPLIT], ids=["1F1B", "ZBV"])
+def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
+    """One number in the headline, among the parts of the time and in the schedule."""
+    flags = ["--training.local_batch_size=8", "--training.seq_len=8192", "--parallelism.pipeline_parallel_degree=4"]
+    plan = predict(workload("--model.flavor=8B", *flags, *schedule, world=16), SPEC, H100)
+    data = as_data(plan) | pictures(plan)
+    area = {True: 0.0, False: 0.0}
+    svg = data["schedule_svg"].split('<g class="legend">')[0]
+    for kind, width in re.findall(r'<rect (class="bubble")?.*?width="([0-9.]+)"', svg):
+        area[bool(kind)] += float(width)
+    blank = (1 - area[False] / area[True]) * plan.time.timeline.length / plan.time.seconds
+    assert data["time"]["bubble"] == pytest.approx(blank, rel=0.01)
+    parts = data["time"]["parts_s"]
+    assert parts["pipeline bubble"] / data["time"]["step_s"] == pytest.approx(data["time"]["bubble"])
+    assert sum(parts.values()) == pytest.approx(data["time"]["step_s"])
+    assert f"bubble {data['time']['bubble']:.1%} of the step" in data["schedule_svg"]
+    # A compiled backward runs twice when split: that is work, and no bubble.
+    assert ("repeated by a split backward" in parts) == bool(schedule)
+    if schedule:
+        assert "schedule Interleaved1F1B" in [change.text for change in changes(plan, "repeated by a split backward")]
+
+
+def test_every_computation_of_the_warm_up_is_numbered(planned):
+    svg = planned["pipeline"][1]["schedule_svg"]
+    assert svg.count('text-anchor="middle"') == svg.count("<title>")
+
+
+# ---- in a browser
+
+
+@in_browser
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["pipeline", "search"])
+def test_a_browser_shows_the_figures(name, planned, tab):
+    file, data = planned[name]
+    for width, dark in ((1280, False), (500, True)):
+        tab.open(file.as_uri(), width, dark=dark)
+        assert tab.problems == []  # nothing is logged or loaded
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(22, 24, 28)" if dark else "rgb(255, 255, 255)"
+        )
+    figures = "[...document.querySelectorAll('[data-figure]')].map(e => [e.dataset.figure, e.textContent])"
+    shown = dict(tab.evaluate(figures))
+    time, memory, run = data["time"], data["memory"], data["run"]
+    assert shown["tokens_per_second_per_gpu"] == f"{time['tokens_per_second_per_gpu']:,.0f}"
+    assert shown["mfu"] == f"{100 * time['mfu']:.1f} %"
+    assert float(shown["step_s"]) == pytest.approx(time["step_s"], rel=0.005)
+    assert shown["peak_gib"] == f"{memory['peak_gib']:,.1f}"
+    assert float(shown["gpu_hours"].replace(",", "")) == pytest.approx(run["gpu_hours"], rel=0.005)
+    assert (shown["command"], shown["toml"]) == (data["command"], data["toml"])
+    if name == "pipeline":
+        assert shown["bubble"] == f"{100 * time['bubble']:.1f} %"
+    text = tab.evaluate("document.body.innerText")
+    assert ("1 trillion tokens" in text) == (name == "search")
+    assert text.count(f"{100 * time['bubble']:.1f} %") >= 3 or name == "search"  # headline, parts, schedule
+    last = data["world"] - 1
+    assert tab.evaluate(f"document.querySelectorAll('.mesh [data-tip^=\"rank {last}:\"]').length") == 1
+
+
+@in_browser
+@pytest.mark.e2e
+def test_tooltips_answer_to_the_keyboard(planned, tab):
+    tab.open(planned["pipeline"][0].as_uri(), 1280)
+    tip = "document.getElementById('tip').hidden ? null : document.getElementById('tip').textContent"
+    seen = []
+    for _ in range(40):
+        tab.press("Tab")
+        if tab.evaluate("document.activeElement.closest('.schedule [data-explore]') !== null && "
+                        "'tip' in document.activeElement.dataset"):  # fmt: skip
+            break
+    seen.append(tab.evaluate(tip))
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
+        tab.press(key)
+        seen.append(tab.evaluate(tip))
+    ranks = [re.match(r"rank (\d), stage \d: forward of microbatch (\d)", text).groups() for text in seen]
+    assert ranks == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    tab.press("Escape")
+    assert tab.evaluate(tip) is None
+
+
+@in_browser
+@pytest.mark.e2e
+def test_dots_and_rows_of_a_search_are_tied(planned, tab):
+    file, data = planned["search"]
+    tab.open(file.as_uri(), 1280, height=4000)
+    row = "document.querySelectorAll('tr[data-key]')[1]"
+    mark = f"{row}.closest('section').querySelector('.mark')"
+    tab.evaluate(f"{row}.focus()")
+    assert tab.evaluate(f"{mark}.hidden") is False
+    best = data["search"]["best"][1]
+    said = f"{best['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, {best['peak_gib']:.1f} GiB"
+    assert said in tab.evaluate("document.getElementById('tip').textContent")
+    x, y = tab.evaluate(
+        f"(box => [box.left + box.width / 2, box.top + box.height / 2])({mark}.getBoundingClientRect())"
+    )
+    tab.evaluate(f"{row}.blur()")
+    assert tab.evaluate(f"{mark}.hidden") is True
+    assert tab.evaluate("document.querySelectorAll('tr.on').length") == 0
+    tab.point(x, y)
+    marked = tab.evaluate("[...document.querySelectorAll('tr.on')].map(row => Number(row.dataset.key))")
+    assert len(marked) == 1
+    dot = data["search"]["best"][marked[0]]
+    assert dot["peak_gib"] == pytest.approx(best["peak_gib"], rel=0.02)
+
+
+@in_browser
+@pytest.mark.e2e
+def test_charts_zoom_and_follow_the_window(planned, tab):
+    tab.open(planned["search"][0].as_uri(), 1280, height=4000)
+    scale = "(({min, max}) => [min, max])(document.querySelector('.chart').plot.scales.x)"
+    frame = (
+        "(box => [box.left, box.top, box.width, box.height])(document.querySelector('.u-over').getBoundingClientRect())"
+    )
+    whole, (left, top, width, height) = tab.evaluate(scale), tab.evaluate(frame)
+    tab.drag((left + width / 4, top + height / 4), (left + width / 2, top + height / 2))
+    low, high = whole[0] + (whole[1] - whole[0]) / 4, whole[0] + (whole[1] - whole[0]) / 2
+    assert tab.evaluate(scale) == pytest.approx([low, high], rel=0.02)
+    tab.evaluate("document.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert tab.evaluate(scale) == pytest.approx(whole)
+    tab.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    tab.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 500
+    assert tab.evaluate("document.querySelector('.chart').plot.width") < 500
+    assert tab.problems == []
+
+
+@in_browser
+@pytest.mark.e2e
+def test_what_does_not_fit_is_drawn_so(planned, tab):
+    file, data = planned["search"]
+    assert data["too_large"]
+    assert [point["fits"] for point in data["scaling"]].count(False) > 0
+    tab.open(file.as_uri(), 500)
+    charts = tab.evaluate(
+        "[...document.querySelectorAll('.chart')].map(c => c.parentNode.querySelector('.key').textContent)"
+    )
+    assert len(charts) == 3  # the search, and speed and memory by the number of GPUs
+    assert all("does not fit" in legend for legend in charts)
+    tab.evaluate("document.querySelectorAll('.chart')[1].focus()")
+    said = []
+    for _ in data["scaling"]:
+        tab.press("ArrowRight")
+        said.append(tab.evaluate("document.getElementById('tip').textContent"))
+    assert [text.endswith("does not fit") for text in said] == [not point["fits"] for point in data["scaling"]]
+
+
+def test_pictures_need_no_search():
+    plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
+    assert page(as_data(plan) | pictures(plan)).count("<script") == 2

@@ -1,0 +1,36 @@
+"""Self-contained pages: styles, scripts, the charting library and the data in one HTML file.
+
+Such a file opens without a network, can be mailed, and loads nothing. `page.js` has what pages share (numbers, tables,
+stacked bars, tooltips that the keyboard reaches), `chart.js` charts with two axes, drawn by uPlot.
+"""
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent
+_STYLES = ("uPlot.min.css", "page.css")
+_SCRIPTS = ("uPlot.iife.min.js", "page.js", "chart.js")
+
+
+def web_page(title: str, data: dict[str, Any], scripts: Sequence[Path]) -> str:
+    """A page that runs `scripts` on `data`.
+
+    Args:
+        data: what the scripts see as `data`.
+        scripts: run in order, after those that pages share, in one scope.
+    """
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": "\n".join(_read(_FOLDER / name) for name in _STYLES),
+        "DATA": json.dumps(data).replace("</", "<\\/"),  # what the data holds ends no script
+        "SCRIPTS": "\n".join(_read(path) for path in (*(_FOLDER / name for name in _SCRIPTS), *scripts)),
+    }
+    pieces = _read(_FOLDER / "page.html").split("__")
+    return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
