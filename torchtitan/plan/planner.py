@@ -75,7 +75,7 @@ def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ..
     hardware.check_ranks(world)
     loaded = load_config(argv)
     start = complete(dataclasses.replace(loaded, config=any_layout(loaded.config, world)), world=1)
-    here, notes = _without_missing_files(start.config)
+    here, notes = without_missing_files(start.config)
     if loaded.config.training.global_batch_size == -1:
         rows = start.config.training.global_batch_size
         notes.append(f"training.global_batch_size is not set; all layouts train on {plural(rows, 'row')} per step")
