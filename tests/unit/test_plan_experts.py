@@ -11,7 +11,8 @@ from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.plan.collectives import collectives
-from torchtitan.plan.costs import EXPERT_TILE, HOST_WAIT, step_time
+from torchtitan.plan.communication import HOST_WAIT
+from torchtitan.plan.costs import EXPERT_TILE, step_time
 from torchtitan.plan.memory import memory_of
 from torchtitan.plan.predict import derived_workload, predict
 from torchtitan.plan.savings import savings

@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchtitan.config.derive import offloaded_blocks
-from torchtitan.plan.collectives import exchanged_bytes, exchanges, tensor_parallel_calls
+from torchtitan.plan.communication import (
+    context_parallel,
+    expert_parallel,
+    gather_and_reduce,
+    tensor_parallel,
+    transfer,
+)
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.memory import offloaded_per_block
 from torchtitan.plan.schedule import Timeline, program, simulate
@@ -48,9 +54,6 @@ CUTLASS's kernels for Hopper."""
 ROUTER_BYTES = 60
 """Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and int64, each read
 and written. Counted."""
-HOST_WAIT = 100e-6
-"""Seconds without work for the device while the host waits for the number of rows from each rank: a copy to the host,
-and the launch of what follows. Estimate."""
 
 BUBBLE, REPEATED = "pipeline bubble", "repeated by a split backward"
 """Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a schedule splits."""
@@ -103,7 +106,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
         for part, seconds in work.both:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
-        timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, ends), _transfer(w, hw))
+        timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, ends), transfer(w, hw))
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
         repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
@@ -181,8 +184,8 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
 
     pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)
-    tensor = _tensor_parallel(w, hw, (forward, backward))
-    context, expert = _context_parallel(w, hw, attention), _expert_parallel(w, hw)
+    tensor = tensor_parallel(w, hw, (forward, backward))
+    context, expert = context_parallel(w, hw, attention), expert_parallel(w, hw)
     return _Pass(
         {
             "matrix products": forward,
@@ -252,56 +255,7 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     return forward, backward + forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))
 
 
-# ---- communication inside a block, and between stages
-
-
-def _tensor_parallel(w: Workload, hw: Hardware, products: tuple[float, float]) -> tuple[float, float]:
-    """Exposed seconds of one block's tensor-parallel collectives, forward and backward."""
-    if w.tp == 1:
-        return 0.0, 0.0
-    share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
-    gather, scatter = share * (FP8 if w.tensorwise else w.element) + hw.tp_sync, share * w.element + hw.tp_sync
-    gathers, scatters = tensor_parallel_calls(w)
-    once = 1 if w.experts else 2
-    forward, backward = once * (gather + scatter), (gathers - once) * gather + (scatters - once) * scatter
-    if w.async_tp:  # what is sent hides behind the products beside it
-        forward -= hw.async_tp * min(forward, products[0])
-        backward -= hw.async_tp * min(backward, products[1])
-    return forward, backward
-
-
-def _context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
-    """Exposed seconds of one block's context parallelism, forward and backward (Liu et al., arXiv:2310.01889).
-
-    Keys and values travel to every rank, and their gradients back in fp32.
-    """
-    if w.cp == 1:
-        return 0.0, 0.0
-    elements = 2 * w.tokens * w.kv_attended / w.tp * (w.cp - 1)
-    bandwidth = hw.bandwidth(w.cp, w.tp)
-    keys_values, gradients = elements * w.element / bandwidth, elements * FP32 / bandwidth
-    if w.config.parallelism.context_parallel_rotate_method == "alltoall":
-        # Each transfer hides behind attention to the keys that arrived before it; the last gradients have none left.
-        exposed = max(0.0, keys_values - attention)
-        gradients = max(gradients / (w.cp - 1), gradients - BACKWARD_ATTENTION * attention)
-    else:
-        exposed = max(0.0, keys_values - attention / w.cp)  # a gather hides behind attention to the rank's own keys
-    return exposed, exposed * (1 + w.recompute.attention) + gradients
-
-
-def _expert_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to exchange one block's rows, forward and backward: nothing else can run meanwhile."""
-    if w.ep == 1:
-        return 0.0, 0.0
-    rows = hw.exchange(exchanged_bytes(w), w.ep)
-    there = 2 * rows + hw.exchange(0.0, w.ep) + HOST_WAIT  # the rows go and come; before that, their number
-    return there, 2 * rows + (exchanges(w) - 1) * there
-
-
-def _transfer(w: Workload, hw: Hardware) -> float:
-    """Seconds to send a microbatch's hidden states to the next stage."""
-    size = w.element * w.tokens * w.dim / w.tp
-    return size / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
+# ---- the pipeline
 
 
 def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], float]:
@@ -332,37 +286,13 @@ def _parameters(w: Workload) -> int:
 # ---- data parallelism and the optimizer
 
 
-def _gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
-    """Seconds to gather one block's weights, to reduce-scatter its gradients, and to all-reduce them over replicas.
-
-    A ring over n ranks moves (n - 1) / n of the data; an all-reduce does it twice (Patarasuk and Yuan,
-    doi:10.1016/j.jpdc.2008.09.002).
-    """
-    gather = scatter = reduce = 0.0
-    padded = w.expert_params * w.expert_padding
-    own = w.block_params - w.expert_params
-    units = [(own + padded * (not w.experts_apart), w.fsdp, w.tp, w.gathered)]
-    if w.experts_apart:
-        units.append((padded, w.efsdp, w.ep, w.element))
-    for params, ranks, stride, gathered in units:
-        if ranks > 1:
-            bandwidth, share = hw.bandwidth(ranks, stride), (ranks - 1) / ranks
-            latency = hw.latency * (ranks - 1) if ranks * stride > hw.gpus_per_node else hw.launch
-            gather += params * gathered * share / bandwidth + latency
-            scatter += params * w.reduced * share / bandwidth + latency
-        if w.dp_replicate > 1:
-            bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
-            reduce += 2 * w.reduced * params / ranks * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
-    return gather, scatter, reduce
-
-
 def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Seconds:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
     Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block exposes what its
     neighbour's compute is too short for. The ends count as `ends` blocks.
     """
-    gather, scatter, all_reduce = _gather_and_reduce(w, hw)
+    gather, scatter, all_reduce = gather_and_reduce(w, hw)
     reduce = scatter + all_reduce
     forward, backward = sum(block.forward.values()), sum(block.backward.values())
     layers, batches = stage.layers, w.accumulation
