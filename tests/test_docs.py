@@ -140,7 +140,7 @@ def ran(request, tmp_path_factory) -> Ran:
     return Ran(whole, results)
 
 
-ALONE = [["torchtitan", name] for name in ("train", "plan", "config", "ckpt", "generate", "submit")]
+ALONE = [["torchtitan", name] for name in ("train", "plan", "schedule", "config", "ckpt", "generate", "submit")]
 
 
 def run_command(line: str, folder: Path, env: dict[str, str]) -> tuple[int, str]:

@@ -130,7 +130,7 @@ def test_a_killed_rank_loses_no_checkpoint(ranks, tmp_path, uninterrupted, momen
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("delay", [0.0, 0.1])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, delay):
     """A real process, killed while it saves after every step."""
     argv = [*arguments(tmp_path, steps=500), "--checkpoint.enable", "--checkpoint.interval=1"]

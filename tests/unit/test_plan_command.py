@@ -36,23 +36,21 @@ LLAMA_8B = str(ROOT / "train_configs/llama3_8b.toml")
 
 @pytest.fixture(scope="module")
 def accuracy():
-    """The script that compares with published measurements, its rows, and the errors of their throughput."""
+    """The script that compares with published measurements, and its rows."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan_accuracy
 
-    rows = [row for file in plan_accuracy.FILES for row in plan_accuracy.load(file)]
-    return plan_accuracy, rows, *plan_accuracy.errors(rows)
+    return plan_accuracy, [row for file in plan_accuracy.FILES for row in plan_accuracy.load(file)]
 
 
 def test_accuracy(accuracy):
     """The figures that docs/plan.md and the README state. Sources differ by up to 15 % about one configuration."""
-    script, rows, speed, space = accuracy
-    shown = (ROOT / "docs/plan.md").read_text()
-    assert [line for line in script.table(rows) if line not in shown] == []
-    own = sorted(abs(error) for row, error in script.held_out(speed) if row.system == script.TORCHTITAN)
+    script, rows = accuracy
+    speed, space = script.errors([row for row in rows if row.system == script.TORCHTITAN])
+    own = sorted(abs(error) for row, error in script.held_out(speed))
     stated = rf"median error of {statistics.median(own):.1%}, at worst {own[-1]:.1%}".replace("%", " %")
     assert stated in (ROOT / "README.md").read_text()
-    assert stated in shown
+    assert stated in (ROOT / "docs/plan.md").read_text()
     assert statistics.median(own) <= 0.06
     assert sum(own) / len(own) <= 0.06
     assert own[-1] <= 0.15
@@ -62,23 +60,26 @@ def test_accuracy(accuracy):
 
 def test_constants_are_those_of_the_fit(accuracy):
     """No row has a constant of its own, and only the rows marked `fit` decide."""
-    script, rows, _, _ = accuracy
+    script, rows = accuracy
     for hardware, constants in script.fit(rows).items():
         if find_hardware(hardware).fitted:
             for name, value in constants.items():
                 assert getattr(find_hardware(hardware), name) == pytest.approx(value, rel=0.01), (hardware, name)
 
 
+@pytest.mark.slow  # torch takes most of a minute to build the pipelines of other systems
 def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
-    """They hold 90 % of the rows, each of which was left out of what made its band."""
-    script, _, speed, _ = accuracy
-    outside = script.held_out(speed)
+    """They hold 90 % of the rows, each of which was left out of what made its band. And docs/plan.md has all rows."""
+    script, rows = accuracy
+    outside = script.held_out(script.errors(rows)[0])
     bands = script.fit_bands(outside)
     assert bands.width == pytest.approx(WIDTH, rel=0.02)
     for name, deviation in SPEED_DEVIATIONS.items():
         assert deviation == pytest.approx(bands.deviations[name], abs=0.003), name
     within = script.within_band_left_out(outside)
-    assert sum(within) >= 0.9 * len(within) - 1
+    assert sum(within) >= 0.9 * len(within)
+    shown = (ROOT / "docs/plan.md").read_text()
+    assert [line for line in script.table(rows) if line not in shown] == []
 
 
 # ---- hardware
@@ -285,7 +286,7 @@ def test_what_only_the_cluster_has_is_no_obstacle(tmp_path, capsys):
         assert (f"training.dataset_path {path!r} is not on this machine" in capsys.readouterr().out) is not known
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.e2e)])  # the second takes 12 s to search
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])  # the second takes 12 s to search
 def test_the_examples_of_the_documentation(number, tmp_path, monkeypatch, capsys):
     """docs/plan.md shows what its commands print."""
     monkeypatch.chdir(tmp_path)
