@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, workload
+from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, product_seconds, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.parallel.quantize import check_hardware
@@ -131,8 +131,18 @@ def test_calibration_describes_this_machine(tmp_path, monkeypatch, capsys):
     assert "on 1 x this-machine (1 node)" in out
     assert "link could not be measured" in out
     assert "guess" not in file.read_text()
+    assert made.gemm_ramp == made.gemm_depth == 0  # small products were measured
     with pytest.raises(ConfigError, match="this-machine has no network, the bytes/s of a GPU between nodes"):
         main([str(ROOT / "train_configs/debug_model.toml"), f"--hardware={file}", "--world=2", "--fast"])
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_a_calibrated_product_takes_as_long_as_measured(bits):
+    """A GPU is measured with a square product, of which the plan must not count the ramp twice."""
+    size, measured = 8192, 5e14
+    rate = measured * calibrate._shortfall(size, bits)
+    hw = H100.model_copy(update={"gemm_depth": H100.gemm_depth * 16 / bits})
+    assert product_seconds(hw, [(size, size, size)], rate) / 3 == pytest.approx(2 * size**3 / measured)
 
 
 # ---- advice

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.plan.hardware import Hardware, load_hardware
+from torchtitan.plan.hardware import Hardware, load_hardware, load_shared
 from torchtitan.plan.links import Links, measure_links, ranks_per_node
 from torchtitan.utils.device import current_device
 from torchtitan.utils.environment import rank_and_world
@@ -22,7 +22,12 @@ from torchtitan.utils.torch_faults import silence_false_alarms
 _SECONDS = 1.0
 """Duration of each measurement, after a first call."""
 _TIMEOUT = timedelta(minutes=10)
-_CPU = ("reserve_gib = 1.0  # an estimate", "eager = 1.5  # an estimate")
+_CPU = (
+    "reserve_gib = 1.0  # an estimate",
+    "eager = 1.5  # an estimate",
+    "gemm_ramp = 0.0  # included in what was measured",
+    "gemm_depth = 0.0",
+)
 """Constants of a CPU that differ from the shared ones."""
 
 
@@ -51,6 +56,8 @@ def _describe(device: torch.device, links: Links) -> str:
     size = 8192 if cuda else 1024
     bf16, fp32 = (_matmul(size, device, dtype) for dtype in (torch.bfloat16, torch.float32))
     fp8 = _matmul_fp8(size, device) if cuda and torch.cuda.get_device_capability() >= (8, 9) else 0.0
+    if cuda:  # the rate of large products, to which a plan adds what smaller ones cost
+        bf16, fp32, fp8 = (rate * _shortfall(size, bits) for rate, bits in ((bf16, 16), (fp32, 32), (fp8, 8)))
     dtype = torch.bfloat16 if cuda else torch.float32  # what training would use
     attention = _attention(8192 if cuda else 512, device, dtype)
     memory = _copy(2**30 if cuda else 2**27, device)
@@ -146,6 +153,12 @@ def _matmul_fp8(size: int, device: torch.device) -> float:
     one = torch.ones((), device=device)
     scaled = torch._scaled_mm
     return 2 * size**3 / _seconds(lambda: scaled(a, a.t(), one, one, out_dtype=torch.bfloat16), device)
+
+
+def _shortfall(size: int, bits: int) -> float:
+    """How much faster than this square product the performance model holds large ones to be."""
+    shared = load_shared()
+    return (1 + shared["gemm_ramp"] / size**2) * (1 + shared["gemm_depth"] * 16 / bits / size)
 
 
 def _attention(size: int, device: torch.device, dtype: torch.dtype) -> float:
