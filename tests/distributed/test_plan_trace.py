@@ -59,6 +59,11 @@ LAYOUTS = {
         ["--model.name=qwen3_moe", "--model.overrides.expert_dim=64", "--debug.moe_force_load_balance"]
         + [f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2", *FULL],
     ),
+    "compiled loss, tensor": (
+        2,
+        ["--compile.enable", "--compile.components=loss", "--training.mixed_precision_param=bfloat16"]
+        + [f"{P}tensor_parallel_degree=2"],
+    ),
     "optimizer in backward": (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0"]),
 }
 SUITE = ("one rank", "fsdp, by operation", "tensor", "context, a ring", "1F1B")
