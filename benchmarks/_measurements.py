@@ -30,10 +30,9 @@ HARDWARE: dict[str, tuple[str, dict[str, Any]]] = {
     "h100-sxm, 800 Gb/s a node": ("h100-sxm", {"network": 800e9 / 8 / 8}),
 }
 """Names in the files that are not of this project's hardware: its name, and what is different."""
-CUDNN = {"attention": 1.6, "attention_backward": 1.0}
-"""cuDNN's attention on Hopper relative to FlashAttention-2 (Shah et al., arXiv:2407.08608, figures 5 and 6)."""
-SYSTEMS: dict[str, dict[str, float]] = {"Megatron": CUDNN}
-"""Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own."""
+SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"attention": 1.6}}
+"""Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own. NVIDIA's uses cuDNN's
+attention, on Hopper about that much faster than FlashAttention-2: an estimate, after Shah et al., arXiv:2407.08608."""
 LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
 
 
@@ -79,10 +78,6 @@ class Row:
     workload: Workload
     tokens_per_second: float | None
     memory_gib: float | None
-
-    @property
-    def rowwise(self) -> bool:
-        return self.workload.float8 and not self.workload.tensorwise
 
     def on(self, changed: Mapping[str, Mapping[str, float]]) -> Hardware:
         """The row's hardware, with constants by the hardware's name replaced, as its system uses it."""

@@ -94,7 +94,7 @@ def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ..
             f"--search: none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to "
             f"fit in the {hardware.usable_gib:.0f} GiB of {hardware.name}: the leanest takes {found.smallest_gib:.0f}; "
             "use more ranks, a smaller training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
-            "--axes loss_chunks state_dtype offload to try those"
+            "--axes loss_chunks,state_dtype,offload to try those"
         )
     return found, tuple(notes)
 

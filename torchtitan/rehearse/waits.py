@@ -133,7 +133,7 @@ def _circle(stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[i
 
 
 def _head(state: _Rank) -> Post | None:
-    """The post that holds up what the rank waits for."""
+    """The oldest unfinished post on the stream that this rank is blocked on; None if only other ranks block it."""
     event = state.event
     if isinstance(event, Wait):
         posted = next(p for p in state.record.posts if p.number == event.post)
