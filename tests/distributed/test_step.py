@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tests.runs import arguments, full
 from torchtitan.config import resolve
 from torchtitan.config.derive import DEGREE_KEYS, derive
-from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.parallelism import Parallelism
+from torchtitan.config.schema import Config
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight

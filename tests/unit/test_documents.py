@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config.schema import ActivationCheckpoint, Compile, Config
+from torchtitan.config.parallelism import ActivationCheckpoint, Compile
+from torchtitan.config.schema import Config
 from torchtitan.models import get_spec
 from torchtitan.models.documents import attend_documents, pack_documents
 from torchtitan.models.layers import attention_backend, document_mask

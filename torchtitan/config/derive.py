@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from torchtitan.config import lr_schedule
 from torchtitan.config.lr_schedule import Derived
-from torchtitan.config.schema import ActivationCheckpoint, Config, Parallelism
+from torchtitan.config.parallelism import ActivationCheckpoint, Parallelism
+from torchtitan.config.schema import Config
 from torchtitan.config.section import Section
 
 Nested = TypeVar("Nested", bound=Section)

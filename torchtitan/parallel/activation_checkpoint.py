@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan.config.schema import ActivationCheckpoint
+from torchtitan.config.parallelism import ActivationCheckpoint
 from torchtitan.parallel.expert import regions
 from torchtitan.utils.torch_faults import replaced
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.config.schema import Compile, Config
+from torchtitan.config.parallelism import Compile
+from torchtitan.config.schema import Config
 from torchtitan.config.support import compiles_blocks
 from torchtitan.parallel.activation_checkpoint import memory_budget
 from torchtitan.parallel.expert import regions

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
-from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.parallelism import Parallelism
+from torchtitan.config.schema import Config
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import compiles_blocks
 from torchtitan.config.validate import validate

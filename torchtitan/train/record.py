@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import versions
 from torchtitan.config.derive import layout_degrees
+from torchtitan.config.parallelism import Parallelism
 from torchtitan.config.render import to_toml
-from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.schema import Config
 from torchtitan.data.documents import counted
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.rows import merge_states
