@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from torchtitan.config import schema
 from torchtitan.observe import experts as observed
+from torchtitan.observe.console import ConsoleSink
 from torchtitan.observe.experts import read_loads
 from torchtitan.observe.metrics import Metrics
-from torchtitan.observe.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink
+from torchtitan.observe.sinks import JsonlSink, TensorBoardSink, WandbSink
 from torchtitan.utils import phase as phases
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.hardware import peak_flops

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from torchtitan.config import schema
 from torchtitan.config.registry import Custom, metric_sinks
+from torchtitan.observe.console import ConsoleSink
 from torchtitan.observe.experts import DeadExperts, ExpertLoads, read_loads
-from torchtitan.observe.sinks import ConsoleSink, JsonlSink, Record, Sink, TensorBoardSink, WandbSink
+from torchtitan.observe.sinks import JsonlSink, Record, Sink, TensorBoardSink, WandbSink
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import Stopwatch
