@@ -6,6 +6,19 @@ import sys
 from typing import Any
 
 logger = logging.getLogger("torchtitan")
+logger.setLevel(logging.INFO)  # on all ranks: events are recorded even where standard output shows nothing
+EVENT = "event"
+"""Attribute of a log record that is an event of the run."""
+
+
+def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
+    """Mark a line of the log as an event: `logger.info("Saved /x/step-100", extra=event("saved", 100))`.
+
+    Args:
+        kind: started, resumed, saved, deleted, spike, skipped, rewound, stage, straggler, preempted, failed, finished.
+        details: more keys, whose values JSON can hold.
+    """
+    return {EVENT: {"kind": kind, "step": step, **details}}
 
 
 def _logs(rank: int) -> bool:
@@ -18,9 +31,9 @@ def init_logging(rank: int) -> None:
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
     handler = _Stdout()
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
 
 
 class _Stdout(logging.StreamHandler):
