@@ -19,6 +19,7 @@ from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec
+from torchtitan.observe.sinks.chosen import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.releases import installed_torch, too_old
@@ -228,6 +229,7 @@ def _check_paths(config: Config) -> Iterator[str]:
 def _check_packages(config: Config) -> Iterator[str]:
     if config.eval.enable and importlib.util.find_spec("lm_eval") is None:
         yield "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or set it to false"
+    yield from missing_packages(config.metrics)
     if problem := too_old(installed_torch()):
         yield problem
     ac = config.activation_checkpoint

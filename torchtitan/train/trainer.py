@@ -134,18 +134,6 @@ class Trainer:
         config = self.config
         self.stragglers = Stragglers(config.guard)
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
-        self.metrics = Metrics(
-            config.metrics,
-            config.job,
-            config.model_dump(),
-            start_step=self.progress.step,
-            total_steps=config.training.steps,
-            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
-            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
-            experts=self.parts.experts is not None,
-            custom=config.custom,
-            samples=bool(config.sampling.prompts),
-        )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
             describe_start(about, config.parallelism),
@@ -154,8 +142,24 @@ class Trainer:
             writes=dist.get_rank() == 0,
             began=began,
         )
+        self.metrics = Metrics(
+            config.metrics,
+            config.job,
+            config.model_dump(),
+            self.ledger,
+            start_step=self.progress.step,
+            total_steps=config.training.steps,
+            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
+            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+            experts=self.parts.experts is not None,
+            custom=config.custom,
+            samples=bool(config.sampling.prompts),
+        )
         self.events = Events(
-            Path(config.job.dump_folder), writes=dist.get_rank() == 0, continues=len(self.ledger.starts) > 1
+            Path(config.job.dump_folder),
+            writes=dist.get_rank() == 0,
+            continues=len(self.ledger.starts) > 1,
+            listeners=[self.metrics.event],
         )
         self._announce_start()
         self._record_skipped()
@@ -390,7 +394,7 @@ class Trainer:
         self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
-        self.metrics.close()
+        self.metrics.close(reason)
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:
