@@ -13,7 +13,7 @@ from torchtitan.config import Resolved, resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
-from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.releases import installed_torch, too_new
 from torchtitan.utils.signals import StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path

@@ -39,7 +39,7 @@ from torchtitan.utils.device import current_device, device_name, device_syncs, i
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.hardware import peak_flops
-from torchtitan.utils.logging import logger
+from torchtitan.utils.logging import log_to_file, logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
 
@@ -67,6 +67,14 @@ class Trainer:
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
+        log = config.logging
+        log_to_file(
+            Path(config.job.dump_folder, log.folder),
+            dist.get_rank(),
+            as_json=log.format == "json",
+            max_megabytes=log.max_megabytes,
+            keep=log.keep,
+        )
         self.tasks = self._load_tasks() if config.eval.enable else None
         note("building the model")
         self.parts = build(config, setup, self.device)

@@ -8,6 +8,8 @@ import reprlib
 import time
 from collections.abc import Iterable, Sequence
 
+DATE = "%Y-%m-%d %H:%M:%S"
+"""Of `time.strftime`: dates in logs and reports."""
 _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
@@ -99,7 +101,7 @@ def show_date(at: float) -> str:
     Args:
         at: seconds since the epoch.
     """
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return time.strftime(DATE, time.localtime(at))
 
 
 # ---- tables
