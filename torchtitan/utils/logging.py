@@ -12,13 +12,26 @@ from collections import deque
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.text import DATE
 
 logger = logging.getLogger("torchtitan")
+logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show
 _MOST_PENDING = 10_000
+EVENT = "event"
+"""Attribute of a log record that is an event of the run."""
+
+
+def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
+    """Mark a line of the log as an event: `logger.info("Saved /x/step-100", extra=event("saved", 100))`.
+
+    Args:
+        kind: started, resumed, saved, deleted, spike, skipped, rewound, stage, straggler, preempted, failed, finished.
+        details: more keys, whose values JSON can hold.
+    """
+    return {EVENT: {"kind": kind, "step": step, **details}}
 
 
 def _logs(rank: int) -> bool:
@@ -37,7 +50,6 @@ def init_logging(rank: int) -> None:
         earlier.close()
     logger.handlers[:] = [stdout, _Pending()]
     logger.propagate = False
-    logger.setLevel(logging.INFO)
 
 
 def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, keep: int) -> None:
@@ -53,9 +65,9 @@ def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, k
     if pending is None:
         return
     path = folder / f"rank_{rank}.{'jsonl' if as_json else 'log'}"
-    file = _File(path, maxBytes=max_megabytes * 1_000_000, backupCount=keep)
+    file = _File(path, max_megabytes * 1_000_000, keep)
     file.setFormatter(_Json(rank) if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s", DATE))
-    for record in pending.records:
+    for record in list(pending.records):  # a failure to write adds one
         file.handle(record)
     logger.handlers[logger.handlers.index(pending)] = file
 
@@ -92,8 +104,10 @@ class _Pending(logging.Handler):
 class _File(RotatingFileHandler):
     """Appends to a file that is rotated by size. Losing a line is better than losing the run."""
 
-    def __init__(self, path: Path, **limits: int):
-        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True, **limits)
+    def __init__(self, path: Path, max_bytes: int, keep: int):
+        super().__init__(
+            path, maxBytes=max_bytes, backupCount=keep, encoding="utf-8", errors="backslashreplace", delay=True
+        )
         self._failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -102,14 +116,14 @@ class _File(RotatingFileHandler):
         super().emit(record)
         self._failing &= self.stream is None
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    def handleError(self, record: logging.LogRecord) -> None:
         """Warn once on stdout; later lines try again."""
         self._drop_stream()
         if not self._failing:
             self._failing = True
             logger.warning(f"can't write {self.baseFilename}: {sys.exception()}. Lines are lost there until it works")
 
-    def _open(self) -> TextIO:  # type: ignore[override]
+    def _open(self) -> Any:
         path = Path(self.baseFilename)
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = False
@@ -122,7 +136,7 @@ class _File(RotatingFileHandler):
         return file
 
     def _drop_stream(self) -> None:
-        stream, self.stream = self.stream, None  # type: ignore[assignment]
+        stream, self.stream = self.stream, None
         with suppress(OSError, ValueError):
             if stream is not None:
                 stream.close()
@@ -140,4 +154,4 @@ class _Json(logging.Formatter):
         fields["message"] = record.getMessage()
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields | getattr(record, "event", {}), default=str)
+        return json.dumps(fields | getattr(record, EVENT, {}), default=str)
