@@ -20,6 +20,7 @@ from torchtitan.config.section import Section
 from torchtitan.config.types import (
     Dtype,
     Factor,
+    Few,
     FilePrefix,
     InDumpFolder,
     LocalPath,
@@ -66,6 +67,19 @@ class Profiling(Section):
     """Write a snapshot of CUDA memory and its allocation history every `profile_freq` steps, and on out of memory."""
     save_memory_snapshot_folder: InDumpFolder = "memory_snapshot"
     """Write memory snapshots here, relative to `job.dump_folder`."""
+
+
+class Logging(Section):
+    """Log files: each rank writes its own. On stdout, only the ranks in `LOG_RANK` log (default: 0)."""
+
+    folder: InDumpFolder = "logs"
+    """Write `rank_<rank>.log` here, relative to `job.dump_folder`. A resumed run appends."""
+    format: Literal["text", "json"] = "text"
+    """Write lines as on stdout, or JSON objects, one per line, to `rank_<rank>.jsonl`."""
+    max_megabytes: Annotated[int, Field(ge=1, le=10**6)] = 100
+    """When a file would grow larger, rename it to `rank_<rank>.log.1` and begin a new one."""
+    keep: Few = 3
+    """Keep so many renamed files of each rank."""
 
 
 class Model(Section):
@@ -318,6 +332,7 @@ class Config(Section):
     profiling: Profiling = Profiling()
     metrics: Metrics = Metrics()
     notifications: Notifications = Notifications()
+    logging: Logging = Logging()
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -29,7 +29,7 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.folders import hold_folders
+from torchtitan.train.folders import hold_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.restore import restore
@@ -68,6 +68,7 @@ class Trainer:
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
+        open_log(config)
         self.tasks = self._load_tasks() if config.eval.enable else None
         note("building the model")
         self.parts = build(config, setup, self.device)
