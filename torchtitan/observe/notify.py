@@ -1,18 +1,19 @@
 """Tells people about events of the run: through a webhook, and by running a command.
 
-Nothing here can stop or delay training: events wait in a short queue for a thread that limits their rate and gives up on
-whoever doesn't answer.
+Nothing here can stop or delay training: events wait in a short queue for a thread that limits their rate, and gives up
+on whoever doesn't answer.
 """
 
 import fcntl
 import json
+import math
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,7 +57,7 @@ class Notifier:
         self._thread.start()
 
     def listen(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the log. Failures are reported by `report_error` and the launcher, which know their cause."""
+        """Take an event of the log, but a failure: whoever knows its cause calls `report_failure`."""
         kind = _ALIAS.get(event["kind"], event["kind"])
         if kind in self.config.events and kind != "failed":
             self.send(event)
@@ -135,17 +136,18 @@ class RateLimit:
     def _admit(self, event: Mapping[str, Any], file: IO[bytes]) -> int | None:
         now, kind = time.time(), _ALIAS.get(event["kind"], event["kind"])
         earlier = _entries(file)
-        sent = [entry["time"] for entry in earlier if entry["sent"]]
-        same = [entry for entry in earlier if entry["kind"] == kind]
-        last = max((entry["time"] for entry in same if entry["sent"]), default=-1e18)
+        last, left_out = -math.inf, 0
+        for entry in earlier:
+            if entry["kind"] == kind:
+                last, left_out = (entry["time"], 0) if entry["sent"] else (last, left_out + 1)
         interval = 0 if kind == "finished" else self.config.interval_seconds
         if kind == "failed":
             interval = max(interval, _SAME_FAILURE_SECONDS)
-        many = sum(now - at < 3600 for at in sent) >= self.config.max_per_hour and kind not in _NEVER_LEFT_OUT
-        admitted = now - last >= interval and not many
+        sent = sum(entry["sent"] and now - entry["time"] < 3600 for entry in earlier)
+        admitted = now - last >= interval and (sent < self.config.max_per_hour or kind in _NEVER_LEFT_OUT)
         entry = {"time": now, "kind": kind, "step": event.get("step"), "message": str(event["message"])[:500]}
         file.write(json.dumps(entry | {"sent": admitted}).encode() + b"\n")
-        return sum(entry["time"] > last for entry in same if not entry["sent"]) if admitted else None
+        return left_out if admitted else None
 
 
 def _entries(file: IO[bytes]) -> list[dict[str, Any]]:
@@ -180,18 +182,15 @@ def report_failure(config: Config, cause: str) -> None:
     notifier.close(FAILURE_SECONDS)
 
 
-@contextmanager
-def failure_reported(config: Config) -> Iterator[None]:
-    """Send that this rank failed if what is inside raises, unless its launcher will."""
-    try:
-        yield
-    except Exception as error:
-        ours = not from_another_rank(error)
-        if not os.environ.get(LAUNCHER_REPORTS_ENV) and (ours or rank_and_world()[0] == 0):
-            if not ours:
-                time.sleep(_CAUSE_FIRST_SECONDS)
-            report_failure(config, str(error).strip() or type(error).__name__)
-        raise
+def report_error(config: Config, error: BaseException) -> None:
+    """Send that this rank failed, unless its launcher will."""
+    if os.environ.get(LAUNCHER_REPORTS_ENV) or not isinstance(error, Exception):
+        return
+    if from_another_rank(error):
+        if rank_and_world()[0] != 0:
+            return
+        time.sleep(_CAUSE_FIRST_SECONDS)
+    report_failure(config, str(error).strip() or type(error).__name__)
 
 
 def _last_step(folder: Path) -> int | None:

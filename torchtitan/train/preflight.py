@@ -19,6 +19,7 @@ from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec
+from torchtitan.observe.delivery import unreachable
 from torchtitan.observe.sinks.chosen import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
@@ -83,6 +84,8 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         )
     if tokenizer and args:
         problems += _check_prompts(config, tokenizer, args.max_seq_len)
+    if output:
+        problems += unreachable(config.notifications)
     if output and not problems:  # last, because it creates the folder
         problems += _check_dump_folder(config)
     if problems or spec is None or tokenizer is None:

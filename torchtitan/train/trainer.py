@@ -19,6 +19,7 @@ from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
 from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.metrics import Metrics
+from torchtitan.observe.notify import start_notifier
 from torchtitan.observe.profiler import Profiler
 from torchtitan.observe.replicas import check_replicas
 from torchtitan.observe.sinks import Record
@@ -156,11 +157,12 @@ class Trainer:
             custom=config.custom,
             samples=bool(config.sampling.prompts),
         )
+        self.notifier = start_notifier(config) if dist.get_rank() == 0 else None
         self.events = Events(
             Path(config.job.dump_folder),
             writes=dist.get_rank() == 0,
             continues=len(self.ledger.starts) > 1,
-            listeners=[self.metrics.event],
+            listeners=[self.metrics.event, *([self.notifier.listen] if self.notifier else [])],
         )
         self._announce_start()
         self._record_skipped()
@@ -396,6 +398,8 @@ class Trainer:
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
         self.metrics.close(reason)
+        if self.notifier is not None:
+            self.notifier.close()
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:
