@@ -43,6 +43,7 @@ from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.text import show_duration
 
 
 class Trainer:
@@ -254,7 +255,7 @@ class Trainer:
             return
         self._warm = True
         if self.config.compile.enable:
-            logger.info(f"The first step took {time.monotonic() - self._began:.1f} s, most of it compilation")
+            logger.info(f"The first step took {show_duration(time.monotonic() - self._began)}, most of it compilation")
         limit = self.config.comm.train_timeout_seconds
         set_timeout(limit)
         if self.watch is not None:
