@@ -1,4 +1,4 @@
-"""Reading the folders of runs: curves equal to the files', at a cost that doesn't grow with them, whatever they hold."""
+"""Reading the folders of runs: curves equal to the files', at a cost that doesn't grow with them."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -92,8 +93,9 @@ def test_a_long_run_is_thinned_evenly(long):
     assert (steps[0], steps[-1]) == (1, 80_000)
     assert 380 <= len(steps) <= 400
     assert run["sampled"] == pytest.approx(200, rel=0.05)
-    gaps = [b - a for a, b in zip(steps, steps[1:])]
-    assert max(gaps) < 1.2 * run["sampled"] and min(gaps[:-1]) > 0.8 * run["sampled"]
+    gaps = [b - a for a, b in pairwise(steps)]
+    assert max(gaps) < 1.2 * run["sampled"]
+    assert min(gaps[:-1]) > 0.8 * run["sampled"]
     assert run["metrics"]["loss"] == [10 - step / 10**5 for step in steps]
     assert run["latest"]["loss"] == 10 - 0.8
     checks = run["validation"][""]
@@ -115,7 +117,7 @@ def test_the_cost_does_not_grow_with_the_file(long, monkeypatch):
     for action in (lambda f: report.collect([f], points=100), lambda f: report.window(f, 15_000, 15_010, 50)):
         few, many = cost(action, "short"), cost(action, "long")
         assert many < 2**21 < size / 4
-        assert many < 1.3 * few
+        assert many < 1.2 * few + 2**15  # and two steps more of a search
 
 
 def test_a_window_shows_every_record(long):
