@@ -47,6 +47,11 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
     assert second["seconds"]["validation"] == second["seconds"]["restart"] == 0
     spent = sum(first["seconds"].values())
     assert spent == pytest.approx(first["last_seen"] - first["time"], rel=1e-4), "every second, once"
+    events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events] == [
+        *[("started", 0), ("saved", 2), ("saved", 4), ("finished", 4)],
+        *[("resumed", 4), ("saved", 6), ("finished", 6)],
+    ]
     assert run["goodput"]["seconds"]["steps"] == first["seconds"]["steps"] + second["seconds"]["steps"]
 
 
@@ -66,6 +71,8 @@ def fail_on_rank_1(argv):
 def test_the_account_names_the_failure(ranks, tmp_path):
     ranks(2, fail_on_rank_1, arguments(tmp_path))
     assert record(tmp_path)["starts"][0]["end"] == "failed: bad row in shard 7"
+    last = json.loads((tmp_path / "out/events.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["message"]) == ("failed", "bad row in shard 7")
 
 
 @pytest.mark.slow

@@ -89,6 +89,11 @@ def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(ranks, tmp_
     (event,) = events(tmp_path / "out")
     assert (event["step"], event["back_to"], event["rows"]) == (11, 8, [8 * 8, 11 * 8])
     assert event["reason"].startswith("loss ")
+    happened = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    kinds = [(event["kind"], event["step"]) for event in happened]
+    saved = [("saved", step) for step in (4, 8, 12, 14)]
+    assert kinds == [("started", 0), *saved[:2], ("rewound", 11), *saved[2:], ("finished", 14)]
+    assert happened[3]["message"].endswith("training continues with the data after this step")
     manifest = json.loads((tmp_path / "out/checkpoint/step-14/manifest.json").read_text())
     guard = manifest["train_state"]["guard"]
     assert guard["skipped"] == [[64, 88]]

@@ -40,7 +40,7 @@ from torchtitan.config import schema
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
 from torchtitan.utils.errors import CheckpointError
-from torchtitan.utils.logging import logger
+from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
 
@@ -104,7 +104,7 @@ class Checkpointer:
         self._step_in_flight = step
         if self._stager is None:
             self._guard(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
-            logger.info(f"Saved {writer.final}")
+            self._saved()
             return
         writer.per_thread_copy_ahead = 0  # staged tensors are on the host; DCP would create a stream on the first GPU
         response = dcp.async_save(state, storage_writer=writer, process_group=self._group, async_stager=self._stager)
@@ -140,7 +140,11 @@ class Checkpointer:
             upload, self._upload = self._upload, None
             with phase("saves", SAVING):
                 self._guard(upload.result)
-            logger.info(f"Saved {step_folder(self.folder, self._step_in_flight)}")
+            self._saved()
+
+    def _saved(self) -> None:
+        step = self._step_in_flight
+        logger.info(f"Saved {step_folder(self.folder, step)}", extra=event("saved", step))
 
     def close(self) -> None:
         """Finish the save in flight and release the staging buffers."""

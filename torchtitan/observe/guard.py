@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint import Checkpointer, Resumed
 from torchtitan.config import schema
 from torchtitan.utils.errors import GuardError, NonFiniteError
-from torchtitan.utils.logging import logger
+from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import phase
 
 _SIGMA = 1.4826
@@ -171,7 +171,7 @@ class Guard:
             )
         self._spike = None  # training.on_nonfinite has decided
         self.spikes.skip_step()
-        logger.warning(f"step {step}: {what}; update skipped")
+        logger.warning(f"step {step}: {what}; update skipped", extra=event("skipped", step))
         return False
 
     def handle_spike(self) -> Resumed | None:
@@ -199,20 +199,21 @@ class Guard:
                 f"step {spike.step}: {spike.reason}. There is no checkpoint yet to rewind to, and the weights have "
                 "already changed (optimizer.early_step_in_backward). Lower checkpoint.interval or optimizer.lr."
             )
-        event: dict[str, Any] = {"step": spike.step, "policy": spike.action, "reason": spike.reason}
+        about: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
         if spike.action == "warn":
             done = "the update was made anyway (guard.policy)"
         elif resumed is None:
             done = "update skipped" + ("; there is no checkpoint yet" if spike.action == "rewind" else "")
-            event["rows"] = self.spikes.skip_step()
+            about["rows"] = self.spikes.skip_step()
         else:
             done = f"rewound to step {resumed.step}; training continues with the data after this step"
             rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
-            event |= {"back_to": resumed.step, "rows": rows}
-        logger.warning(f"step {spike.step}: {spike.reason}; {done}")
+            about |= {"back_to": resumed.step, "rows": rows}
+        kind = "spike" if resumed is None else "rewound"
+        logger.warning(f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **about))
         if dist.get_rank() == 0:
             with self.journal.open("a") as file:
-                file.write(json.dumps(event | {"time": time.time()}) + "\n")
+                file.write(json.dumps({"step": spike.step, **about, "time": time.time()}) + "\n")
         return resumed
 
     def load(self, train_state: dict[str, Any]) -> None:

@@ -152,8 +152,12 @@ class Ledger:
         """Add an entry about this start, written with the next heartbeat or at the end."""
         self.starts[-1][key] = value
 
-    def end(self, step: int, last_step: int, error: BaseException | None = None) -> None:
-        """Record how this start ended; after a failure, with the message of the rank that caused it."""
+    def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
+        """Record how this start ended; after a failure, with the message of the rank that caused it.
+
+        Returns:
+            what rank 0 recorded; None on the others.
+        """
         if error is None:
             reason = "completed" if step >= last_step else "preempted"
         elif isinstance(error, KeyboardInterrupt):
@@ -173,6 +177,7 @@ class Ledger:
             starts[-1]["end"] = reason
             self._write(starts)
         self._stopwatch.close()
+        return self.starts[-1]["end"] if self.writes else None
 
     def goodput(self) -> str:
         """The whole run's time in one line."""

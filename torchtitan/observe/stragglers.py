@@ -9,7 +9,7 @@ import torch
 from torchtitan.config import schema
 from torchtitan.parallel.collectives import gather
 from torchtitan.utils.device import seconds_of_matmuls
-from torchtitan.utils.logging import logger
+from torchtitan.utils.logging import event, logger
 
 
 class Stragglers:
@@ -30,7 +30,8 @@ class Stragglers:
         waits = record["data_loading_pct"] / 100 * record["step_time_s"]
         compute, data = zip(*gather([seconds_of_matmuls(), waits], device), strict=True)
         for rank, what in self.observe(compute, data, record["step_time_s"]).items():
-            logger.warning(f"step {record['step']}: rank {rank} is slow: it {what}")
+            step = record["step"]
+            logger.warning(f"step {step}: rank {rank} is slow: it {what}", extra=event("straggler", step, rank=rank))
 
     def observe(self, compute: Sequence[float], data: Sequence[float], step_time: float) -> dict[int, str]:
         """The ranks to name, each with what it is slow at.

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
-from torchtitan.train.preflight import preflight
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
-from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.releases import installed_torch, too_new
 from torchtitan.utils.signals import StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
@@ -43,6 +43,15 @@ def main(argv: list[str]) -> int:
     job = resolved.config.job
     logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")
 
+    try:
+        return _run(resolved, setup, stop, rank)
+    except BaseException as error:
+        log_failure(error)
+        raise
+
+
+def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
+    """Train; the exit status."""
     from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
 
     trainer = Trainer(resolved.config, setup, stop)

@@ -14,6 +14,7 @@ from torchtitan.config.derive import layout_degrees
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.evals.tasks import Tasks, scores
+from torchtitan.observe.events import Events
 from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
 from torchtitan.observe.ledger import Ledger
@@ -28,7 +29,7 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.folders import hold_folders
+from torchtitan.train.folders import hold_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.restore import restore
@@ -39,7 +40,7 @@ from torchtitan.utils.device import current_device, device_name, device_syncs, i
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.hardware import peak_flops
-from torchtitan.utils.logging import logger
+from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
 
@@ -67,6 +68,7 @@ class Trainer:
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
+        open_log(config)
         self.tasks = self._load_tasks() if config.eval.enable else None
         note("building the model")
         self.parts = build(config, setup, self.device)
@@ -98,6 +100,7 @@ class Trainer:
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
             self._average,
             self._limit_collectives,
+            self._announce_stage,
             self._confirm_folder,
             self._report,
             lambda _: self.profiler.step(self.progress.step),
@@ -152,7 +155,17 @@ class Trainer:
             writes=dist.get_rank() == 0,
             began=began,
         )
+        self.events = Events(
+            Path(config.job.dump_folder), writes=dist.get_rank() == 0, continues=len(self.ledger.starts) > 1
+        )
+        self._announce_start()
         self._record_skipped()
+
+    def _announce_start(self) -> None:
+        step, layout = self.progress.step, layout_degrees(self.config.parallelism)
+        axes = ", ".join(f"{axis} {degree}" for axis, degree in layout.items() if degree > 1) or "one rank"
+        kind, begins = ("resumed", f"Training resumes after step {step}") if step else ("started", "Training starts")
+        logger.info(f"{begins}, to step {self.config.training.steps}, on {axes}", extra=event(kind, step))
 
     def _record_skipped(self) -> None:
         """Count the bad documents that were left out: of files at the start, of streams at the end."""
@@ -246,6 +259,13 @@ class Trainer:
         set_timeout(limit)
         if self.watch is not None:
             self.watch.limit = limit
+
+    def _announce_stage(self, _: StepResult) -> None:
+        following = self.progress.step + 1
+        for number, stage in enumerate(self.config.training.stages, 1):
+            if stage.from_step == following <= self.config.training.steps:
+                changes = stage.model_dump(exclude_defaults=True, exclude={"from_step"})
+                logger.info(f"Stage {number} of the data begins: {changes}", extra=event("stage", following, **changes))
 
     def _confirm_folder(self, _: StepResult) -> None:
         if self.metrics.due(self.progress.step) and not self.folders.confirm():
@@ -367,7 +387,8 @@ class Trainer:
 
     def close(self, error: BaseException | None = None) -> None:
         """Release what the run holds. After an error, other ranks may be gone: dump collectives, don't wait."""
-        self.ledger.end(self.progress.step, self.config.training.steps, error)
+        reason = self.ledger.end(self.progress.step, self.config.training.steps, error)
+        self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
         self.metrics.close()

@@ -1,0 +1,66 @@
+"""What happened to a run, in `<dump_folder>/events.jsonl`: starts, saves, spikes, rewinds, failures.
+
+An event is a line of the log that is marked with `torchtitan.utils.logging.event`. The file is only ever appended to:
+unlike `metrics.jsonl` it keeps what a rewind or a resume undoes.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan.utils.logging import EVENT, event, logger
+
+FILE = "events.jsonl"
+Listener = Callable[[Mapping[str, Any]], None]
+"""Is called with each event, in the thread that logged it: it must not block, nor raise."""
+
+
+_KIND = {"completed": "finished", "preempted": "preempted", "interrupted": "preempted"}
+
+
+class Events(logging.Handler):
+    """Writes the marked lines of this rank's log, and passes them on."""
+
+    def __init__(self, folder: Path, *, writes: bool, continues: bool, listeners: Sequence[Listener] = ()):
+        """
+        Args:
+            writes: this is rank 0. The log of other ranks isn't recorded.
+            continues: the run has earlier starts. If not, the file of another run is set aside.
+        """
+        super().__init__()
+        self.path, self.listeners = folder / FILE, listeners
+        if not writes:
+            return
+        if not continues and self.path.exists():
+            self.path.rename(self.path.with_name(f"events-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        about = getattr(record, EVENT, None)
+        if about is None:
+            return
+        found = {"time": record.created, **about, "message": record.getMessage()}
+        with suppress(OSError):  # the log has it too; not worth stopping the run for
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:  # opened each time: the file may have been deleted
+                file.write(json.dumps(found) + "\n")
+        for listener in self.listeners:
+            listener(found)
+
+    def end(self, step: int, reason: str | None) -> None:
+        """Record how this start ended.
+
+        Args:
+            reason: as in `run.json`; None on other ranks.
+        """
+        if reason is not None:
+            kind = _KIND.get(reason, "failed")
+            ended = f"{reason.capitalize()} after step {step}"
+            message = reason.removeprefix("failed: ") if kind == "failed" else ended
+            self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))  # the log says it elsewhere
+        logger.removeHandler(self)
+        self.close()
