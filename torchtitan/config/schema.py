@@ -19,6 +19,7 @@ from torchtitan.config.section import Section
 from torchtitan.config.types import (
     Dtype,
     Factor,
+    Few,
     FilePrefix,
     InDumpFolder,
     LocalPath,
@@ -85,6 +86,19 @@ class Metrics(Section):
     `WANDB_TEAM`."""
     sinks: Annotated[list[Name], Field(max_length=100)] = []
     """Also send all records to these sinks, which `experimental.custom_import` registers."""
+
+
+class Logging(Section):
+    """Log files: each rank writes its own. On stdout, only the ranks in `LOG_RANK` log (default: 0)."""
+
+    folder: InDumpFolder = "logs"
+    """Write `rank_<rank>.log` here, relative to `job.dump_folder`. A resumed run appends."""
+    format: Literal["text", "json"] = "text"
+    """Write lines as on stdout, or JSON objects, one per line, to `rank_<rank>.jsonl`."""
+    max_megabytes: Annotated[int, Field(ge=1, le=10**6)] = 100
+    """When a file would grow larger, rename it to `rank_<rank>.log.1` and begin a new one."""
+    keep: Few = 3
+    """Keep so many renamed files of each rank."""
 
 
 class Model(Section):
@@ -336,6 +350,7 @@ class Config(Section):
     job: Job = Job()
     profiling: Profiling = Profiling()
     metrics: Metrics = Metrics()
+    logging: Logging = Logging()
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()

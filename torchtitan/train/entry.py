@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
-from torchtitan.train.preflight import preflight
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
-from torchtitan.utils.logging import init_logging, logger
+from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.releases import installed_torch, too_new
 from torchtitan.utils.signals import StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import plural, show_loss, show_tokens
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
 """The command the user typed, set by launchers that run another one."""
@@ -43,6 +43,15 @@ def main(argv: list[str]) -> int:
     job = resolved.config.job
     logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")
 
+    try:
+        return _run(resolved, setup, stop, rank)
+    except BaseException as error:
+        log_failure(error)
+        raise
+
+
+def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
+    """Train; the exit status."""
     from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
 
     trainer = Trainer(resolved.config, setup, stop)
@@ -82,10 +91,10 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
     """Log what the run produced and what to do next."""
     config = resolved.config
     dump = config.job.dump_folder
-    if first is None:
+    if first is None or last is None:
         logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
         return
-    logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
+    logger.info(f"Done: step {step}, {show_tokens(tokens)} tokens, loss {show_loss(first)} -> {show_loss(last)}")
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saved = config.checkpoint.enable and not config.checkpoint.load_only
     if saved:

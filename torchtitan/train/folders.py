@@ -9,6 +9,7 @@ from torchtitan.checkpoint.agree import from_rank_0
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.lock import FolderLock
+from torchtitan.utils.logging import log_to_file
 from torchtitan.utils.storage import is_remote, storage_path
 
 
@@ -54,6 +55,18 @@ def hold_folders(config: Config) -> HeldFolders:
         held.release()
         raise ConfigError([problem])
     return held
+
+
+def open_log(config: Config) -> None:
+    """Log to this rank's file from now on. Only for a run that holds its folders: another one's log is left alone."""
+    log = config.logging
+    log_to_file(
+        Path(config.job.dump_folder, log.folder),
+        dist.get_rank(),
+        as_json=log.format == "json",
+        max_megabytes=log.max_megabytes,
+        keep=log.keep,
+    )
 
 
 def _take(folders: dict[str, Path], locks: list[FolderLock]) -> str | None:

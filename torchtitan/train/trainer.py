@@ -29,7 +29,7 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.folders import hold_folders
+from torchtitan.train.folders import hold_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.record import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.restore import restore
@@ -43,6 +43,7 @@ from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.text import show_duration
 
 
 class Trainer:
@@ -68,6 +69,7 @@ class Trainer:
         self.stop.defer()  # a rank that left alone from here on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
+        open_log(config)
         self.tasks = self._load_tasks() if config.eval.enable else None
         note("building the model")
         self.parts = build(config, setup, self.device)
@@ -253,7 +255,7 @@ class Trainer:
             return
         self._warm = True
         if self.config.compile.enable:
-            logger.info(f"The first step took {time.monotonic() - self._began:.1f} s, most of it compilation")
+            logger.info(f"The first step took {show_duration(time.monotonic() - self._began)}, most of it compilation")
         limit = self.config.comm.train_timeout_seconds
         set_timeout(limit)
         if self.watch is not None:

@@ -1,12 +1,25 @@
-"""The package's logger. Only ranks listed in `LOG_RANK` (default: 0) log; errors are logged on every rank."""
+"""The package's logger: stdout, and a file for each rank.
 
+On stdout the ranks listed in `LOG_RANK` (default: 0) log, the others only errors. Every rank logs to its file.
+"""
+
+import json
 import logging
 import os
+import socket
 import sys
+from collections import deque
+from contextlib import suppress
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.text import DATE
+
 logger = logging.getLogger("torchtitan")
-logger.setLevel(logging.INFO)  # on all ranks: events are recorded even where standard output shows nothing
+logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show
+_MOST_PENDING = 10_000
 EVENT = "event"
 """Attribute of a log record that is an event of the run."""
 
@@ -27,13 +40,43 @@ def _logs(rank: int) -> bool:
 
 
 def init_logging(rank: int) -> None:
-    """Log to stdout, with the rank as a prefix if several ranks log."""
+    """Log to stdout, with the rank as a prefix if several ranks log. `log_to_file` gets these lines, too."""
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
-    handler = _Stdout()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
-    handler.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
-    logger.handlers[:] = [handler]
+    stdout = _Stdout()
+    stdout.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
+    stdout.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt=DATE))
+    stdout.addFilter(lambda record: not hasattr(record, "only_in_file"))
+    for earlier in logger.handlers:
+        earlier.close()
+    logger.handlers[:] = [stdout, _Pending()]
     logger.propagate = False
+
+
+def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, keep: int) -> None:
+    """Also log to this rank's file in `folder`, beginning with what was logged before.
+
+    Does nothing in a program that has not called `init_logging`, which decides about its own logs.
+
+    Args:
+        max_megabytes: a file that would grow larger is renamed, and a new one begun.
+        keep: number of renamed files that are kept.
+    """
+    pending = next((handler for handler in logger.handlers if isinstance(handler, _Pending)), None)
+    if pending is None:
+        return
+    path = folder / f"rank_{rank}.{'jsonl' if as_json else 'log'}"
+    file = _File(path, max_megabytes * 1_000_000, keep)
+    file.setFormatter(_Json(rank) if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s", DATE))
+    for record in list(pending.records):  # a failure to write adds one
+        file.handle(record)
+    logger.handlers[logger.handlers.index(pending)] = file
+
+
+def log_failure(error: BaseException) -> None:
+    """Log why this rank fails to its file only: on the terminal, the error is reported once for all ranks."""
+    expected = isinstance(error, UserError | KeyboardInterrupt)
+    text = str(error) or type(error).__name__
+    logger.error(text, exc_info=None if expected else error, extra={"only_in_file": True})
 
 
 class _Stdout(logging.StreamHandler):
@@ -45,3 +88,70 @@ class _Stdout(logging.StreamHandler):
 
     @stream.setter
     def stream(self, _: Any) -> None: ...
+
+
+class _Pending(logging.Handler):
+    """Keeps lines until the file is known that they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_PENDING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+class _File(RotatingFileHandler):
+    """Appends to a file that is rotated by size. Losing a line is better than losing the run."""
+
+    def __init__(self, path: Path, max_bytes: int, keep: int):
+        super().__init__(
+            path, maxBytes=max_bytes, backupCount=keep, encoding="utf-8", errors="backslashreplace", delay=True
+        )
+        self._failing = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None and not os.path.exists(self.baseFilename):  # deleted: lines would go with it
+            self._drop_stream()
+        super().emit(record)
+        self._failing &= self.stream is None
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn once on stdout; later lines try again."""
+        self._drop_stream()
+        if not self._failing:
+            self._failing = True
+            logger.warning(f"can't write {self.baseFilename}: {sys.exception()}. Lines are lost there until it works")
+
+    def _open(self) -> Any:
+        path = Path(self.baseFilename)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = False
+        with suppress(OSError), path.open("rb") as before:
+            before.seek(-1, os.SEEK_END)
+            torn = before.read() != b"\n"
+        file = super()._open()
+        if torn:  # an earlier process was killed within a line
+            file.write("\n")
+        return file
+
+    def _drop_stream(self) -> None:
+        stream, self.stream = self.stream, None
+        with suppress(OSError, ValueError):
+            if stream is not None:
+                stream.close()
+
+
+class _Json(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self._about = {"rank": rank, "host": socket.gethostname()}
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"time": round(record.created, 3), "level": record.levelname.lower(), **self._about}
+        fields["message"] = record.getMessage()
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields | getattr(record, EVENT, {}), default=str)

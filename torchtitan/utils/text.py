@@ -1,11 +1,15 @@
-"""Words, tables and argument types of the command line."""
+"""Words, figures and tables for people, the same in logs, reports and pages; argument types of the command line."""
 
 import argparse
 import io
+import math
 import re
 import reprlib
+import time
 from collections.abc import Iterable, Sequence
 
+DATE = "%Y-%m-%d %H:%M:%S"
+"""Of `time.strftime`: dates in logs and reports."""
 _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
@@ -37,6 +41,72 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+# ---- figures
+
+
+def show_tokens(count: float) -> str:
+    """`512`, `65.5K`, `1.20B`, `15.0T`: three significant digits."""
+    if abs(count) < 999.5:
+        return f"{count:.0f}"
+    for unit in "KMBT":
+        count /= 1000
+        if abs(count) < 999.5 or unit == "T":
+            break
+    return f"{count:,.{2 if abs(count) < 9.995 else 1 if abs(count) < 99.95 else 0}f}{unit}"
+
+
+def show_loss(loss: float) -> str:
+    """`2.3457`."""
+    return f"{loss:.4f}"
+
+
+def show_percent(percent: float) -> str:
+    """`41.2%`, of 41.23; also MFU and goodput."""
+    return f"{percent:.1f}%"
+
+
+def show_gib(gib: float) -> str:
+    """`71.2 GiB`; two decimals below 1."""
+    return f"{gib:,.{1 if abs(gib) >= 0.995 else 2}f} GiB"
+
+
+def show_rate(per_second: float) -> str:
+    """`7,822`, such as of tokens per second; one decimal below 100."""
+    return f"{per_second:,.{0 if abs(per_second) >= 99.95 else 1}f}"
+
+
+def show_duration(seconds: float) -> str:
+    """`0.25 s`, `5.2 s`, `42 s`, `2 min 05 s`, `1 h 02 min`, `3 d 07 h`; `unknown` unless finite."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return f"-{show_duration(-seconds)}"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s" if seconds >= 0.995 else f"{seconds:.2g} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    if seconds < 24 * 3600 - 30:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest:02d} min"
+    days, rest = divmod(round(seconds / 3600), 24)
+    return f"{days:,} d {rest:02d} h"
+
+
+def show_date(at: float) -> str:
+    """`2026-11-23 04:05:06`, in local time.
+
+    Args:
+        at: seconds since the epoch.
+    """
+    return time.strftime(DATE, time.localtime(at))
+
+
+# ---- tables
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A borderless table, the same on a terminal and in a file: cells are never cut, numbers are right-aligned.
 
@@ -56,6 +126,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     out = io.StringIO()
     Console(file=out, width=10_000, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+# ---- argument types
 
 
 def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
