@@ -18,7 +18,7 @@ from torchtitan import report
 def write_run(folder: Path, records: int, *, freq: int = 500) -> None:
     """A run of so many records, like one that trains."""
     folder.mkdir(parents=True)
-    began, noise = 1_800_000_000.0, random.Random(0)
+    began, noise = 1_700_000_000.0, random.Random(0)
     start = {"time": began, "last_seen": began + records, "resumed_step": 0, "step": records, "end": "completed"}
     about = {"ranks": 8, "layout": {"dp_shard": 8}, "devices": {"NVIDIA H100 80GB HBM3": 8}}
     (folder / "run.json").write_text(json.dumps({"format": 1, "goodput": {}, "starts": [start | about]}))

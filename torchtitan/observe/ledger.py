@@ -20,7 +20,7 @@ from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import Kind, Stopwatch
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import plural, show_duration, show_percent
 
 KINDS = {
     "steps": "steps",
@@ -191,8 +191,10 @@ class Ledger:
     def goodput(self) -> str:
         """The whole run's time in one line."""
         good, seconds = _account(self.starts)
-        parts = (f"{KINDS[kind]} {_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values()))
-        return f"Goodput {good:.1f} %: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
+        parts = (
+            f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values())
+        )
+        return f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
 
     def shares(self) -> tuple[float, dict[str, float]]:
         """Goodput in percent, and the seconds of each kind, over all starts until the last heartbeat."""
@@ -229,7 +231,3 @@ def _account(starts: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, floa
     """Goodput in percent, and the seconds of each kind over all starts."""
     seconds = {kind: sum(start["seconds"][kind] for start in starts) for kind in KINDS}
     return 100 * seconds["steps"] / (sum(seconds.values()) or 1.0), seconds
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.1f} s"

@@ -98,10 +98,10 @@ def _state(folder: Folder, now: float) -> tuple[str, str]:
 def _alive(folder: Path, now: float) -> bool | None:
     """Whether a process holds the folder; None if no lock says so."""
     try:
-        holder, content = read_holder(folder)
-        if not content:
+        holder, _ = read_holder(folder)
+        if holder is None:
             return None
-        alive = holder.is_alive(current_holder()) if holder else None
+        alive = holder.is_alive(current_holder())
         return now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS if alive is None else alive
     except OSError:
         return None

@@ -26,7 +26,7 @@ MOST = 64 * 2**20
 """Bytes read of one file, at most."""
 _ENTRIES = 1024
 """Entries of a record, at most."""
-_BLOCK = 8192
+_BLOCK = 4096
 _WRONG = 64
 """Lines that are no records, in succession, after which a search gives up."""
 _LARGEST_STEP = 2**53
@@ -114,7 +114,7 @@ class JsonLines:
 
     def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[Place]:
         """The last `most` records that are `wanted`, or fewer if they are further apart than `LONGEST`."""
-        reach = most * _BLOCK // 4
+        reach = max(_BLOCK, most * 1024)
         while True:
             first = max(self.size - reach, 0)
             found = [place for place in self.places(first) if wanted(place.record)]
@@ -135,7 +135,7 @@ class JsonLines:
             thinned = found[::every] + (found[-1:] if (len(found) - 1) % every else [])
             return Sample(thinned, [place for place in places if not wanted(place.record)], every, True)
         found, others = self._spaced(points - 1, wanted, first, after)
-        end = [p for p in self.places(max(first, after - 4 * _BLOCK), after) if wanted(p.record)][-1:]
+        end = [p for p in self.places(max(first, after - 16 * _BLOCK), after) if wanted(p.record)][-1:]
         found += [p for p in end if not found or p.begin > found[-1].begin]
         length = sum(p.end - p.begin for p in found) / (len(found) or 1)
         return Sample(found, others, max(1, round((after - first) / (length or 1) / points)), False)
@@ -157,33 +157,47 @@ class JsonLines:
                     found.append(seen)
                     break
                 others.append(seen)
-            reach = LONGEST if seen else 8 * _BLOCK  # inside of an endless line: don't read it again for each point
+            reach = LONGEST if seen else 16 * _BLOCK  # inside of an endless line: don't read it again for each point
         return found, others
 
     # ---- by step
 
-    def find(self, step: int, first: int = 0, after: int | None = None) -> int:
-        """Where the first record of `step` or a later one begins, in `[first, after)`; `after` if there is none."""
-        low, high = first, self.size if after is None else after
+    def find(self, step: int, below: Place | None = None, above: Place | None = None) -> int:
+        """Where the first record of `step` or a later one begins; the end of the searched part if there is none.
+
+        Steps mostly grow evenly, so a search by interpolation takes one or two reads; every second read halves the
+        part, whatever the steps are.
+
+        Args:
+            below, above: records of earlier and of later steps, which bound the search.
+        """
+        low, low_step = (below.end, below.step) if below else (0, 0)
+        high, high_step = (above.begin, above.step) if above else (self.size, None)
+        end, halve = high, False
         while high - low > _BLOCK:
             middle = (low + high) // 2
-            place = next(self.places(middle, high), None)
-            if place is None or place.step >= step:
-                high = middle
+            if high_step is not None and high_step > low_step and not halve:
+                share = (step - low_step) / (high_step - low_step)
+                middle = min(max(low, low + int(share * (high - low)) - _BLOCK // 4), high - 1)
+            halve = not halve
+            seen = list(self.places(middle, min(middle + _BLOCK // 2, high)))
+            seen = seen or list(islice(self.places(middle, high), 1))
+            at = next((i for i, place in enumerate(seen) if place.step >= step), None)
+            if at or (at == 0 and middle == low):
+                return seen[at].begin
+            if seen and at is None:
+                low, low_step = seen[-1].end, seen[-1].step
             else:
-                low = place.end
-        end = self.size if after is None else after
+                high, high_step = middle, seen[0].step if seen else None
         return next((place.begin for place in self.places(low, end) if place.step >= step), end)
 
-    def of_step(
-        self, step: int, wanted: Callable[[Record], bool], first: int = 0, after: int | None = None
-    ) -> list[Place]:
-        """The wanted records of a step."""
+    def of_step(self, step: int, below: Place | None = None, above: Place | None = None) -> list[Place]:
+        """The records of a step, searched as by `find`."""
         found = []
-        for place in self.places(self.find(step, first, after)):
+        for place in self.places(self.find(step, below, above)):
             if place.step != step:
                 break
-            found += [place] if wanted(place.record) else []
+            found.append(place)
         return found
 
     # ---- bytes

@@ -1,6 +1,6 @@
 """Curves of a run, from its `metrics.jsonl`: metrics over steps, tokens, hours and FLOPs."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -151,7 +151,7 @@ def read_window(path: Path, first_step: int, last_step: int, points: int, *, beg
     """The training records from `first_step` to `last_step`, thinned to about `points`."""
     with suppress(OSError), JsonLines(path / METRICS) as lines:
         begin = lines.find(first_step)
-        sample = lines.sample(points, is_training, begin, lines.find(last_step + 1, begin))
+        sample = lines.sample(points, is_training, begin, max(begin, lines.find(last_step + 1)))
         return Curves(sample.found, [], sample.every, began)
     return Curves(began=began)
 
@@ -177,15 +177,10 @@ def _checks(lines: JsonLines, sample: Sequence[Place], config: Mapping[str, Any]
     known = [place.step for place in sample]
     found: list[Place] = []
     for step in sorted(steps):
-        at = bisect_left(known, step)
-        first = sample[at - 1].begin if at else 0
-        found += lines.of_step(step, lambda record: not is_training(record), first, _after(lines, sample, at))
+        at, beyond = bisect_left(known, step), bisect_right(known, step)
+        below, above = sample[at - 1] if at else None, sample[beyond] if beyond < len(sample) else None
+        found += (place for place in lines.of_step(step, below, above) if not is_training(place.record))
     return found
-
-
-def _after(lines: JsonLines, sample: Sequence[Place], at: int) -> int:
-    """Where a record that precedes `sample[at]`, or follows it in the same step, must begin before."""
-    return sample[at + 1].end if at + 1 < len(sample) else lines.size
 
 
 def _in_order(places: Iterable[Place]) -> list[Place]:
