@@ -387,6 +387,7 @@ class Trainer:
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
         self.metrics.close(reason)
+        self.ledger.save_trackers()
         if self.notifier is not None:
             self.notifier.close()
         self.profiler.close()
