@@ -14,16 +14,19 @@ import urllib.request
 import pytest
 import torch.distributed as dist
 
+from torchtitan.config import resolve
 from torchtitan.config.metrics import Metrics as Config
 from torchtitan.config.metrics import Prometheus
 from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.schema import Job
 from torchtitan.observe.ledger import Ledger
-from torchtitan.observe.sinks import background
+from torchtitan.observe.sinks import background, chosen
 from torchtitan.observe.sinks.build import Trackers
 from torchtitan.observe.sinks.chosen import missing_packages
 from torchtitan.observe.sinks.names import scalars
 from torchtitan.observe.sinks.tensorboard import TensorBoardSink
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
 
 RECORD = {
     "step": 2, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "tokens_per_second": 1400.0, "mfu": None,
@@ -54,7 +57,7 @@ class Start:
     def log(self, *steps):
         for step in steps:
             self.trackers.call(
-                "log", {"step": step, "loss": 3.0 / step, "tokens_per_second": 9.0, "time": 100.0 + step}
+                "log", {"step": step, "loss": 3.0 / step, "tokens_per_second": 9.0, "time": 100.0 + step + self.step}
             )
         return self
 
@@ -175,6 +178,14 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch):
         "'titan-pretrain[prometheus]', or remove it",
         "metrics.enable_wandb needs the package wandb: pip install 'titan-pretrain[wandb]', or set it to false",
     ]
+
+
+def test_a_missing_package_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(chosen, "PACKAGES", {"mlflow": "no_such_package"})
+    config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=mlflow"], 1).config
+    with pytest.raises(ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain.mlflow.'"):
+        preflight(config)
+    assert not (tmp_path / "out").exists()
 
 
 # ---- Weights & Biases
