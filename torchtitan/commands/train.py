@@ -33,6 +33,7 @@ from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
+from torchtitan.utils.last_word import REPORTER_ENV
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
@@ -284,7 +285,8 @@ def main(argv: list[str]) -> int:
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
     several = options.nnodes[1] * options.nproc_per_node > 1
-    if not several and not options.max_restarts and "RANK" not in os.environ:
+    alone = not several and not options.max_restarts and not torchrun_argv
+    if alone and "RANK" not in os.environ:
         try:
             return train(config_argv)
         except OutOfMemoryError as error:
@@ -299,6 +301,7 @@ def _set_environment(options: argparse.Namespace) -> None:
     # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node)))
+    os.environ[REPORTER_ENV] = str(os.getpid())
     fewest, most = options.nnodes
     if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
         os.environ[LAUNCHER_ENV] = str(os.getpid())
