@@ -90,7 +90,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
                 f"of {MIN_SECRET} characters or more, such as `openssl rand -hex 16` prints once"
             )
     if options.nproc_per_node is None:
-        options.nproc_per_node = _count_gpus() or 1
+        options.nproc_per_node = count_gpus() or 1
     if options.max_restarts is None:
         options.max_restarts = ELASTIC_RESTARTS if options.nnodes[0] < options.nnodes[1] else 0
     return options, torchrun_argv, config_argv
@@ -143,7 +143,7 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
     """NVIDIA GPUs that CUDA shows to this process, found without importing torch."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         # CUDA stops at the first invalid entry.
