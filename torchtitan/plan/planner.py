@@ -115,7 +115,7 @@ def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
         f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to fit in the "
-        f"{hardware.usable_gib:.0f} GiB of {hardware.name}: the leanest takes {found.smallest_gib:.0f}"
+        f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes {show_gib(found.smallest_gib)}"
     )
 
 
