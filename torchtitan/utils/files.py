@@ -3,31 +3,41 @@
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from torchtitan.utils.storage import is_remote
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `path` atomically: to a temporary file, synced to disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_all({path: data})
+
+
+def write_all(files: Mapping[Path, bytes]) -> None:
+    """Write several files: none is changed until all are synced to disk, each under a temporary name."""
+    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for path, data in files.items():
+            with temporary[path].open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, written in temporary.items():
+            written.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for written in temporary.values():
+            written.unlink(missing_ok=True)
         raise
 
 
-def open_regular(path: Path, *, links: bool = False) -> IO[bytes]:
+def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> IO[bytes]:
     """Open a regular file to read its bytes. A pipe would block, and a device never end.
 
     Args:
         links: follow symbolic links. A checkpoint has none; a configuration or a download may.
+        buffered: read ahead; remote storage always does.
 
     Raises:
         OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without `links`.
@@ -43,7 +53,7 @@ def open_regular(path: Path, *, links: bool = False) -> IO[bytes]:
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(handle, "rb")
+    return cast(IO[bytes], open(handle, "rb", buffering=-1 if buffered else 0))
 
 
 def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
