@@ -24,6 +24,8 @@ COMMANDS = {
     "eval": "Score a checkpoint on benchmarks (lm-eval).",
     "tokenize": "Tokenize text once, ahead of training.",
     "submit": "Write a Slurm job for a configuration.",
+    "runs": "List the runs below a folder.",
+    "report": "Show runs, and how they differ.",
     "doctor": "Explain why a run hangs or has failed.",
     "completion": "Print a completion script for bash or zsh.",
 }
