@@ -75,6 +75,7 @@ def test_one_graph_for_every_second_block(ranks, tmp_path):
     assert (problems, graphs, breaks) == ([], 2, {})
 
 
+@pytest.mark.slow
 def test_a_warm_cache_gives_each_rank_its_own_graph(ranks, tmp_path):
     """The loss of a vocabulary-sharded model has the rank's offset in it, so it is what differs between ranks."""
     argv = arguments(tmp_path, *INDUCTOR, *degrees(tp=2), "--compile.components=loss")
@@ -83,7 +84,8 @@ def test_a_warm_cache_gives_each_rank_its_own_graph(ranks, tmp_path):
             assert problems == []
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
 def test_every_collective_at_a_matrix_product_is_fused(ranks, tmp_path, rows):
     """Two gathers and two scatters in a block's forward; in its backward, the gathers of wo's and w2's gradients."""
     argv = arguments(

@@ -127,7 +127,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["own", "torchrun"])
 def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path, launcher):
     with Run(tmp_path) as run:
         process = run.start(*LAUNCHERS[launcher])

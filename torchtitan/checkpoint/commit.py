@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import re
-import zlib
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +26,8 @@ import torch
 
 import torchtitan
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from torchtitan.checkpoint.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
-from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import delete_tree, is_remote, patiently
 
 _MARK = ".incomplete"
@@ -65,15 +65,6 @@ def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in paths:
         if match := _STEP.fullmatch(path.name):
             yield int(match[1]), path
-
-
-def crc32(path: Path) -> int:
-    """CRC-32 of a regular file's contents."""
-    value = 0
-    with open_regular(path) as file:
-        while chunk := file.read(1 << 22):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def fsync(path: Path) -> None:
@@ -191,15 +182,22 @@ def versions() -> dict[str, str]:
     return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def damage(path: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Problems with a checkpoint's files. Part `part` of `parts` checks every `parts`-th file."""
+def damage(path: Path, manifest: Manifest, part: int = 0, parts: int = 1, *, contents: bool = True) -> Iterator[str]:
+    """Problems with a checkpoint's files.
+
+    Args:
+        part: check only every `parts`-th file, beginning with this one.
+        contents: also read the files and compare their checksums.
+    """
     for name, expected in list(manifest.files.items())[part::parts]:
         file = path / name
         try:
-            size = patiently(path, lambda file=file: file.stat().st_size)  # type: ignore[misc]
-            if size != expected.bytes:
-                yield f"{name} has {size} bytes instead of {expected.bytes}"
-            elif patiently(path, lambda file=file: crc32(file)) != expected.crc32:  # type: ignore[misc]
+            about = patiently(path, file.stat if is_remote(path) else file.lstat)
+            if not is_remote(path) and not stat.S_ISREG(about.st_mode):
+                yield f"{name} is not a regular file"
+            elif about.st_size != expected.bytes:
+                yield f"{name} has {about.st_size} bytes instead of {expected.bytes}"
+            elif contents and patiently(path, lambda file=file: crc32(file)) != expected.crc32:  # type: ignore[misc]
                 yield f"{name} has a wrong checksum"
         except OSError as error:
             yield f"{name}: {error.strerror or error}"

@@ -10,7 +10,7 @@ import psutil
 import torch
 from pydantic import ValidationError
 
-from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, damage, step_folder, versions
+from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_folder, versions
 from torchtitan.checkpoint.dcp_storage import Reader, alone, load
 from torchtitan.checkpoint.hf import HFExport, import_hf
 from torchtitan.checkpoint.hf_folder import read_hf_config
@@ -108,8 +108,7 @@ def to_hf(
     manifest = read_manifest(step)
     if averaged:
         check_averaged(step, manifest)
-    if problem := next(damage(step, manifest), None):
-        raise DamageError(f"{step} is damaged: {problem}")
+    Reader(step).check_files(manifest)
     spec, args, recorded = model_of(step, manifest, custom_import)
     with torch.device("meta"):
         check_own_model(spec.build(args, None), Reader(step))

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
@@ -25,51 +29,46 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.checkpoint.commit import begin, commit, discard, temporary_folder, write_file
-from torchtitan.checkpoint.index import INDEX, read_index, render_index
-from torchtitan.checkpoint.manifest import MANIFEST, render
+from torchtitan.checkpoint.agree import from_all
+from torchtitan.checkpoint.commit import begin, commit, damage, discard, temporary_folder, write_file
+from torchtitan.checkpoint.index import INDEX, Place, read_index, render_index
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, render
+from torchtitan.checkpoint.sums import SummedFile, SummedPart
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_faults import record_places
+from torchtitan.utils.unpickle import load_tensor
 
-
-class _SummedStream:
-    """A file being written, with the size and CRC-32 of its contents."""
-
-    def __init__(self, file: IO[bytes]):
-        self.file, self.bytes, self.crc32 = file, 0, 0
-
-    def write(self, data: Any) -> int:
-        self.bytes += memoryview(data).nbytes
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self.file.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
+_REQUEST = 1 << 25
+"""Bytes of small parts that are fetched from remote storage at once."""
 
 
 class _Files(FileSystemBase):
     """DCP's access to files, by path or by URL. Keeps the checksums of written files."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, dict[str, int]] = {}
+        self.written: dict[str, SummedFile] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with path.open(mode) if "w" in mode else open_regular(path) as file:
-            stream = _SummedStream(file) if "w" in mode else file
+            stream = SummedFile(file) if "w" in mode else file
             yield stream
-        if isinstance(stream, _SummedStream):
-            self.sums[path.name] = {"bytes": stream.bytes, "crc32": stream.crc32}
+        if isinstance(stream, SummedFile):
+            self.written[path.name] = stream
+
+    def sums(self, name: str) -> dict[str, int]:
+        """What the manifest says about a written file."""
+        return {"bytes": self.written[name].bytes, "crc32": self.written[name].crc32}
 
     def rename(self, path: Any, new_path: Any) -> None:
         path.rename(new_path)
-        self.sums[new_path.name] = self.sums.pop(path.name)
+        self.written[new_path.name] = self.written.pop(path.name)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -93,9 +92,12 @@ class _Files(FileSystemBase):
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """Where a tensor was written, as every rank reports it to DCP's coordinator, with the checksum of that file."""
+    """Where a tensor was written, as every rank reports it to DCP's coordinator."""
 
+    crc32: int
+    """Of the tensor's bytes."""
     file: dict[str, int]
+    """Size and checksum of its file."""
 
 
 class CommittingWriter(FileSystemWriter):
@@ -135,18 +137,21 @@ class CommittingWriter(FileSystemWriter):
             # DCP sends the exception to the other ranks by pickle, which drops its cause.
             raise root_cause(error) from None
         future: Future[list[WriteResult]] = Future()
-        sums = self.fs.sums
-        future.set_result(
-            [_Written(r.index, r.size_in_bytes, r.storage_data, sums[r.storage_data.relative_path]) for r in results]
-        )
+        future.set_result([self._summed(result) for result in results])
         return future
+
+    def _summed(self, result: WriteResult) -> _Written:
+        place = result.storage_data
+        crc32 = self.fs.written[place.relative_path].crc32_of(place.offset, place.length)
+        return _Written(result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
         record_places(metadata, results)
-        files = {r.storage_data.relative_path: r.file for rank in results for r in rank if isinstance(r, _Written)}
-        files[".metadata"] = self.fs.sums[".metadata"]
-        index = render_index(metadata)
+        written = [result for rank in results for result in rank if isinstance(result, _Written)]
+        files = {result.storage_data.relative_path: result.file for result in written}
+        files[".metadata"] = self.fs.sums(".metadata")
+        index = render_index(metadata, {result.index: result.crc32 for result in written})
         write_file(self.path / INDEX, index)
         files[INDEX] = {"bytes": len(index), "crc32": zlib.crc32(index)}
         self.confirm()  # at a URL, the manifest commits
@@ -202,12 +207,19 @@ def _measure(metadata: Metadata) -> dict[str, Any]:
 
 
 class Reader(FileSystemReader):
-    """Reads the index only once, however often it loads, and `.metadata` never."""
+    """Reads each part that is needed once, in the order of the file, and compares its checksum before it is used.
 
-    def __init__(self, path: Path):
+    The index is read only once, however often the reader loads, and `.metadata` never.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata | None = None):
+        """
+        Args:
+            metadata: from `read_index`, if it was read already.
+        """
         super().__init__(str(path))
         self.fs, self.path = _Files(), path
-        self._metadata: Metadata | None = None
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """
@@ -218,15 +230,73 @@ class Reader(FileSystemReader):
             self._metadata = read_index(self.path)
         return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        return patiently(self.path, lambda: super(Reader, self).read_data(plan, planner))
+    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+        """Check what reading won't: the sizes of all files and, if an earlier version wrote them, their checksums.
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """One tensor's bytes. From remote storage they are fetched in one request."""
-        if not is_remote(self.path):
-            return super()._slice_file(file, sinfo)
-        file.seek(sinfo.offset)
-        return io.BytesIO(file.read(sinfo.length))
+        Args:
+            part: check only every `parts`-th file, beginning with this one.
+
+        Raises:
+            DamageError: a file isn't as the manifest says.
+        """
+        summed = all(place.crc32 is not None for place in self.read_metadata().storage_data.values())
+        for problem in damage(self.path, manifest, part, parts, contents=not summed):
+            raise DamageError(f"{self.path} is damaged: {problem}")
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            items.setdefault((place.relative_path, place.offset), []).append(item)
+        places = (self.storage_data[items[key][0].storage_index] for key in sorted(items))
+        for name, of_file in groupby(places, key=lambda place: place.relative_path):
+            for place, part in self._parts(name, list(of_file)):
+                tensor = self._tensor(place, part)
+                for item in items[name, place.offset]:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+                del tensor  # before the next one needs memory
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
+        """The parts in a file, in its order. From remote storage, small ones next to each other come in one request."""
+        path: Any = self.path / name
+        if not is_remote(path):
+            with open_regular(path, buffered=False) as file:
+                for place in places:
+                    yield place, SummedPart(file, place.offset, place.length)
+            return
+        while places:
+            start, end, count = places[0].offset, places[0].offset + places[0].length, 1
+            while count < len(places) and places[count].offset == end and end - start < _REQUEST:
+                end, count = end + places[count].length, count + 1
+            span = io.BytesIO(patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end)))
+            for place in places[:count]:
+                yield place, SummedPart(span, place.offset - start, place.length)
+            places = places[count:]
+
+    def _tensor(self, place: Place, part: SummedPart) -> Tensor:
+        """The tensor in a part.
+
+        Raises:
+            DamageError: its checksum is wrong.
+        """
+        tensor, error = None, None
+        try:
+            tensor = load_tensor(part)
+        except Exception as problem:
+            error = problem
+        if place.crc32 is not None and part.crc32() != place.crc32:
+            where = f"{place.relative_path}, bytes {place.offset:,} to {place.offset + place.length:,}"
+            raise DamageError(f"{self.path} is damaged: {where}: wrong checksum")
+        if error is not None:
+            raise error
+        if not isinstance(tensor, Tensor):
+            raise DamageError(f"{self.path} is damaged: {place.relative_path} holds no tensor at {place.offset:,}")
+        return tensor
 
 
 def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -241,16 +311,24 @@ def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = Non
 def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
+    Each rank reads what it needs. DCP would send every rank's plan of that to rank 0, which has nothing to add.
+
     Raises:
         DamageError: a tensor can't be read. On every rank, if it failed on any.
     """
+    cause = None
     try:
-        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+        with alone():
+            dcp.load(state, storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
-        causes = [cause for cause, _ in error.failures.values()]
-        if any(isinstance(root_cause(cause), (MemoryError, torch.OutOfMemoryError)) for cause in causes):
-            raise
-        raise DamageError(f"{reader.checkpoint_id} can't be read: {describe(error)}") from error
+        cause = root_cause(next(iter(error.failures.values()))[0])
+    causes = [cause] if no_dist or not dist.is_initialized() else from_all(cause)
+    for kind in (MemoryError, torch.OutOfMemoryError, DamageError):
+        if found := [known for known in causes if isinstance(known, kind)]:
+            raise found[0]
+    for rank, problem in enumerate(causes):
+        if problem is not None:
+            raise DamageError(f"{reader.checkpoint_id} can't be read: rank {rank}: {describe(problem)}") from problem
 
 
 def describe(error: BaseException) -> str:

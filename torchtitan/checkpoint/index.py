@@ -1,4 +1,4 @@
-"""`tensors.json`: dtype and size of each tensor, and where its parts are.
+"""`tensors.json`: dtype and size of each tensor, where its parts are, and their checksums.
 
 DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. So both are written, that one
 for other programs, and only this one is read.
@@ -7,6 +7,7 @@ for other programs, and only this one is read.
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan.checkpoint.manifest import Count, FileName, Strict, first_problem, read_manifest
+from torchtitan.checkpoint.manifest import Count, FileName, Manifest, Strict, Sum, first_problem, read_manifest
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
@@ -41,6 +42,15 @@ class Part(NamedTuple):
     file: FileName
     start: Count
     length: Count
+    crc32: Sum | None = None
+    """Of these bytes. None if an earlier version wrote the checkpoint."""
+
+
+@dataclass
+class Place(_StorageInfo):
+    """Where a part is, with its checksum."""
+
+    crc32: int | None = None
 
 
 class TensorEntry(Strict):
@@ -54,41 +64,61 @@ class TensorEntry(Strict):
 _INDEX = TypeAdapter(dict[str, TensorEntry])
 
 
-def render_index(metadata: Metadata) -> bytes:
-    """The file about a checkpoint that DCP has just written."""
+def render_index(metadata: Metadata, sums: Mapping[MetadataIndex, int]) -> bytes:
+    """The file about a checkpoint that DCP has just written.
+
+    Args:
+        sums: CRC-32 of each part.
+    """
     tensors = {}
     for name, about in metadata.state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata), f"{name} is not a tensor"
         parts = []
         for chunk in about.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            parts.append(
-                Part(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
-            )
+            index = MetadataIndex(name, chunk.offsets)
+            place, box = metadata.storage_data[index], (tuple(chunk.offsets), tuple(chunk.sizes))
+            parts.append(Part(*box, place.relative_path, place.offset, place.length, sums[index]))
         dtype = str(about.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "size": list(about.size), "parts": parts}
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
-def read_index(path: Path) -> Metadata:
+def index_bytes(path: Path, manifest: Manifest) -> bytes:
+    """The index of the checkpoint `path`, as it is on disk.
+
+    Raises:
+        DamageError: it can't be read, or isn't as the manifest says.
+    """
+    if INDEX not in manifest.files:
+        raise DamageError(f"{path} is damaged: its manifest doesn't list {INDEX}")
+    listed = manifest.files[INDEX]
+    try:
+        content = patiently(path, lambda: read_regular(path / INDEX, listed.bytes))
+    except OSError as error:
+        raise DamageError(f"{path} is damaged: {INDEX}: {error.strerror or error}") from None
+    if len(content) != listed.bytes or zlib.crc32(content) != listed.crc32:
+        raise DamageError(f"{path} is damaged: {INDEX}: its size or checksum is wrong")
+    return content
+
+
+def read_index(path: Path, manifest: Manifest | None = None, content: bytes | None = None) -> Metadata:
     """The tensors of the checkpoint `path`, after checking that its files can hold them.
+
+    Args:
+        manifest: of the checkpoint, if it was read already.
+        content: `index_bytes`, if they were read already.
 
     Raises:
         DamageError: the index is damaged, or a part isn't inside of a file that the manifest lists.
     """
-    files = read_manifest(path).files
-    if INDEX not in files:
-        raise DamageError(f"{path} is damaged: its manifest doesn't list {INDEX}")
-    listed = files[INDEX]
+    manifest = manifest or read_manifest(path)
+    content = index_bytes(path, manifest) if content is None else content
     try:
-        content = patiently(path, lambda: read_regular(path / INDEX, listed.bytes))
-        if len(content) != listed.bytes or zlib.crc32(content) != listed.crc32:
-            raise ValueError("its size or checksum is wrong")
-        return parse_index(content, {name: file.bytes for name, file in files.items()})
+        return parse_index(content, {name: file.bytes for name, file in manifest.files.items()})
     except ValidationError as error:
         raise DamageError(f"{path} is damaged: {INDEX}: {first_problem(error)}") from None
-    except (OSError, ValueError) as error:
-        raise DamageError(f"{path} is damaged: {INDEX}: {getattr(error, 'strerror', None) or error}") from None
+    except ValueError as error:
+        raise DamageError(f"{path} is damaged: {INDEX}: {error}") from None
 
 
 def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
@@ -109,7 +139,8 @@ def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in entry.parts]
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.size), chunks)
         for number, (part, chunk) in enumerate(zip(entry.parts, chunks, strict=True)):
-            places[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(part.file, part.start, part.length)
+            place = Place(part.file, part.start, part.length, crc32=part.crc32)
+            places[MetadataIndex(name, chunk.offsets, number)] = place
     return Metadata(tensors, storage_data=places)
 
 

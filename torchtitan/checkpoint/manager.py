@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from torchtitan.checkpoint.agree import from_rank_0, together
 from torchtitan.checkpoint.commit import (
     clean,
     committed_steps,
@@ -28,10 +29,8 @@ from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
 from torchtitan.checkpoint.resume import (
     Resumed,
     agreed_steps,
-    from_rank_0,
     load_initial,
     load_newest,
-    together,
     wait_until_visible,
 )
 from torchtitan.checkpoint.staging import build_stager

@@ -24,6 +24,8 @@ _DEEPEST = 8
 _SEAL = b',\n "sha256": '
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sum = Annotated[int, Field(ge=0, lt=2**32)]
+"""CRC-32."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 """Plain and relative: no slash, and more than dots."""
 
@@ -43,7 +45,7 @@ class FileEntry(Strict):
     """One file of the checkpoint."""
 
     bytes: Count
-    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+    crc32: Sum
 
 
 class ProgressState(Strict):

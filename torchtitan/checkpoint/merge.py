@@ -14,7 +14,7 @@ from torchtitan.checkpoint.convert import check_averaged
 from torchtitan.checkpoint.dcp_storage import Reader, read_tensor, write_streamed
 from torchtitan.checkpoint.index import read_index
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
-from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
+from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 
 _PIECE = 1 << 18
@@ -60,8 +60,7 @@ def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: 
     if output.exists() and any(output.iterdir()):
         raise UserError(f"--output: {output} exists; delete it, or choose another folder")
     for source in sources:
-        if problem := next(damage(source.path, source.manifest), None):
-            raise DamageError(f"{source.path} is damaged: {problem}")
+        source.reader.check_files(source.manifest)
     newest = sources[-1]
     manifest = {
         "step": newest.manifest.step,

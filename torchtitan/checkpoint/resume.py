@@ -4,23 +4,23 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.checkpoint.commit import committed_steps, damage, step_folder
+from torchtitan.checkpoint.agree import from_rank_0, together
+from torchtitan.checkpoint.commit import committed_steps, step_folder
 from torchtitan.checkpoint.dcp_storage import Reader, load
+from torchtitan.checkpoint.index import index_bytes, read_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote
-
-Result = TypeVar("Result")
 
 VISIBLE_WITHIN = 60.0
 """Seconds in which a rank must see what another has committed; NFS caches a folder's names for as long by default."""
@@ -54,12 +54,12 @@ def load_newest(
     for step in reversed(steps):
         path = step_folder(folder, step)
         try:
-            manifest = _verified(path)
+            manifest, reader = _opened(path)
             if manifest.step != step:
                 raise DamageError(f"{path}: its manifest is that of step {manifest.step}")
             if manifest.model_only:
                 raise DamageError(f"{path} holds only weights (checkpoint.last_save_model_only)")
-            _load(path, manifest, trained, exclude)
+            _load(reader, manifest, trained, exclude)
         except DamageError as error:
             problems.append(str(error))
             logger.error(f"Can't resume: {error}")
@@ -84,10 +84,10 @@ def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed |
         CheckpointError: it is damaged, of another model, or has only weights where more is needed.
     """
     try:
-        manifest = _verified(path)
+        manifest, reader = _opened(path)
         if manifest.model_only and not model_only:
             raise CheckpointError(f"{path} has only weights; set checkpoint.initial_load_model_only = true")
-        _load(path, manifest, trained, {"optimizer", "ema"} if model_only else ())
+        _load(reader, manifest, trained, {"optimizer", "ema"} if model_only else ())
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load_path: {error}") from error
     return None if model_only else Resumed(manifest.step, manifest.state(), manifest)
@@ -109,31 +109,6 @@ def agreed_steps(folder: Path) -> list[int]:
     if isinstance(found, str):
         raise CheckpointError(found)
     return found
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's `value`, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank. If it raises a CheckpointError on any, every rank raises the first of these.
-
-    One that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except CheckpointError as own:
-        error = own
-    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    raised = sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, DamageError))
-    if raised:
-        raise raised[0]
-    return result  # type: ignore[return-value]
 
 
 def wait_until_visible(path: Path) -> None:
@@ -169,31 +144,38 @@ def _fingerprint(path: Path) -> str | None:
         return None
 
 
-def _verified(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are intact; each rank reads a share of them.
+def _opened(path: Path) -> tuple[Manifest, Reader]:
+    """A checkpoint that looks intact: each rank checks a share of the files. What they hold is checked while loading.
 
     Raises:
-        DamageError: they are not.
+        DamageError: it isn't.
         CheckpointError: a rank doesn't see it.
     """
     wait_until_visible(path)
+    manifest = together(lambda: read_manifest(path))
+    # Of a large run, the index is so large that not every rank should fetch it.
+    content = from_rank_0(together(lambda: index_bytes(path, manifest) if dist.get_rank() == 0 else None))
 
-    def verify() -> Manifest:
-        manifest = read_manifest(path)
-        for problem in damage(path, manifest, dist.get_rank(), dist.get_world_size()):
-            raise DamageError(f"{path} is damaged: {problem}")
-        return manifest
+    def check() -> Reader:
+        reader = Reader(path, read_index(path, manifest, content))
+        reader.check_files(manifest, dist.get_rank(), dist.get_world_size())
+        return reader
 
-    return together(verify)
+    return manifest, together(check)
 
 
-def _load(path: Path, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
+def _load(reader: Reader, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
+    """Load the tensors in place.
+
+    Raises:
+        DamageError: some are damaged. Others may be loaded already, so all must be loaded from another checkpoint.
+        CheckpointError: they are another model's.
+    """
     if trained.average is not None and "ema" not in {*exclude, *manifest.tensor_bytes}:
-        logger.info(f"{path} has no average of the weights: it starts from the weights")
+        logger.info(f"{reader.path} has no average of the weights: it starts from the weights")
         exclude = {*exclude, "ema"}
     if "optimizer" not in exclude:
         allocate_optimizer_state(trained.optimizer)
     if state := trained.tensors(exclude):
-        reader = Reader(path)
         together(lambda: check_tensors(state, reader))
         load(state, reader)

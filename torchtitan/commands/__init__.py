@@ -26,6 +26,8 @@ COMMANDS = {
     "tokenize": "Tokenize text once, ahead of training.",
     "submit": "Write a Slurm job for a configuration, or for a grid of runs.",
     "jobs": "List Slurm jobs and their logs.",
+    "runs": "List the runs below a folder.",
+    "report": "Show runs, and how they differ.",
     "doctor": "Explain why a run hangs or has failed.",
     "completion": "Print a completion script for bash or zsh.",
 }

@@ -28,11 +28,13 @@ from torchtitan.config.command_line import parse_args, show_help, split_args
 from torchtitan.config.schema import Config
 from torchtitan.observe.diagnosis import diagnose, killed
 from torchtitan.observe.evidence import read_case
+from torchtitan.observe.notify import LAUNCHER_REPORTS_ENV, report_failure
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
+from torchtitan.utils.last_word import REPORTER_ENV
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
@@ -284,7 +286,8 @@ def main(argv: list[str]) -> int:
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
     several = options.nnodes[1] * options.nproc_per_node > 1
-    if not several and not options.max_restarts and "RANK" not in os.environ:
+    alone = not several and not options.max_restarts and not torchrun_argv
+    if alone and "RANK" not in os.environ:
         try:
             return train(config_argv)
         except OutOfMemoryError as error:
@@ -298,7 +301,9 @@ def _set_environment(options: argparse.Namespace) -> None:
     """Set what several ranks inherit."""
     # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[LAUNCHER_REPORTS_ENV] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node)))
+    os.environ[REPORTER_ENV] = str(os.getpid())
     fewest, most = options.nnodes
     if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
         os.environ[LAUNCHER_ENV] = str(os.getpid())
@@ -356,7 +361,9 @@ def _run_torchrun(
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
-        print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
+        cause = _cause(config, rank, error.failures)
+        print(f"error: {cause}", file=sys.stderr)
+        report_failure(config, cause)
         if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
             print(_what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node), file=sys.stderr)
         return max(failure.exitcode, 1)

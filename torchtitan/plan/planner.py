@@ -18,7 +18,7 @@ from torchtitan.plan.search import LIKELY, Found, any_layout, search
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import plural, show_gib, show_rate
 
 _PROPOSALS = 3
 """Plans that are traced until one fits; if none does, the first is the answer."""
@@ -115,7 +115,7 @@ def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
         f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to fit in the "
-        f"{hardware.usable_gib:.0f} GiB of {hardware.name}: the leanest takes {found.smallest_gib:.0f}"
+        f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes {show_gib(found.smallest_gib)}"
     )
 
 
@@ -162,6 +162,6 @@ def planned_toml(plan: Plan, argv: list[str]) -> str:
         written = replace(written, key, read(planned, key))
     return (
         f"# {config.model.name} {config.model.flavor} on {plan.workload.world} x {plan.hardware.description}.\n"
-        f"# Planned: {plan.tokens_per_second:,.0f} tokens/s per GPU, {plan.peak_gib:.1f} GiB.\n\n"
+        f"# Planned: {show_rate(plan.tokens_per_second)} tokens/s per GPU, {show_gib(plan.peak_gib)}.\n\n"
         f"{to_toml(written, only_changed=True)}"
     )

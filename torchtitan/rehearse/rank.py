@@ -320,7 +320,8 @@ def _metadata_bytes() -> float:
         for i, chunk in enumerate(chunks)
     }
     metadata = Metadata({name: entry}, storage_data=places)
-    return (len(pickle.dumps(metadata)) + len(render_index(metadata))) / parts
+    sums = dict.fromkeys(places, 2**32 - 1)
+    return (len(pickle.dumps(metadata)) + len(render_index(metadata, sums))) / parts
 
 
 @contextmanager
@@ -340,7 +341,9 @@ def _stored(checkpointer: Any) -> Iterator[None]:
         for module, name, replacement in (
             (resuming, "committed_steps", lambda *_: [1]),
             (resuming, "read_manifest", lambda *_: manifest),
-            (resuming, "damage", lambda *_: ()),
+            (resuming, "index_bytes", lambda *_: b""),
+            (resuming, "read_index", lambda *_: metadata),
+            (dcp_storage.Reader, "check_files", lambda *_: None),
             (resuming, "manifest_bytes", lambda *_: b""),
             (dcp_storage.Reader, "read_metadata", lambda *_, **__: metadata),
             (RunState, "load", lambda *_: None),

@@ -5,7 +5,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from torchtitan.utils.storage import is_remote
 
@@ -32,11 +32,12 @@ def write_all(files: Mapping[Path, bytes]) -> None:
         raise
 
 
-def open_regular(path: Path, *, links: bool = False) -> IO[bytes]:
+def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> IO[bytes]:
     """Open a regular file to read its bytes. A pipe would block, and a device never end.
 
     Args:
         links: follow symbolic links. A checkpoint has none; a configuration or a download may.
+        buffered: read ahead; remote storage always does.
 
     Raises:
         OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without `links`.
@@ -52,7 +53,7 @@ def open_regular(path: Path, *, links: bool = False) -> IO[bytes]:
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(handle, "rb")
+    return cast(IO[bytes], open(handle, "rb", buffering=-1 if buffered else 0))
 
 
 def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:

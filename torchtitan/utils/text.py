@@ -29,6 +29,11 @@ def cut(text: str, limit: int) -> str:
     return f"{text[: limit - end - 5]} ... {text[-end:]}"
 
 
+def printable(text: str) -> str:
+    """`text` on one line, without characters that could control a terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
 def listed(values: Iterable[object], limit: int = 16) -> str:
     """The values separated by commas; of many, the first ones and the last."""
     words = [str(value) for value in values]
@@ -119,7 +124,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
     table = Table.grid(padding=(0, 2, 0, 0))
     for cells in zip(*(rows[1:] or rows), strict=True):
-        numeric = all(_NUMBER.fullmatch(cell) for cell in cells)
+        numeric = any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells if cell)
         table.add_column(no_wrap=True, justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*map(Text, row))

@@ -1,0 +1,161 @@
+"""CRC-32 of files and of the parts that tensors are in, computed while they are written or read: no byte is read twice.
+
+CRC-32 is linear: the sum of A followed by B is that of A, shifted by the length of B, xor that of B. So the sums of a
+file up to two positions give that of the bytes between them (zlib's `crc32_combine`, which Python's zlib lacks).
+"""
+
+import errno
+import io
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+from torchtitan.utils.files import open_regular
+
+_CHUNK = 1 << 22
+_EDGE = 1 << 16
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+"""Polynomials over GF(2) have their lowest power in the highest bit."""
+
+
+def crc32(path: Path) -> int:
+    """CRC-32 of a regular file's contents."""
+    value = 0
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def crc32_of_end(before: int, whole: int, length: int) -> int:
+    """CRC-32 of the last `length` bytes of what has the sum `whole`, and `before` without them."""
+    return whole ^ _multiply(_power(8 * length), before)
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials, modulo that of CRC-32."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _power(n: int) -> int:
+    """x^n."""
+    result, square = _ONE, _ONE >> 1
+    while n:
+        if n & 1:
+            result = _multiply(result, square)
+        square, n = _multiply(square, square), n >> 1
+    return result
+
+
+class SummedFile:
+    """A file being written, with the size and CRC-32 of its contents, and of its parts.
+
+    DCP asks for the position before and after each tensor: those are the parts' ends.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.bytes, self.crc32 = file, 0, 0
+        self._until = {0: 0}
+        """The sum of all before a position."""
+
+    def write(self, data: Any) -> int:
+        self.bytes += memoryview(data).nbytes
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self.file.write(data)
+
+    def tell(self) -> int:
+        self._until[self.bytes] = self.crc32
+        return self.bytes
+
+    def crc32_of(self, start: int, length: int) -> int:
+        """CRC-32 of the bytes between two positions that `tell` gave."""
+        return crc32_of_end(self._until[start], self._until[start + length], length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class SummedPart(io.RawIOBase):
+    """A part of a file, as a file, that sums what is read of it.
+
+    `torch.load` reads the ends of a part in small pieces, in any order, and what is between them, the tensor, in one
+    piece into its memory. So the ends are kept here, and the rest passes through.
+    """
+
+    def __init__(self, file: Any, start: int, length: int):
+        """
+        Args:
+            file: unbuffered, with `seek` and `readinto`.
+        """
+        super().__init__()
+        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._head = self._read_at(0, min(_EDGE, length))
+        self._tail_start = max(length - _EDGE, len(self._head))
+        self._tail = self._read_at(self._tail_start, length - self._tail_start)
+        self._summed, self._crc32 = len(self._head), zlib.crc32(self._head)
+
+    def crc32(self) -> int:
+        """CRC-32 of the whole part; what was not read yet is read now."""
+        while self._summed < self._tail_start:
+            self._position = self._summed
+            self.readinto(bytearray(min(_CHUNK, self._tail_start - self._summed)))
+        return zlib.crc32(self._tail, self._crc32)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view, done = memoryview(buffer).cast("B"), 0
+        while done < len(view) and self._position < self._length:
+            count = self._read_some(view[done:])
+            self._position += count
+            done += count
+        return done
+
+    def _read_some(self, view: memoryview) -> int:
+        """Read at the position from the head, the middle or the tail."""
+        for start, kept in ((0, self._head), (self._tail_start, self._tail)):
+            if start <= self._position < start + len(kept):
+                found = kept[self._position - start :][: len(view)]
+                view[: len(found)] = found
+                return len(found)
+        view = view[: self._tail_start - self._position]
+        self._fill(self._position, view)
+        if self._position == self._summed:
+            self._crc32 = zlib.crc32(view, self._crc32)
+            self._summed += len(view)
+        return len(view)
+
+    def _read_at(self, position: int, count: int) -> bytes:
+        content = bytearray(count)
+        self._fill(position, memoryview(content))
+        return bytes(content)
+
+    def _fill(self, position: int, view: memoryview) -> None:
+        self._file.seek(self._start + position)
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise OSError(errno.EIO, "ends too early")
+            done += count
