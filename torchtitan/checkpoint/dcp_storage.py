@@ -43,6 +43,7 @@ from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_faults import record_places
+from torchtitan.utils.unpickle import load_tensor
 
 _REQUEST = 1 << 25
 """Bytes of small parts that are fetched from remote storage at once."""
@@ -288,7 +289,7 @@ class Reader(FileSystemReader):
         """
         tensor, error = None, None
         try:
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
+            tensor = load_tensor(part)
         except Exception as problem:
             error = problem
         if place.crc32 is not None and part.crc32() != place.crc32:

@@ -28,6 +28,7 @@ from torchtitan.observe.watch import Watch
 from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
+from torchtitan.train.announce import announce_stage, announce_start
 from torchtitan.train.build import build, set_determinism
 from torchtitan.train.folders import hold_folders, open_log
 from torchtitan.train.preflight import Setup
@@ -40,7 +41,7 @@ from torchtitan.utils.device import current_device, device_name, device_syncs, i
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.hardware import peak_flops
-from torchtitan.utils.logging import event, logger
+from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
 from torchtitan.utils.text import show_duration
@@ -101,7 +102,7 @@ class Trainer:
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
             self._average,
             self._limit_collectives,
-            self._announce_stage,
+            lambda _: announce_stage(config.training, self.progress.step + 1),
             self._confirm_folder,
             self._report,
             lambda _: self.profiler.step(self.progress.step),
@@ -159,14 +160,8 @@ class Trainer:
         self.events = Events(
             Path(config.job.dump_folder), writes=dist.get_rank() == 0, continues=len(self.ledger.starts) > 1
         )
-        self._announce_start()
+        announce_start(self.progress.step, config.training.steps, config.parallelism)
         self._record_skipped()
-
-    def _announce_start(self) -> None:
-        step, layout = self.progress.step, layout_degrees(self.config.parallelism)
-        axes = ", ".join(f"{axis} {degree}" for axis, degree in layout.items() if degree > 1) or "one rank"
-        kind, begins = ("resumed", f"Training resumes after step {step}") if step else ("started", "Training starts")
-        logger.info(f"{begins}, to step {self.config.training.steps}, on {axes}", extra=event(kind, step))
 
     def _record_skipped(self) -> None:
         """Count the bad documents that were left out: of files at the start, of streams at the end."""
@@ -260,13 +255,6 @@ class Trainer:
         set_timeout(limit)
         if self.watch is not None:
             self.watch.limit = limit
-
-    def _announce_stage(self, _: StepResult) -> None:
-        following = self.progress.step + 1
-        for number, stage in enumerate(self.config.training.stages, 1):
-            if stage.from_step == following <= self.config.training.steps:
-                changes = stage.model_dump(exclude_defaults=True, exclude={"from_step"})
-                logger.info(f"Stage {number} of the data begins: {changes}", extra=event("stage", following, **changes))
 
     def _confirm_folder(self, _: StepResult) -> None:
         if self.metrics.due(self.progress.step) and not self.folders.confirm():
@@ -398,7 +386,7 @@ class Trainer:
         if self.parts.validation is not None:
             self.parts.validation.close()
         self.folders.release()
-        if error is None:
+        if error is None and dist.get_rank() == 0:
             logger.info(self.ledger.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None
         if ends_together:
