@@ -37,11 +37,13 @@ from torchtitan.checkpoint.agree import from_all
 from torchtitan.checkpoint.commit import begin, commit, damage, discard, temporary_folder, write_file
 from torchtitan.checkpoint.index import INDEX, Place, read_index, render_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, render
+from torchtitan.checkpoint.planning import UnsentMetadata
 from torchtitan.checkpoint.sums import SummedFile, SummedPart
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_faults import record_places
+from torchtitan.utils.unpickle import load_tensor
 
 _REQUEST = 1 << 25
 """Bytes of small parts that are fetched from remote storage at once."""
@@ -145,6 +147,8 @@ class CommittingWriter(FileSystemWriter):
         return _Written(result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if isinstance(metadata, UnsentMetadata):
+            metadata = metadata.plain()
         patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
         record_places(metadata, results)
         written = [result for rank in results for result in rank if isinstance(result, _Written)]
@@ -285,7 +289,7 @@ class Reader(FileSystemReader):
         """
         tensor, error = None, None
         try:
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
+            tensor = load_tensor(part)
         except Exception as problem:
             error = problem
         if place.crc32 is not None and part.crc32() != place.crc32:
