@@ -1,6 +1,7 @@
 """Messages about a run, against a real server and real programs: also those that hang, fail and never end."""
 
 import json
+import os
 import sys
 import threading
 import time
