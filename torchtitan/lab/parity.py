@@ -19,6 +19,7 @@ from torchtitan.config.derive import (
     layout_degrees,
     layout_name,
 )
+from torchtitan.config.metrics import Metrics, Notifications
 from torchtitan.config.render import to_toml
 from torchtitan.lab.compare import observe, reference, write_corpus
 from torchtitan.lab.difference import Difference, Tolerances, difference, tolerances_of
@@ -64,7 +65,8 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     corpus = write_corpus(folder / "corpus.jsonl")
     # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"
-    written.write_text(to_toml(load_config(list(argv)).config), encoding="utf-8")
+    silent = {"metrics": Metrics(log_freq=1), "notifications": Notifications()}
+    written.write_text(to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8")
     sizes = {
         **{f"model.overrides.{name}": value for name, value in tiny.items()},
         "training.dataset": "corpus",
@@ -85,9 +87,6 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     }
     off = {
         "job.dump_folder": folder / "out",
-        "metrics.log_freq": 1,
-        "metrics.enable_wandb": "false",
-        "metrics.enable_tensorboard": "false",
         "profiling.enable_profiling": "false",
         "profiling.enable_memory_snapshot": "false",
         "validation.enable": "false",

@@ -111,6 +111,7 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
             "stages": [],
         },
         "metrics": {"log_freq": 1, "sinks": [], "enable_tensorboard": False, "enable_wandb": False},
+        "notifications": {"webhook_env": "", "command": []},
         "validation": {
             "freq": 1,
             "steps": _at_most(config.validation.steps),
