@@ -176,7 +176,7 @@ class Takeover(RendezvousHandler):
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=True, timeout=self._timeout)
         except (RuntimeError, ValueError):
             return False
-        store.set(_GENERATION, self._signed(str(seen + 1)))
+        store.set(_GENERATION, self._signed(b"%d" % (seen + 1)))
         self._held = _Found(seen + 1, index, store)
         return True
 
@@ -197,16 +197,18 @@ class Takeover(RendezvousHandler):
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
             if not store.check([_GENERATION]):
                 return None
-            text, _, signature = store.get(_GENERATION).decode().partition(" ")
+            found = store.get(_GENERATION)
             store.set_timeout(self._timeout)
         except (OSError, RuntimeError, ValueError):
             return None
-        if not hmac.compare_digest(self._signed(text), f"{text} {signature}") or not text.isdecimal():
+        generation, _, _ = found.partition(b" ")
+        if not hmac.compare_digest(self._signed(generation), found):
             raise RendezvousStateError(f"{endpoint}: the state was not signed with this node's secret")
-        return _Found(int(text), index, store)
+        return _Found(int(generation), index, store)
 
-    def _signed(self, generation: str) -> str:
-        return f"{generation} {hmac.digest(self._secret, f'generation {generation}'.encode(), 'sha256').hex()}"
+    def _signed(self, generation: bytes) -> bytes:
+        signature = hmac.digest(self._secret, b"generation " + generation, "sha256")
+        return generation + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
         """Have nothing more to do with the store that was joined: it is gone, or another one counts."""
