@@ -386,7 +386,8 @@ class Trainer:
         self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
-        self.metrics.close(reason)
+        self.metrics.close(reason or ("completed" if error is None else "failed"))
+        self.ledger.save_trackers()
         if self.notifier is not None:
             self.notifier.close()
         self.profiler.close()
