@@ -38,11 +38,7 @@ def write_run(
         for step in range(every, steps + 1, every):
             one = record(step, shift=shift, seed=seed)
             if rich:
-                one |= {
-                    "loss/web": one["loss"] + 0.3,
-                    "loss/code": one["loss"] - 0.6,
-                    "expert_load_max": 1 + 40 / (step + 20),
-                }
+                one |= {"loss/web": one["loss"] + 0.3, "loss/code": one["loss"] - 0.6, "expert_load_max": 1 + 40 / (step + 20)}
                 one |= {"expert_entropy": 1 - 2 / (step + 20)}
             file.write(json.dumps(one) + "\n")
             if step % (50 * every) == 0:
@@ -65,10 +61,7 @@ def write_run(
         ]  # fmt: skip
         kinds = [("saved", step, f"Saved {folder}/checkpoint/step-{step}") for step in range(20, steps + 1, 20)]
         kinds += [("spike", third // 2, "step %d: loss 9.81 is a spike" % (third // 2))]
-        kinds += [
-            ("rewound", third // 2, f"rewound to step {third // 2 - 10}"),
-            ("stage", third, "stage 2 of data: annealing"),
-        ]
+        kinds += [("rewound", third // 2, f"rewound to step {third // 2 - 10}"), ("stage", third, "stage 2 of data: annealing")]
         kinds += [("straggler", 2 * third, "rank 3 on node-7 is 34% slower than the others")]
         with (folder / "events.jsonl").open("w") as file:
             for kind, step, message in sorted(kinds, key=lambda one: one[1]):
