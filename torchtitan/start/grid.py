@@ -186,7 +186,7 @@ def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
     names: list[str] = []
     for name, flags in runs:
         alike = given[name]
-        varied = [key for key in keys if key in flags and len({f.get(key) for f in alike}) > 1]
+        varied = [key for key in flags if len({other.get(key) for other in alike}) > 1]
         words = [f"{short[key]}={_plain(flags[key], _LONGEST_VALUE)}" for key in varied]
         words = [_plain(name, _LONGEST_VALUE), *words] if name else words
         names.append(_plain("_".join(words), _LONGEST_NAME) or "base")
