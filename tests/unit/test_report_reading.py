@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 from itertools import pairwise
+from random import Random
 
 import psutil
 import pytest
@@ -188,6 +189,35 @@ def test_a_file_that_is_replaced_or_cut_while_it_is_read(tmp_path):
         assert len(list(lines.places())) < 10
         assert [place.step for place in lines.last(lambda _: True)] == [7]
         assert lines.find(500) == lines.size
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_part_of_any_file(tmp_path, seed, monkeypatch):
+    """Against splitting the whole file, with blocks and limits so small that every line crosses some."""
+    monkeypatch.setattr(lines_module, "_BLOCK", 16)
+    monkeypatch.setattr(lines_module, "LONGEST", 100)
+    random, step, content = Random(seed), 0, []
+    for _ in range(120):
+        step += random.choice([0, 1, 1, 2, 50])
+        padding = random.choice([0, 0, 5, 30, 300])  # the last makes a line too long
+        junk = random.choice([b"", b"x" * 99, b"{" * 250])
+        content.append(json.dumps({"step": step, "x": "y" * padding}).encode() if random.random() < 0.8 else junk)
+    data = b"\n".join([*content, b'{"step": 10'])
+    (tmp_path / "lines").write_bytes(data)
+    expected, begin = [], 0
+    for line in content:
+        if line.startswith(b'{"') and len(line) <= 100:
+            expected.append((begin, begin + len(line) + 1, json.loads(line)["step"]))
+        begin += len(line) + 1
+    with JsonLines(tmp_path / "lines") as lines:
+        for first in range(0, len(data), 7):
+            after = random.choice([None, first + 200])
+            found = [(place.begin, place.end, place.step) for place in lines.places(first, after, reach=10**6)]
+            assert found == [one for one in expected if one[0] >= first and (after is None or one[0] < after)]
+        for wanted in range(0, step + 5, 3):
+            assert lines.find(wanted) == next((begin for begin, _, at in expected if at >= wanted), lines.size)
+        last = lines.last(lambda record: True, 3)
+        assert [place.step for place in last] == [at for _, _, at in expected[len(expected) - len(last) :]]
 
 
 HOSTILE = [
