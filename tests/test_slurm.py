@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.commands.submit import MARK, TEMPLATE, main
+from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
+from torchtitan.start.job import MARK, TEMPLATE
+from torchtitan.start.jobs import read_record
 from torchtitan.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +55,7 @@ def slurm(tmp_path):
         root / "scripts/setup.sh": "#!/bin/sh\necho set up >>$CALLS/setup\n",
         bin_folder / "srun": SRUN,
         bin_folder / "scontrol": SCONTROL,
-        bin_folder / "sbatch": '#!/bin/sh\necho "$@" >>$CALLS/sbatch\n',
+        bin_folder / "sbatch": '#!/bin/sh\necho "$@" >>$CALLS/sbatch; echo "77;cluster"\n',
     }.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -203,7 +205,8 @@ def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
     for name in ("PATH", "CALLS"):
         monkeypatch.setenv(name, slurm.env[name])
     assert submit("--submit", *LAYOUT, "--training.global_batch_size=64") == 0
-    assert calls(tmp_path, "sbatch") == ["debug_model.sbatch"]
+    assert calls(tmp_path, "sbatch") == ["--parsable debug_model.sbatch"]
+    assert read_record(tmp_path / "outputs/debug_model").jobs == [77]
 
 
 BAD = {

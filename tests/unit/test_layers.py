@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "torchtitan"
 CORE = ("utils", "config", "models", "parallel", "data", "optim", "checkpoint", "observe", "generate", "evals", "train")
-BESIDE = ("plan", "rehearse", "report", "lab", "commands", "__main__")
+BESIDE = ("plan", "rehearse", "report", "start", "lab", "commands", "__main__")
 LAYERS = {name: layer for layer, name in enumerate((*CORE, *BESIDE))}
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -73,4 +73,4 @@ def test_nothing_that_is_read_is_run(folder):
         names = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
         found = (names | calls) & RUNS_WHAT_IT_READS
-        assert not found or (path == ROOT / "utils/unpickle.py" and found == {"pickle.Unpickler"}), (path, found)
+        assert not found or (path == ROOT / "utils/unpickle.py" and found == {"pickle.Unpickler", "torch.load"}), path

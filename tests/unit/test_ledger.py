@@ -73,7 +73,7 @@ def test_every_second_has_one_kind(tmp_path, clock):
     assert read(tmp_path)["goodput"]["percent"] == pytest.approx(100 * 2 / 14.25)
     (only,) = read(tmp_path)["starts"]
     assert (only["resumed_step"], only["step"], only["end"], only["ranks"]) == (0, 4, "completed", 2)
-    assert ledger.goodput().startswith("Goodput 14.0 %: steps 2.0 s, first step 1.0 s, start-up 5.0 s")
+    assert ledger.goodput().startswith("Goodput 14.0%: steps 2.0 s, first step 1.0 s, start-up 5.0 s")
 
 
 def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path, clock):

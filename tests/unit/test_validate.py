@@ -141,6 +141,18 @@ CASES = {
     ],
     "retention_is_safe": [
         (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
+        (
+            1,
+            ["--checkpoint.keep_every_n=1000", "--checkpoint.keep_latest_k=0"],
+            "keep_latest_k = 0 keeps all checkpoints",
+            ["--checkpoint.keep_latest_k=2"],
+        ),
+        (
+            1,
+            ["--checkpoint.keep_every_n=600", "--checkpoint.interval=250"],
+            "600 is not a multiple of checkpoint.interval = 250, so few or no",
+            ["--checkpoint.keep_every_n=750", "--checkpoint.interval=250"],
+        ),
     ],
     "storage_is_shared": [
         (2, ["--checkpoint.enable", "--checkpoint.folder=memory://run"], "has its own memory://",
@@ -195,6 +207,18 @@ CASES = {
          ["--checkpoint.last_save_in_hf"]),
         (1, ["--ema.enable", "--ema.start_step=20", "--training.steps=10"], "set it to at most training.steps 10",
          ["--ema.start_step=10"]),
+    ],
+    "metrics_are_served": [
+        (1, ["--metrics.prometheus.port=9000"], 'no effect without "prometheus" in metrics.sinks',
+         ["--metrics.sinks=prometheus"]),
+        (1, ["--metrics.sinks=prometheus", "--metrics.prometheus.port=0"], "nothing can read the metrics",
+         ["--metrics.prometheus.textfile=x.prom"]),
+        (1, ["--metrics.sinks=prometheus", "--metrics.prometheus.textfile=x.txt"], "must end in .prom",
+         ["--metrics.prometheus.textfile=x.prom"]),
+    ],
+    "notifications_have_a_receiver": [
+        (1, ["--notifications.interval_seconds=9"], "no effect without webhook_env or command",
+         ["--notifications.command=mail"]),
     ],
     "validation_sets_are_distinct": [
         (1, ["--validation.sets=[{name = 'a'}, {name = 'a'}]"], "names 2 sets",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -32,14 +33,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan.checkpoint.agree import from_all
 from torchtitan.checkpoint.commit import begin, commit, damage, discard, temporary_folder, write_file
 from torchtitan.checkpoint.index import INDEX, Place, read_index, render_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, render
+from torchtitan.checkpoint.planning import UnsentMetadata
 from torchtitan.checkpoint.sums import SummedFile, SummedPart
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_faults import record_places
+from torchtitan.utils.unpickle import load_tensor
 
 _REQUEST = 1 << 25
 """Bytes of small parts that are fetched from remote storage at once."""
@@ -143,6 +147,8 @@ class CommittingWriter(FileSystemWriter):
         return _Written(result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if isinstance(metadata, UnsentMetadata):
+            metadata = metadata.plain()
         patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
         record_places(metadata, results)
         written = [result for rank in results for result in rank if isinstance(result, _Written)]
@@ -283,7 +289,7 @@ class Reader(FileSystemReader):
         """
         tensor, error = None, None
         try:
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
+            tensor = load_tensor(part)
         except Exception as problem:
             error = problem
         if place.crc32 is not None and part.crc32() != place.crc32:
@@ -308,19 +314,24 @@ def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = Non
 def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
+    Each rank reads what it needs. DCP would send every rank's plan of that to rank 0, which has nothing to add.
+
     Raises:
         DamageError: a tensor can't be read. On every rank, if it failed on any.
     """
+    cause = None
     try:
-        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+        with alone():
+            dcp.load(state, storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
-        causes = [cause for _, (cause, _) in sorted(error.failures.items())]
-        if any(isinstance(root_cause(cause), (MemoryError, torch.OutOfMemoryError)) for cause in causes):
-            raise
-        for cause in map(root_cause, causes):
-            if isinstance(cause, DamageError):
-                raise DamageError(str(cause)) from error
-        raise DamageError(f"{reader.checkpoint_id} can't be read: {describe(error)}") from error
+        cause = root_cause(next(iter(error.failures.values()))[0])
+    causes = [cause] if no_dist or not dist.is_initialized() else from_all(cause)
+    for kind in (MemoryError, torch.OutOfMemoryError, DamageError):
+        if found := [known for known in causes if isinstance(known, kind)]:
+            raise found[0]
+    for rank, problem in enumerate(causes):
+        if problem is not None:
+            raise DamageError(f"{reader.checkpoint_id} can't be read: rank {rank}: {describe(problem)}") from problem
 
 
 def describe(error: BaseException) -> str:

@@ -4,14 +4,15 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.checkpoint.agree import from_rank_0, together
 from torchtitan.checkpoint.commit import committed_steps, step_folder
 from torchtitan.checkpoint.dcp_storage import Reader, load
 from torchtitan.checkpoint.index import index_bytes, read_index
@@ -20,8 +21,6 @@ from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote
-
-Result = TypeVar("Result")
 
 VISIBLE_WITHIN = 60.0
 """Seconds in which a rank must see what another has committed; NFS caches a folder's names for as long by default."""
@@ -110,31 +109,6 @@ def agreed_steps(folder: Path) -> list[int]:
     if isinstance(found, str):
         raise CheckpointError(found)
     return found
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's `value`, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank. If it raises a CheckpointError on any, every rank raises the first of these.
-
-    One that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except CheckpointError as own:
-        error = own
-    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    raised = sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, DamageError))
-    if raised:
-        raise raised[0]
-    return result  # type: ignore[return-value]
 
 
 def wait_until_visible(path: Path) -> None:

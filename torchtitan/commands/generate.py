@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.text import count
+from torchtitan.utils.text import count, show_rate
 
 if TYPE_CHECKING:
     from torchtitan.data.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
             printer.finish(rows)
     tokens, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - began
     if printer:
-        print(f"{source.folder}: {tokens} tokens, {tokens / seconds:,.1f} tokens/s", file=sys.stderr)
+        print(f"{source.folder}: {tokens} tokens, {show_rate(tokens / seconds)} tokens/s", file=sys.stderr)
     elif rank == 0:
         made = [
             {"prompt": text, "text": row.text(tokenizer), "tokens": row.tokens, "end": row.end}

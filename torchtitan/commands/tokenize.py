@@ -28,7 +28,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.data.tokenizing import Encoder, Item, Output, read_items, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.text import count, plural
+from torchtitan.utils.text import count, plural, show_duration, show_rate
 
 _REPORT_SECONDS = 30.0
 
@@ -58,12 +58,12 @@ class Meter:
         self.documents, self.tokens = self.documents + documents, self.tokens + tokens
         now = time.monotonic()
         rate = self.tokens / max(now - self.start, 1e-9)
-        what = f"{plural(self.documents, 'document')}, {rate:,.0f} tokens/s"
+        what = f"{plural(self.documents, 'document')}, {show_rate(rate)} tokens/s"
         self.bar.update(self.task, completed=self.read, description=what)
         if self.bar.disable and now - self.reported > _REPORT_SECONDS:
             self.reported = now
             left = (self.size - self.read) * (now - self.start) / max(self.read, 1)
-            print(f"{self.read / max(self.size, 1):.1%} read, {what}, about {left / 60:,.0f} minutes left", flush=True)
+            print(f"{self.read / max(self.size, 1):.1%} read, {what}, {show_duration(left)} left", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torchtitan.config.derive import replace
 from torchtitan.plan.memory import GIB, memory_of
 from torchtitan.plan.predict import Plan
-from torchtitan.plan.report import Run, rounded, run_of, time_of
+from torchtitan.plan.report import Run, rounded, run_of
 from torchtitan.plan.workload import Workload
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import plural, show_duration, show_gib, show_percent, show_tokens
 
 
 @dataclass(frozen=True)
@@ -143,22 +143,22 @@ def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: fl
     if (made := budget.goodput) and failures:
         saves, world = made.saves, plan.workload.world
         own = (
-            f"; {made.own_share:.1%} at checkpoint.interval = {made.own_steps}"
+            f"; {show_percent(100 * made.own_share)} at checkpoint.interval = {made.own_steps}"
             if made.own_share is not None
             else "; the configuration saves nothing (checkpoint.enable = false)"
         )
         lines += [
-            f"Failures: one every {time_of(made.mtbf / 3600)} on {plural(world, 'GPU')} (each GPU: "
+            f"Failures: one every {show_duration(made.mtbf)} on {plural(world, 'GPU')} (each GPU: "
             f"{failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
-            f"Checkpoints of {saves.size / GIB:,.0f} GiB: each blocks for {saves.blocked:.2g} s, and is complete "
-            f"{saves.background:.2g} s later",
-            f"Goodput {made.share:.1%} at the best interval, {plural(made.interval_steps, 'step')} = "
-            f"{time_of(made.interval_steps * plan.time.seconds / 3600)}{own}",
+            f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for {show_duration(saves.blocked)}, and is "
+            f"complete {show_duration(saves.background)} later",
+            f"Goodput {show_percent(100 * made.share)} at the best interval, {plural(made.interval_steps, 'step')} = "
+            f"{show_duration(made.interval_steps * plan.time.seconds)}{own}",
         ]
     cost = "" if budget.cost is None else f", {rounded(budget.cost)} at {price:g} per GPU-hour"
     including = " with failures" if budget.goodput else ""
     lines.append(
-        f"{rounded(budget.run.tokens)} tokens{including}: {time_of(budget.hours)}, {rounded(budget.gpu_hours)} "
-        f"GPU-hours{cost}"
+        f"{show_tokens(budget.run.tokens)} tokens{including}: {show_duration(budget.hours * 3600)}, "
+        f"{rounded(budget.gpu_hours)} GPU-hours{cost}"
     )
     return "\n".join(lines)

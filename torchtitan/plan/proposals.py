@@ -9,6 +9,7 @@ from torchtitan.config.schema import Config
 from torchtitan.plan.axes import burdens
 from torchtitan.plan.predict import Plan
 from torchtitan.plan.workload import Workload
+from torchtitan.utils.text import show_rate
 
 ALIKE = 0.98
 """Relative speed from which two layouts count as equally fast: the model can't tell them apart."""
@@ -102,7 +103,7 @@ def _why(pick: Candidate, before: Sequence[Candidate], fastest: float) -> str:
     if not before:
         if pick.speed == fastest:
             return "the fastest"
-        return f"the simplest within {1 - ALIKE:.0%} of the fastest ({fastest:,.0f} tokens/s)"
+        return f"the simplest within {1 - ALIKE:.0%} of the fastest ({show_rate(fastest)} tokens/s)"
     first = before[0]
     lost = 1 - pick.speed / first.speed
     price = f"for {lost:.0%} of the speed" if lost >= 0.01 else "at the same speed"

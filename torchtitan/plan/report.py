@@ -16,7 +16,7 @@ from torchtitan.plan.predict import Plan
 from torchtitan.plan.savings import advice
 from torchtitan.plan.search import Found
 from torchtitan.plan.workload import hardware_flops
-from torchtitan.utils.text import aligned, plural
+from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_percent, show_rate, show_tokens
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,14 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
         tokens: to train on, for time and GPU-hours. Default: those of `training.steps`.
     """
     time, run, band = plan.time, run_of(plan, tokens), plan.speed_band
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%} ({_range(plan.mfu, band, '{:.1%}'.format)})"
-    bubble = f"; bubble {time.bubble:.1%} of the step" if plan.schedule else ""
+    mfu = (
+        ""
+        if plan.mfu is None
+        else f", MFU {show_percent(100 * plan.mfu)} ({_range(100 * plan.mfu, band, show_percent)})"
+    )
+    bubble = f"; bubble {show_percent(100 * time.bubble)} of the step" if plan.schedule else ""
     step = f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s per GPU ({_range(plan.tokens_per_second, band, '{:,.0f}'.format)})"
+    speed = f"{show_rate(plan.tokens_per_second)} tokens/s per GPU ({_range(plan.tokens_per_second, band, show_rate)})"
     return "\n".join(
         [
             *_heading(plan),
@@ -66,7 +70,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             _memory_table(plan),
             "",
             f"{step}, {speed}{mfu}{bubble}",
-            f"{rounded(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {time_of(run.hours)}, "
+            f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {show_duration(run.hours * 3600)}, "
             f"{rounded(run.gpu_hours)} GPU-hours ({_range(run.gpu_hours, band, rounded, inverse=True)})",
             "9 of 10 such runs are within the ranges (docs/plan.md)",
             "",
@@ -114,7 +118,7 @@ def _cost_lines(plan: Plan) -> list[str]:
         for change in cost.changes:
             settings = ", ".join(f"{key} = {value}" for key, value in change.settings.items())
             fit = "" if change.after.fits else ", DOES NOT FIT"
-            effect = f"{change.gain:+.0%} speed, {change.after.peak_gib:.1f} GiB{fit}"
+            effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}{fit}"
             lines.append(f"        {change.text}: {effect}  ({settings})")
         if not cost.changes:
             lines.append(f"        {cost.otherwise}")
@@ -130,7 +134,7 @@ def search_table(found: Found) -> str:
         plan, w = proposal.plan, proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
-        speed, peak, chance = f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}", likelihood(plan.chance_to_fit)
+        speed, peak, chance = show_rate(plan.tokens_per_second), f"{plan.peak_gib:.1f}", likelihood(plan.chance_to_fit)
         layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
         rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
     return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
@@ -143,8 +147,8 @@ def comparison(this: Plan, other: Plan) -> str:
         "checkpointing": lambda plan: plan.checkpointing,
         "peak GiB": lambda plan: f"{plan.peak_gib:.1f}",
         "fits": lambda plan: "yes" if plan.fits else "NO",
-        "tokens/s/GPU": lambda plan: f"{plan.tokens_per_second:,.0f}",
-        "MFU": lambda plan: "-" if plan.mfu is None else f"{plan.mfu:.1%}",
+        "tokens/s/GPU": lambda plan: show_rate(plan.tokens_per_second),
+        "MFU": lambda plan: "-" if plan.mfu is None else show_percent(100 * plan.mfu),
         "step s": lambda plan: f"{plan.time.seconds:.3g}",
     }
     rows = [["", "this", "compared"]]
@@ -171,15 +175,6 @@ def _range(value: float, band: float, text: Callable[[float], str], *, inverse: 
 def likelihood(chance: float) -> str:
     """A probability in percent; nothing that is computed from a model is certain."""
     return "< 1%" if chance < 0.01 else "> 99%" if chance > 0.99 else f"{chance:.0%}"
-
-
-def time_of(hours: float) -> str:
-    """A duration in the unit that suits it."""
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    if hours >= 1:
-        return f"{hours:.1f} hours"
-    return f"{hours * 60:.0f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.2g} s"
 
 
 def rounded(number: float) -> str:

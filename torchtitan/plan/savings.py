@@ -10,6 +10,7 @@ from torchtitan.models import ModelSpec
 from torchtitan.plan.memory import GIB, predict_memory
 from torchtitan.plan.predict import derived_workload
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import show_gib
 
 SHOWN = 5
 _WORTHWHILE = 0.02
@@ -32,7 +33,7 @@ class Saving:
 
     def __str__(self) -> str:
         settings = ", ".join(f"{key} = {_toml(value)}" for key, value in self.settings.items())
-        return f"{settings}: {self.after:.1f} GiB ({self.after - self.before:+.1f})"
+        return f"{settings}: {show_gib(self.after)} ({self.after - self.before:+.1f})"
 
 
 def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
@@ -122,4 +123,4 @@ def advice(config: Config, spec: ModelSpec, world: int) -> str:
     if not found:
         return ""
     lines = [f"  {saving}{f' on {saving.ranks} ranks' if saving.ranks > world else ''}" for saving in found[:SHOWN]]
-    return "\n".join([f"What lowers the planned peak of {found[0].before:.1f} GiB:", *lines])
+    return "\n".join([f"What lowers the planned peak of {show_gib(found[0].before)}:", *lines])

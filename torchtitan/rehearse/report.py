@@ -7,7 +7,7 @@ from torchtitan.observe.evidence import name_ranks
 from torchtitan.rehearse.rehearsal import Rehearsal
 from torchtitan.rehearse.startup import as_data as startup_data
 from torchtitan.rehearse.startup import rows, startup
-from torchtitan.utils.text import aligned, plural
+from torchtitan.utils.text import aligned, plural, show_gib
 
 
 def as_text(rehearsal: Rehearsal) -> str:
@@ -24,9 +24,9 @@ def as_text(rehearsal: Rehearsal) -> str:
         "",
         f"Compared {plural(counts.groups, 'group')} of several ranks, {plural(counts.collectives, 'collective')}, "
         f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of experts' rows; "
-        f"{counts.bytes / 2**30:,.1f} GiB of messages",
+        f"{show_gib(counts.bytes / 2**30)} of messages",
         f"It took {sum(r.cpu_seconds for r in records.values()):,.0f} CPU seconds, and at most "
-        f"{max(r.memory for r in records.values()) / 2**30:.2f} GiB in each process",
+        f"{show_gib(max(r.memory for r in records.values()) / 2**30)} in each process",
         f"Values that a rank reads of its own data, which changed nothing: {_own(rehearsal)}",
         "",
         aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),

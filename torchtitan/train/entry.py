@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
+from torchtitan.observe.notify import report_error
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
@@ -17,7 +18,7 @@ from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.releases import installed_torch, too_new
 from torchtitan.utils.signals import StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import plural, show_loss, show_tokens
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
 """The command the user typed, set by launchers that run another one."""
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
         return _run(resolved, setup, stop, rank)
     except BaseException as error:
         log_failure(error)
+        report_error(resolved.config, error)
         raise
 
 
@@ -91,10 +93,10 @@ def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, 
     """Log what the run produced and what to do next."""
     config = resolved.config
     dump = config.job.dump_folder
-    if first is None:
+    if first is None or last is None:
         logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
         return
-    logger.info(f"Done: step {step}, {tokens:,} tokens, loss {first:.4f} -> {last:.4f}")
+    logger.info(f"Done: step {step}, {show_tokens(tokens)} tokens, loss {show_loss(first)} -> {show_loss(last)}")
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saved = config.checkpoint.enable and not config.checkpoint.load_only
     if saved:

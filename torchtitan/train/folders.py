@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan.checkpoint.resume import from_rank_0
+from torchtitan.checkpoint.agree import from_rank_0
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.lock import FolderLock

@@ -19,6 +19,7 @@ from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
 from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.metrics import Metrics
+from torchtitan.observe.notify import start_notifier
 from torchtitan.observe.profiler import Profiler
 from torchtitan.observe.replicas import check_replicas
 from torchtitan.observe.sinks import Record
@@ -28,6 +29,7 @@ from torchtitan.observe.watch import Watch
 from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
+from torchtitan.train.announce import announce_stage, announce_start
 from torchtitan.train.build import build, set_determinism
 from torchtitan.train.folders import hold_folders, open_log
 from torchtitan.train.preflight import Setup
@@ -40,9 +42,10 @@ from torchtitan.utils.device import current_device, device_name, device_syncs, i
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.hardware import peak_flops
-from torchtitan.utils.logging import event, logger
+from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.text import show_duration
 
 
 class Trainer:
@@ -100,7 +103,7 @@ class Trainer:
         self.after_step: tuple[Callable[[StepResult], None], ...] = (
             self._average,
             self._limit_collectives,
-            self._announce_stage,
+            lambda _: announce_stage(config.training, self.progress.step + 1),
             self._confirm_folder,
             self._report,
             lambda _: self.profiler.step(self.progress.step),
@@ -135,18 +138,6 @@ class Trainer:
         config = self.config
         self.stragglers = Stragglers(config.guard)
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
-        self.metrics = Metrics(
-            config.metrics,
-            config.job,
-            config.model_dump(),
-            start_step=self.progress.step,
-            total_steps=config.training.steps,
-            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
-            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
-            experts=self.parts.experts is not None,
-            custom=config.custom,
-            samples=bool(config.sampling.prompts),
-        )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
             describe_start(about, config.parallelism),
@@ -155,17 +146,28 @@ class Trainer:
             writes=dist.get_rank() == 0,
             began=began,
         )
-        self.events = Events(
-            Path(config.job.dump_folder), writes=dist.get_rank() == 0, continues=len(self.ledger.starts) > 1
+        self.metrics = Metrics(
+            config.metrics,
+            config.job,
+            config.model_dump(),
+            self.ledger,
+            start_step=self.progress.step,
+            total_steps=config.training.steps,
+            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
+            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+            experts=self.parts.experts is not None,
+            custom=config.custom,
+            samples=bool(config.sampling.prompts),
         )
-        self._announce_start()
+        self.notifier = start_notifier(config) if dist.get_rank() == 0 else None
+        self.events = Events(
+            Path(config.job.dump_folder),
+            writes=dist.get_rank() == 0,
+            continues=len(self.ledger.starts) > 1,
+            listeners=[self.metrics.event, *([self.notifier.listen] if self.notifier else [])],
+        )
+        announce_start(self.progress.step, config.training.steps, config.parallelism)
         self._record_skipped()
-
-    def _announce_start(self) -> None:
-        step, layout = self.progress.step, layout_degrees(self.config.parallelism)
-        axes = ", ".join(f"{axis} {degree}" for axis, degree in layout.items() if degree > 1) or "one rank"
-        kind, begins = ("resumed", f"Training resumes after step {step}") if step else ("started", "Training starts")
-        logger.info(f"{begins}, to step {self.config.training.steps}, on {axes}", extra=event(kind, step))
 
     def _record_skipped(self) -> None:
         """Count the bad documents that were left out: of files at the start, of streams at the end."""
@@ -254,18 +256,11 @@ class Trainer:
             return
         self._warm = True
         if self.config.compile.enable:
-            logger.info(f"The first step took {time.monotonic() - self._began:.1f} s, most of it compilation")
+            logger.info(f"The first step took {show_duration(time.monotonic() - self._began)}, most of it compilation")
         limit = self.config.comm.train_timeout_seconds
         set_timeout(limit)
         if self.watch is not None:
             self.watch.limit = limit
-
-    def _announce_stage(self, _: StepResult) -> None:
-        following = self.progress.step + 1
-        for number, stage in enumerate(self.config.training.stages, 1):
-            if stage.from_step == following <= self.config.training.steps:
-                changes = stage.model_dump(exclude_defaults=True, exclude={"from_step"})
-                logger.info(f"Stage {number} of the data begins: {changes}", extra=event("stage", following, **changes))
 
     def _confirm_folder(self, _: StepResult) -> None:
         if self.metrics.due(self.progress.step) and not self.folders.confirm():
@@ -391,13 +386,15 @@ class Trainer:
         self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
-        self.metrics.close()
+        self.metrics.close(reason)
+        if self.notifier is not None:
+            self.notifier.close()
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:
             self.parts.validation.close()
         self.folders.release()
-        if error is None:
+        if error is None and dist.get_rank() == 0:
             logger.info(self.ledger.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None
         if ends_together:

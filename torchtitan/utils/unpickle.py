@@ -2,7 +2,10 @@
 
 import io
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Unpickler(pickle.Unpickler):
@@ -21,3 +24,10 @@ def safe_loads(content: bytes) -> Any:
     except Exception as error:  # of any kind, says pickle's manual
         reason = error if type(error) is ValueError else f"not a pickle: {type(error).__name__}"
         raise ValueError(str(reason)) from None
+
+
+def load_tensor(file: Any) -> "Tensor":
+    """Read a tensor that `torch.save` wrote, on the CPU. torch refuses a pickle that names anything else."""
+    import torch  # the launcher reads pickles, too, and must not wait for torch
+
+    return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,0 +1,62 @@
+"""The estimate of the time left, against simulated runs whose end is known."""
+
+import random
+
+import pytest
+
+from torchtitan.observe.console import ConsoleSink
+from torchtitan.observe.pace import Pace
+from torchtitan.utils.text import show_date
+
+
+def estimates(seconds, total, at):
+    """Estimate after each step of `at`, and the truth; `seconds[n]` is the time from the end of step n to that of the
+    next one."""
+    clock = [0.0]
+    pace, found = Pace(total, lambda: clock[0]), {}
+    for step in range(1, total + 1):
+        pace.step_done(step)
+        if step in at:
+            found[step] = (pace.seconds_left(), sum(seconds[step:total]))
+        clock[0] += seconds[step] if step < total else 0.0
+    return found
+
+
+def test_saves_and_validation_count_in_proportion():
+    """Both take far longer than a step, and the long one is rarer than the steps that are looked back on."""
+    noise = random.Random(0)
+    seconds = [noise.uniform(0.9, 1.1) + 20.0 * (n % 50 == 0) + 300.0 * (n % 500 == 0) for n in range(5000)]
+    for estimate, truth in estimates(seconds, 5000, (1250, 2750)).values():
+        assert estimate == pytest.approx(truth, rel=0.06)
+    assert sum(seconds) / 5000 == pytest.approx(2.0, rel=0.01), "twice what the steps alone take"
+
+
+def test_one_pause_changes_little():
+    """Compilation in the second step, and ten minutes in which a file system hung."""
+    seconds = [1.0] * 10000
+    seconds[1], seconds[2000] = 60.0, 600.0
+    found = estimates(seconds, 10000, (3, 10, 2001, 2500))
+    for step, limit in ((3, 2.7), (10, 1.8), (2001, 1.35), (2500, 1.3)):
+        estimate, truth = found[step]
+        assert truth <= estimate <= limit * truth, step
+
+
+def test_a_lasting_change_of_speed_is_noticed_within_a_hundred_steps():
+    seconds = [1.0] * 1000 + [2.0] * 1000
+    estimate, truth = estimates(seconds, 2000, (1100,))[1100]
+    assert estimate == pytest.approx(truth, rel=0.01)
+
+
+def test_the_line_says_when_the_run_ends(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("torchtitan.observe.console.time.time", lambda: 1_795_406_706.0)
+    console = ConsoleSink(1000, 0, plain=True, clock=lambda: clock[0])
+    record = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "memory_gib", "memory_pct"), 1.0)
+    record |= {"mfu": None}
+    console.advance(1)
+    assert console.line(record | {"step": 1}).endswith("left unknown")
+    for step in range(2, 101):
+        clock[0] += 2.0
+        console.advance(step)
+    assert console.line(record | {"step": 100}).endswith(f"left 30 min 00 s  ends {show_date(1_795_406_706 + 1800)}")
+    assert console.line(record | {"step": 1000}).endswith("(1%)"), "at the end nothing is left"
