@@ -277,6 +277,21 @@ def test_how_a_run_ended(tmp_path):
     assert state(None)[0] == "killed"
 
 
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ("[training]\nsteps = 7\n[training.dataloader]\nsteps = 8\n", 7),
+        ("[job]\n\n[training] # by hand\nsteps = 7\n", 7),
+        ("training = {steps = 7}\n", 7),
+        ("[checkpoint]\nsteps = 7\n", None),
+        ("[training]\nsteps = '7'\n", None),
+        ("[training]\nsteps = \n", None),
+    ],
+)
+def test_the_last_step_of_the_configuration(tmp_path, config, steps):
+    assert read_folder(write_run(tmp_path / "a", [], config=config)).total_steps == steps
+
+
 def test_how_long_a_running_run_will_take(tmp_path):
     starts = [
         {"time": BEGAN, "last_seen": BEGAN + 50, "step": 20, "end": "killed"},
