@@ -256,6 +256,7 @@ OTHERS = {
     "pip",
     "source",
     "kill",
+    "ssh",
     "sbatch",
     "torchfrtrace",
     "git",
