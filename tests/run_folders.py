@@ -15,7 +15,8 @@ def record(step: int, *, shift: float = 0.0, seed: int = 0, at: float | None = N
     noise = random.Random(f"{seed} {step}")
     loss = shift + 2 + 6 / math.sqrt(step) + noise.gauss(0, 0.04)
     return {
-        "step": step, "loss": loss, "max_loss": loss + 0.4, "grad_norm": 0.5 + 3 / math.sqrt(step) + abs(noise.gauss(0, 0.1)),
+        "step": step, "loss": loss, "max_loss": loss + 0.4,
+        "grad_norm": 0.5 + 3 / math.sqrt(step) + abs(noise.gauss(0, 0.1)),
         "lr": 3e-4 * min(1, step / 100), "tokens": step * STEP_TOKENS, "tokens_per_second": 7800 + noise.gauss(0, 40),
         "tflops": 401.25, "mfu": 40.57 + noise.gauss(0, 0.2), "memory_gib": 71.2, "step_time_s": STEP_SECONDS,
         "time": BEGAN + STEP_SECONDS * step if at is None else at,
@@ -38,7 +39,11 @@ def write_run(
         for step in range(every, steps + 1, every):
             one = record(step, shift=shift, seed=seed)
             if rich:
-                one |= {"loss/web": one["loss"] + 0.3, "loss/code": one["loss"] - 0.6, "expert_load_max": 1 + 40 / (step + 20)}
+                one |= {
+                    "loss/web": one["loss"] + 0.3,
+                    "loss/code": one["loss"] - 0.6,
+                    "expert_load_max": 1 + 40 / (step + 20),
+                }
                 one |= {"expert_entropy": 1 - 2 / (step + 20)}
             file.write(json.dumps(one) + "\n")
             if step % (50 * every) == 0:
@@ -60,8 +65,11 @@ def write_run(
                      "ranks": 8, "layout": {"dp_shard": 4, "tp": 2}},
         ]  # fmt: skip
         kinds = [("saved", step, f"Saved {folder}/checkpoint/step-{step}") for step in range(20, steps + 1, 20)]
-        kinds += [("spike", third // 2, "step %d: loss 9.81 is a spike" % (third // 2))]
-        kinds += [("rewound", third // 2, f"rewound to step {third // 2 - 10}"), ("stage", third, "stage 2 of data: annealing")]
+        kinds += [("spike", third // 2, f"step {third // 2}: loss 9.81 is a spike")]
+        kinds += [
+            ("rewound", third // 2, f"rewound to step {third // 2 - 10}"),
+            ("stage", third, "stage 2 of data: annealing"),
+        ]
         kinds += [("straggler", 2 * third, "rank 3 on node-7 is 34% slower than the others")]
         with (folder / "events.jsonl").open("w") as file:
             for kind, step, message in sorted(kinds, key=lambda one: one[1]):
@@ -72,6 +80,7 @@ def write_run(
     goodput = {"percent": share, "seconds": seconds}
     (folder / "run.json").write_text(json.dumps({"format": 1, "goodput": goodput, "starts": starts}))
     (folder / "config.toml").write_text(
-        f'[job]\ndescription = "a test"\n[training]\nsteps = {steps}\n[validation]\nenable = true\nfreq = {50 * every}\n{config}'
+        f'[job]\ndescription = "a test"\n[training]\nsteps = {steps}\n'
+        f"[validation]\nenable = true\nfreq = {50 * every}\n{config}"
     )
     return folder

@@ -84,10 +84,15 @@ def test_another_model_is_refused(ranks, tmp_path):
 
 def test_old_checkpoints_are_deleted_but_not_the_last_resumable(ranks, tmp_path):
     extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
-    ranks(2, train, arguments(tmp_path, *extra, "--checkpoint.last_save_model_only", steps=5))
+    keep = ["--checkpoint.keep_every_n=2", "--checkpoint.last_save_model_only"]
+    ranks(2, train, arguments(tmp_path, *extra, *keep, steps=5))
     folder = tmp_path / "out/checkpoint"
-    assert committed_steps(folder) == [4, 5]
-    assert sorted(p.name for p in folder.iterdir()) == ["step-4", "step-5"], "nothing half-deleted or half-written"
+    assert committed_steps(folder) == [2, 4, 5]
+    assert sorted(p.name for p in folder.iterdir()) == ["step-2", "step-4", "step-5"], "nothing half-deleted"
+    events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    deleted = [(event["step"], event["steps"], event["message"]) for event in events if event["kind"] == "deleted"]
+    why = "older than the newest 2, and not multiples of 2"
+    assert deleted == [(3, [1], f"Deleted step-1: {why}"), (5, [3], f"Deleted step-3: {why}")]
     manifest = json.loads((folder / "step-5/manifest.json").read_text())
     assert manifest["model_only"]
     run = ranks(2, train, arguments(tmp_path, *extra, steps=6))[0]

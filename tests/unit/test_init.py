@@ -271,7 +271,8 @@ def test_a_failed_write_leaves_nothing(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_says_what_would():
-    with pytest.raises(UserError, match=r"llama3/8B: none of .* is likely to fit in the 77[.0-9]* GiB .* try --devices \d"):
+    message = r"llama3/8B: none of .* is likely to fit in the 77[.0-9]* GiB .* try --devices \d"
+    with pytest.raises(UserError, match=message):
         main(["a", "--model=llama3/8B", "--data=c4", *H100, "--hours=1", "--training.global_batch_size=1"])
     assert not Path("a").exists()
 

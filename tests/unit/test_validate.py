@@ -141,6 +141,18 @@ CASES = {
     ],
     "retention_is_safe": [
         (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
+        (
+            1,
+            ["--checkpoint.keep_every_n=1000", "--checkpoint.keep_latest_k=0"],
+            "keep_latest_k = 0 keeps all checkpoints",
+            ["--checkpoint.keep_latest_k=2"],
+        ),
+        (
+            1,
+            ["--checkpoint.keep_every_n=600", "--checkpoint.interval=250"],
+            "600 is not a multiple of checkpoint.interval = 250, so few or no",
+            ["--checkpoint.keep_every_n=750", "--checkpoint.interval=250"],
+        ),
     ],
     "storage_is_shared": [
         (2, ["--checkpoint.enable", "--checkpoint.folder=memory://run"], "has its own memory://",

@@ -170,6 +170,11 @@ def disposable(folder: Path, keep_latest: int, keep_every: int = 0, *, newest: i
     return [s for s in steps if s not in kept and not (keep_every and s % keep_every == 0)]
 
 
+def retention(keep_latest: int, keep_every: int = 0) -> str:
+    """Why `disposable` checkpoints are deleted."""
+    return f"older than the newest {keep_latest}" + (f", and not multiples of {keep_every}" if keep_every else "")
+
+
 def _is_resumable(path: Path) -> bool:
     try:
         return not read_manifest(path).model_only

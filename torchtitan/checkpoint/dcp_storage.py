@@ -37,6 +37,7 @@ from torchtitan.checkpoint.agree import from_all
 from torchtitan.checkpoint.commit import begin, commit, damage, discard, temporary_folder, write_file
 from torchtitan.checkpoint.index import INDEX, Place, read_index, render_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, render
+from torchtitan.checkpoint.planning import UnsentMetadata
 from torchtitan.checkpoint.sums import SummedFile, SummedPart
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
@@ -146,6 +147,8 @@ class CommittingWriter(FileSystemWriter):
         return _Written(result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if isinstance(metadata, UnsentMetadata):
+            metadata = metadata.plain()
         patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
         record_places(metadata, results)
         written = [result for rank in results for result in rank if isinstance(result, _Written)]

@@ -20,12 +20,14 @@ from torchtitan.checkpoint.commit import (
     discard,
     disposable,
     remove,
+    retention,
     step_folder,
     unknown,
 )
 from torchtitan.checkpoint.dcp_storage import CommittingWriter, describe
 from torchtitan.checkpoint.hf import HFExport
 from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
+from torchtitan.checkpoint.planning import Plans
 from torchtitan.checkpoint.resume import (
     Resumed,
     agreed_steps,
@@ -42,6 +44,7 @@ from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
+from torchtitan.utils.text import listed
 
 
 class Checkpointer:
@@ -71,6 +74,7 @@ class Checkpointer:
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
         self._step_in_flight = 0
+        self._plans = Plans()
         # The collectives of a save in the background must not mix with those of training.
         self._group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP) if self.saving else None
         self._stager = build_stager(config.async_mode) if self.saving else None
@@ -100,13 +104,16 @@ class Checkpointer:
         else:
             state = self.trained.tensors()
         writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._purge)
+        planner = self._plans.planner("weights" if model_only else "all")
         self._step_in_flight = step
         if self._stager is None:
-            self._guard(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
+            self._guard(lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group))
             self._saved()
             return
         writer.per_thread_copy_ahead = 0  # staged tensors are on the host; DCP would create a stream on the first GPU
-        response = dcp.async_save(state, storage_writer=writer, process_group=self._group, async_stager=self._stager)
+        response = dcp.async_save(
+            state, storage_writer=writer, planner=planner, process_group=self._group, async_stager=self._stager
+        )
         if isinstance(response, AsyncSaveResponse):
             self._staging, self._upload = response.staging_completion, response.upload_completion
         else:
@@ -150,6 +157,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._plans.forget()
             if self._stager is not None:
                 self._stager.release()
                 self._stager = None
@@ -162,6 +170,7 @@ class Checkpointer:
         try:
             action()
         except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
+            self._plans.forget()
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
             with suppress(Exception):
@@ -178,9 +187,15 @@ class Checkpointer:
 
     def _purge(self) -> None:
         """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be resumed."""
-        if self.config.keep_latest_k:
-            for step in disposable(self.folder, self.config.keep_latest_k, newest=self._step_in_flight):
+        latest, every = self.config.keep_latest_k, self.config.keep_every_n
+        if not latest:
+            return
+        if gone := disposable(self.folder, latest, every, newest=self._step_in_flight):
+            for step in gone:
                 remove(step_folder(self.folder, step))
+            names = listed(f"step-{step}" for step in gone)
+            about = event("deleted", self._step_in_flight, steps=gone, folder=str(self.folder))
+            logger.info(f"Deleted {names}: {retention(latest, every)}", extra=about)
 
     # ---- resuming
 

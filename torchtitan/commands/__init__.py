@@ -28,6 +28,7 @@ COMMANDS = {
     "jobs": "List Slurm jobs and their logs.",
     "runs": "List the runs below a folder.",
     "report": "Show runs, and how they differ.",
+    "watch": "Show runs in a browser while they train.",
     "doctor": "Explain why a run hangs or has failed.",
     "completion": "Print a completion script for bash or zsh.",
 }

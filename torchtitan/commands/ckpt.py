@@ -80,11 +80,12 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import committed_steps, disposable, remove, step_folder
+    from torchtitan.checkpoint.commit import committed_steps, disposable, remove, retention, step_folder
 
     gone = disposable(options.path, options.keep_latest, options.keep_every)
     for step in gone:
-        print(f"{'would delete' if options.dry_run else 'deleting'} {step_folder(options.path, step)}")
+        why = retention(options.keep_latest, options.keep_every)
+        print(f"{'would delete' if options.dry_run else 'deleting'} {step_folder(options.path, step)}: {why}")
         if not options.dry_run:
             remove(step_folder(options.path, step))
     kept = [step for step in committed_steps(options.path) if step not in gone]

@@ -9,11 +9,14 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from torchtitan.report import collect
 from torchtitan.report.find import Runs
+from torchtitan.report.page import report_page
 from torchtitan.report.text import as_text
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import plural
 
 _AXES = ("step", "tokens", "hours", "flops")
@@ -31,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     plotted = f"plot this metric, and others given likewise (default: {', '.join(_METRICS)})"
     add("--plot", action="append", metavar="METRIC", help=plotted)
     add("--axis", choices=_AXES, default=_AXES[0], help="plot against this (default: %(default)s)")
+    add("--html", type=Path, metavar="FILE", help="write a page with charts, which opens without a network")
     add("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -38,8 +42,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     data = collect(find_runs(options.runs))
+    if options.html:
+        _write_page(data, options.html)
     if options.json:
         print(json.dumps(data, allow_nan=False))
+        return 0
+    if options.html:
         return 0
     known = list(dict.fromkeys(metric for run in data["runs"] for metric in run["metrics"]))
     if unknown := [metric for metric in options.plot or () if metric not in known]:
@@ -48,6 +56,14 @@ def main(argv: list[str]) -> int:
     width = min(shutil.get_terminal_size().columns, _WIDTH) if terminal else _WIDTH
     print(as_text(data, metrics=options.plot or _METRICS, axis=options.axis, width=width, color=terminal))
     return 0
+
+
+def _write_page(data: dict[str, Any], file: Path) -> None:
+    try:
+        write_whole(file, report_page(data).encode())
+    except OSError as error:
+        raise UserError(f"--html {file}: can't be written: {error.strerror or error}") from None
+    print(f"Wrote {file}", file=sys.stderr)
 
 
 def find_runs(folders: list[Path]) -> list[Path]:

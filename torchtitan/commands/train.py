@@ -61,7 +61,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nnodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX", help="number of nodes, or a range (1)"
     )
-    parser.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the first node, if there are several")
+    parser.add_argument(
+        "--rdzv-endpoint",
+        default="",
+        type=_endpoints,
+        metavar="HOST:PORT[,...]",
+        help="the first node, if there are several; more, which take over when it is lost",
+    )
     parser.add_argument("--rdzv-conf", default=RENDEZVOUS, metavar="KEY=VALUE,...", help=f"rendezvous ({RENDEZVOUS})")
     parser.add_argument(
         "--max-restarts",
@@ -134,6 +140,18 @@ def node_range(text: str) -> tuple[int, int]:
             f"{brief(text)}: must be at most {_MOST_NODES:,} nodes, and MAX at most {_WIDEST_RANGE:,} above MIN"
         )
     return nodes
+
+
+def _endpoints(text: str) -> str:
+    """Argument type of `HOST:PORT`, or of several that are separated by commas."""
+    several = text.split(",")
+    for endpoint in several if len(several) > 1 else []:
+        host, _, port = endpoint.rpartition(":")
+        if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host) or not re.fullmatch("[1-9][0-9]{0,4}", port):
+            raise argparse.ArgumentTypeError(f"{brief(endpoint)} is not HOST:PORT; of several, all need a port")
+    if len(set(several)) < len(several):
+        raise argparse.ArgumentTypeError(f"{brief(text)}: an endpoint is given twice")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -211,6 +211,8 @@ class Checkpoint(Section):
     keep_latest_k: StepsOrZero = 10
     """Keep this many of the newest checkpoints and delete older ones. 0: keep all. 1 isn't allowed: a failure while the
     next one is written could lose it."""
+    keep_every_n: StepsOrZero = 0
+    """Beside those, keep the checkpoints at multiples of this many steps forever. 0: none."""
     load_step: StepsOrDefault = -1
     """Resume from this step. -1: from the newest complete checkpoint."""
     exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "ema"]] = []

@@ -184,6 +184,14 @@ def retention_is_safe(config: Config, world: int) -> Iterator[str]:
             "checkpoint.keep_latest_k: with 1, a failure while the next checkpoint is written could lose the only one; "
             "set 2 or more, or 0 to keep all"
         )
+    every, interval = config.checkpoint.keep_every_n, config.checkpoint.interval
+    if every and not config.checkpoint.keep_latest_k:
+        yield "checkpoint.keep_every_n: keep_latest_k = 0 keeps all checkpoints; set keep_latest_k = 2 or more"
+    elif every % interval:
+        yield (
+            f"checkpoint.keep_every_n: {every} is not a multiple of checkpoint.interval = {interval}, so few or no "
+            f"checkpoints are made at its multiples; set {-(-every // interval) * interval}"
+        )
 
 
 def storage_is_shared(config: Config, world: int) -> Iterator[str]:

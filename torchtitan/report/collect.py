@@ -18,13 +18,23 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
         folders: dump folders; later runs are compared with the first.
         points: of each curve, about.
     """
+    return as_report(read_runs(folders, points=points))
+
+
+def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[Candidate]:
+    """What `collect` reads."""
     runs = []
     for name, path in zip(run_names(folders), folders, strict=True):
         folder = read_folder(path)
         began = folder.starts[0].time if folder.starts else None
         runs.append(Candidate(name, folder, read_curves(path, folder.config, points=points, began=began)))
+    return runs
+
+
+def as_report(runs: Sequence[Candidate]) -> dict[str, Any]:
+    """What `collect` returns."""
     return {
-        "runs": [_run(run) for run in runs],
+        "runs": [describe(run) for run in runs],
         "differences": differences([run.folder for run in runs]),
         "comparison": compare(runs),
     }
@@ -44,7 +54,8 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [str(path.relative_to(common)) for path in paths]
 
 
-def _run(run: Candidate) -> dict[str, Any]:
+def describe(run: Candidate) -> dict[str, Any]:
+    """One run of a report."""
     folder, curves = run.folder, run.curves
     latest, last = curves.latest(), folder.starts[-1] if folder.starts else None
     step = max([curves.last_step, *([last.step] if last else [])])

@@ -1,5 +1,6 @@
 """Whether runs differ in loss and speed by more than noise."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,7 @@ SHARE = 0.25
 """Part of the common tokens over which losses are compared: the last ones."""
 _MOST = 4096
 """Records of a run that are compared, at most."""
+_LOSS, _SPEED = ("lower", "higher"), ("slower", "faster")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ def _loss(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None
     else:
         difference = at_points(*series)
         records = f"{len(series[0]):,} and {plural(len(series[1]), 'record')}"
+    if math.isnan(difference.value):
+        return None
     where = f"over the last {SHARE:.0%} of {show_tokens(tokens)} tokens, {records}"
-    return "loss", difference, f"loss {_verdict(difference, show_loss, 'lower', 'higher')}, {where}"
+    return "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
 
 
 def _losses(run: Candidate, tokens: float) -> dict[float, float]:
@@ -83,9 +87,7 @@ def _validation(run: Candidate, base: Candidate) -> Iterator[tuple[str, Differen
         if common:
             step, metric = common[-1], f"validation_loss/{name}".rstrip("/")
             difference = Difference(losses[step] - base_losses[step], None)
-            text = (
-                f"validation loss{f' of {name}' if name else ''} {_verdict(difference, show_loss, 'lower', 'higher')}"
-            )
+            text = f"validation loss{f' of {name}' if name else ''} {_verdict(difference, show_loss, _LOSS)}"
             yield metric, difference, f"{text}, at step {step:,}, one validation of each"
 
 
@@ -102,7 +104,7 @@ def _speed(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | Non
     difference = unpaired(rates, base_rates)
     if not rates or not base_rates:
         return None
-    text = f"{_verdict(difference, show_rate, 'slower', 'faster')} tokens/s per device"
+    text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
     return (
@@ -125,10 +127,15 @@ def _rates(run: Candidate) -> list[float]:
 # ---- words
 
 
-def _verdict(difference: Difference, show: Callable[[float], str], less: str, more: str) -> str:
-    size, word = show(abs(difference.value)), less if difference.value < 0 else more
+def _verdict(difference: Difference, show: Callable[[float], str], words: tuple[str, str], unit: str = "") -> str:
+    """
+    Args:
+        words: for a negative and a positive difference.
+    """
+    size = show(abs(difference.value))
+    if difference.noise is not None:
+        size += f" ± {show(difference.noise)}"
+    text = f"{size}{unit} {words[difference.value > 0]}"
     if difference.noise is None:
-        return f"{size} {word}, of unknown noise"
-    if difference.significant:
-        return f"{size} ± {show(difference.noise)} {word}"
-    return f"within noise: {size} ± {show(difference.noise)} {word}"
+        return f"{text} (noise unknown)"
+    return text if difference.significant else f"within noise: {text}"

@@ -60,7 +60,7 @@ function smooth(steps, values, span) {
   });
 }
 const lastStep = () => Math.max(1, ...report.runs.map(run => run.axes.step.at(-1) || 0));
-const span = () => view.smooth ? lastStep() * 10 ** (-4 + 3.3 * view.smooth / 100) : 0;
+const span = () => view.smooth ? lastStep() * 10 ** (-3.3 + 2.6 * view.smooth / 100) : 0;
 
 // ---- zoom
 

@@ -49,9 +49,10 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
             figure.draw(signal)
     shown = [point for points in found.values() for point in points]
     first, last = min(x for x, _ in shown), max(x for x, _ in shown)
-    figure.legend(not alone, x=last, y=max(y for _, y in shown), ha="right", va="top", relative=True)
-    ticks = [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)] if last > first else [first]
-    figure.ruler("x").ticks(ticks, [_tick(tick, unit) for tick in ticks])
+    low, high = min(y for _, y in shown), max(y for _, y in shown)
+    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
+    figure.ruler("x").ticks(_ticks(first, last), [_tick(x, unit) for x in _ticks(first, last)])
+    figure.ruler("y").ticks(_ticks(low, high), [_value(y) for y in _ticks(low, high)])
     figure.label(unit, "x")
     drawn: str = figure.build().string(colorless=not color)
     return "\n".join(line.rstrip() for line in drawn.rstrip().splitlines())
@@ -67,5 +68,13 @@ def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Lin
     ]
 
 
+def _ticks(first: float, last: float) -> list[float]:
+    return [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)] if last > first else [first]
+
+
 def _tick(value: float, unit: str) -> str:
     return f"{value:.2g}" if unit in ("hours", "flops") else show_tokens(value)
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
