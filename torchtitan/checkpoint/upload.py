@@ -2,8 +2,8 @@
 
 What is left to do follows from the two folders alone, so the next start continues an interrupted upload: a checkpoint
 is missing until its manifest is there, and of it those files that aren't there in their size. While a copy is made,
-`.incomplete` in it holds the SHA-256 of the manifest. If another save of the same step has left files there, such as one
-before the run was rewound, they are deleted first.
+`.incomplete` in it holds the SHA-256 of the manifest. What another save of the same step has left there, such as one
+before the run was rewound, is deleted first.
 
 Each rank sends its share of the files, by a thread that takes part in no collective. Rank 0 sends the manifest last.
 """
