@@ -91,6 +91,7 @@ def test_torchrun_ends_with_our_error_after_its_own(tmp_path):
     assert sum(line == error for line in done.stderr.splitlines()) == 2, "when it happens, and at the end"
 
 
+@pytest.mark.slow
 def test_options_for_torchrun_reach_it_as_they_are(tmp_path):
     """A folder with a space and an equals sign; also with one rank, which needs no torchrun otherwise."""
     done = start(

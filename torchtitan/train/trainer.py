@@ -84,6 +84,7 @@ class Trainer:
             Trained(self.parts.models, self.parts.optimizer, self.parts.average),
             about,
             confirm=lambda: self.folders.confirm(remote=True),
+            confirm_copies=self.folders.confirm_copies,
         )
         self.guard = Guard(
             config.guard,
@@ -394,7 +395,6 @@ class Trainer:
         self.parts.loader.close()
         if self.parts.validation is not None:
             self.parts.validation.close()
-        self.folders.release()
         if error is None and dist.get_rank() == 0:
             logger.info(self.ledger.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None
@@ -405,3 +405,5 @@ class Trainer:
             self.watch.close()
         if ends_together:
             dist.destroy_process_group()
+        self.checkpointer.end_uploads(wait=error is None and not self.stopped)
+        self.folders.release()
