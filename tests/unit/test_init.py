@@ -123,11 +123,33 @@ def test_the_table_has_bands_chances_and_reasons(capsys):
 
 
 def test_what_is_given_prevails():
-    flags = ["--training.steps=7", "--training.global_batch_size=16", "--activation_checkpoint.mode=full"]
-    main(["a", *SMALL[:2], *H100, *flags])
+    main(["a", *SMALL[:2], *H100, "--training.steps=7", "--training.global_batch_size=16"])
     tables = written("a")[1]
     assert (tables["training"]["steps"], tables["training"]["global_batch_size"]) == (7, 16)
+
+
+def test_a_given_layout_is_planned_as_it_is(capsys):
+    layout = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
+    main(["a", *SMALL, "--hardware=h100-sxm", "--devices=4", *layout, "--training.local_batch_size=2"])
+    tables = written("a")[1]
+    assert tables["parallelism"] == {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
     assert tables["activation_checkpoint"]["mode"] == "full"
+    assert "The layout on 4 x h100-sxm" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="must divide 4"):
+        main(["b", *SMALL, "--hardware=h100-sxm", "--devices=4", "--parallelism.tensor_parallel_degree=3"])
+
+
+def test_data_of_a_cluster(capsys):
+    main(["a", SMALL[0], "--data=/of/the/cluster", SMALL[2], *H100])
+    assert (
+        "training.dataset_path '/of/the/cluster' is not on this machine; the run will need it"
+        in capsys.readouterr().out
+    )
+    with pytest.raises(ConfigError, match="--data: no file or folder /of/the/cluster"):
+        main(["b", SMALL[0], "--data=/of/the/cluster", SMALL[2], "--hardware=cpu.toml"])
+    with pytest.raises(ConfigError, match="newline"):
+        main(["a\nb", *SMALL, *H100])
+    assert [path.name for path in Path().iterdir() if path.is_dir()] == ["a"]
 
 
 def test_several_nodes_get_a_job():
@@ -175,6 +197,7 @@ def test_data(tmp_path):
     assert find_data("texts").kind.startswith("token files")
     assert find_data("org/name:config@split").path is None
     assert find_data("c4").held_out == "c4_validation"
+    assert not find_data("/of/the/cluster").is_here
     for wrong in ("dmeo", "./none", "/none/*.txt", "org/name/more"):
         with pytest.raises(ConfigError, match=r"--data"):
             find_data(wrong)
@@ -248,7 +271,8 @@ def test_a_failed_write_leaves_nothing(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_says_what_would():
-    with pytest.raises(UserError, match=r"llama3/8B: none of .* is likely to fit in the 77 GiB .* try --devices \d"):
+    message = r"llama3/8B: none of .* is likely to fit in the 77[.0-9]* GiB .* try --devices \d"
+    with pytest.raises(UserError, match=message):
         main(["a", "--model=llama3/8B", "--data=c4", *H100, "--hours=1", "--training.global_batch_size=1"])
     assert not Path("a").exists()
 

@@ -16,7 +16,7 @@ from torchtitan.plan.hardware import load_hardware
 from torchtitan.start import project as projects
 from torchtitan.start import questions
 from torchtitan.start.ask import Asker
-from torchtitan.start.job import add_job_options
+from torchtitan.start.job import add_job_options, check_words
 from torchtitan.start.layouts import best_layouts, table
 from torchtitan.start.machine import CPU, devices_per_host, local_gpus
 from torchtitan.start.recipe import Setting, Settings, Wish
@@ -56,12 +56,17 @@ def main(argv: list[str]) -> int:
     show_help(argv, whole=False)
     own, flags = split_args(argv)
     options = parser().parse_intermixed_args(own)
+    check_words("", argv)  # they become a comment of the file
     given = _given(flags)
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
     asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
     wish, measured = _ask(options, asker, given)
     per_node = options.gpus_per_node or devices_per_host(wish.hardware)
+    if wish.on_cpu and not wish.data.is_here:
+        raise ConfigError([f"--data: no file or folder {wish.data.path}"])
+    if wish.on_cpu and options.slurm:
+        raise ConfigError(["--slurm: a job asks for GPUs; choose other hardware, or drop it"])
     nodes, _ = projects.nodes_of(wish.devices, per_node)
     _check_folder(wish.folder, force=options.force)
     print("Searching for the best layouts ...", file=sys.stderr)

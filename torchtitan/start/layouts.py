@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from torchtitan.config.derive import layout_name
-from torchtitan.plan.planner import find_layouts, nothing_fits
+from torchtitan.plan.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.plan.proposals import Proposal
 from torchtitan.plan.report import band_ends, likelihood, run_of
 from torchtitan.start.recipe import Wish, as_flags, draft, steps_of
@@ -16,12 +16,15 @@ _LEGEND = "9 of 10 runs are within the ranges. Batch: rows at a time x times per
 
 
 def best_layouts(wish: Wish) -> tuple[list[Proposal], int]:
-    """The best layouts, the first of which is recommended, and how many legal ones there are.
+    """The best layouts, the first of which is recommended, and how many legal ones there are; or the one given.
 
     Raises:
         UserError: none fits.
         ConfigError: none is legal.
     """
+    if wish.states_layout:
+        plan, _ = make_plan(as_flags(draft(wish)), wish.devices, wish.hardware)
+        return [Proposal(plan, "as given")], 1
     found, _ = find_layouts(as_flags(draft(wish)), wish.devices, wish.hardware, own=False)
     if not found.best:
         short = found.smallest_gib / wish.hardware.usable_gib
@@ -57,4 +60,5 @@ def table(proposals: Sequence[Proposal], seen: int, wish: Wish) -> str:
             ]
         )
     hardware = f"{wish.devices} x {wish.hardware.name}, {wish.hardware.usable_gib:.1f} GiB each"
-    return f"The best of {plural(seen, 'legal layout')} on {hardware}:\n{aligned(rows)}\n{_LEGEND}"
+    best = f"The best of {plural(seen, 'legal layout')}" if seen > 1 else "The layout"
+    return f"{best} on {hardware}:\n{aligned(rows)}\n{_LEGEND}"

@@ -74,7 +74,8 @@ def _toml(wish: Wish, plan: Plan, settings: Settings, command: str) -> str:
         "Only what differs from the defaults is here; `torchtitan config FILE --explain` shows every value.",
     ]
     body = to_toml(config, only_changed=True, comments=comments)
-    return "".join(f"# {line}\n" for line in head) + "\n" + body.rstrip() + "\n"
+    lines = ("".join(c if c.isprintable() else " " for c in line) for line in head)  # a hardware file may hold any text
+    return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
 
 
 def validate_text(text: str, wish: Wish) -> tuple[str, ...]:

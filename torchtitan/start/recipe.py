@@ -44,6 +44,7 @@ _MOST_LOGITS = 2**27
 _WARMUP = 2000
 """Llama 2, arXiv:2307.09288, section 2.2."""
 _SAVE_SECONDS = 1800
+_OF_LAYOUT = ("activation_checkpoint.mode", "training.local_batch_size")
 _VALIDATION_BATCHES = 8
 
 
@@ -74,6 +75,11 @@ class Wish:
     """If `tokens` is not given."""
     given: Settings | None = None
     """Settings that prevail."""
+
+    @property
+    def states_layout(self) -> bool:
+        """Whether a layout is given, at least in parts: then it is not searched for."""
+        return any(key.startswith("parallelism.") or key in _OF_LAYOUT for key in self.given or {})
 
     @property
     def on_cpu(self) -> bool:

@@ -23,6 +23,8 @@ class Data:
     """The part to validate on."""
     kind: str = ""
     """In words."""
+    is_here: bool = True
+    """Whether this machine has it."""
 
 
 def find_data(text: str) -> Data:
@@ -35,7 +37,9 @@ def find_data(text: str) -> Data:
         kinds = {"demo": "the text of Python's standard library", "c4": "C4 (English), streamed from the hub"}
         return Data(text, held_out=_HELD_OUT[text], kind=kinds[text])
     path = os.path.expanduser(text)
-    if os.path.exists(path) or text.startswith((".", "/", "~")) or re.search(r"[*?\[]", text):
+    if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
+        return Data(_name(path), path, kind="local files", is_here=False)
+    if os.path.exists(path) or text.startswith((".", "/", "~")) or _is_pattern(text):
         return _local(os.path.abspath(path))
     if _HUB.fullmatch(text):
         return Data(text, kind="streamed from the Hugging Face hub")
@@ -47,10 +51,17 @@ def find_data(text: str) -> Data:
     )
 
 
-def _local(path: str) -> Data:
+def _is_pattern(path: str) -> bool:
+    return re.search(r"[*?\[]", path) is not None
+
+
+def _name(path: str) -> str:
+    """A name for files, which is none that the project knows."""
     name = re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_") or "files"
-    if name in _HELD_OUT:
-        name = f"my_{name}"
+    return f"my_{name}" if name in _HELD_OUT else name
+
+
+def _local(path: str) -> Data:
     tokens = token_files(path)
     try:
         if tokens:
@@ -60,4 +71,4 @@ def _local(path: str) -> Data:
     except UserError as error:
         raise ConfigError([str(error)]) from None
     kind = "token files, for the tokenizer that they were made with" if tokens else "local files"
-    return Data(name, path, kind=kind)
+    return Data(_name(path), path, kind=kind)
