@@ -76,7 +76,7 @@ def test_curves_at_other_points():
 
 
 def test_speeds_with_outliers():
-    base, other = noise(300, 200, seed=3), noise(300, 150, seed=4)
+    base, other = noise(200, 200, seed=3), noise(200, 150, seed=4)
     for one in (base, other):
         one[:, ::17] -= 300  # steps that waited
     pairs = [(a.tolist(), b.tolist()) for a, b in zip(base, other, strict=True)]
@@ -84,7 +84,18 @@ def test_speeds_with_outliers():
     faster = [unpaired([value + 1 for value in a], b) for a, b in pairs]
     assert np.mean([one.significant for one in faster]) > 0.95
     assert np.mean([one.value for one in faster]) == pytest.approx(1, abs=0.05)
-    assert unpaired([5.0] * 19, [4.0] * 100) == (1.0, None)
+    assert unpaired([5.0] * 39, [4.0] * 100) == (1.0, None)
+    assert unpaired([5.0] * 40, [4.0] * 100) == (1.0, 0.0)
+
+
+def test_speeds_that_drift():
+    pairs = [noise(50, 200, 0.9, seed) for seed in (5, 6)]
+    verdicts = [unpaired(a.tolist(), b.tolist()) for a, b in zip(*pairs, strict=True)]
+    assert np.mean([one.noise is None for one in verdicts]) > 0.9
+    pairs = [noise(100, 1000, 0.8, seed) for seed in (5, 6)]
+    verdicts = [unpaired(a.tolist(), b.tolist()) for a, b in zip(*pairs, strict=True)]
+    assert np.mean([one.significant for one in verdicts]) < 0.09
+    assert np.mean([one.noise is None for one in verdicts]) < 0.1
 
 
 def test_smoothing_against_its_closed_form():

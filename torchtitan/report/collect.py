@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan.report.compare import Candidate, compare
 from torchtitan.report.differences import differences
 from torchtitan.report.folder import Folder, Start, read_events, read_folder
+from torchtitan.report.lines import number
 from torchtitan.report.series import POINTS, Curves, read_curves, read_window
 
 
@@ -92,7 +93,7 @@ def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
     if folder.state != "running" or folder.total_steps is None or not folder.starts:
         return None
     rate = curves.seconds_per_step(since=folder.starts[-1].time)
-    return None if rate is None else max(folder.total_steps - step, 0) * rate
+    return None if rate is None else number(max(folder.total_steps - step, 0) * rate)
 
 
 def _start(start: Start, began: float) -> dict[str, Any]:

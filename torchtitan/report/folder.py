@@ -120,10 +120,10 @@ def _alive(folder: Path, now: float) -> bool | None:
 
 
 def _start(entry: Any) -> Start | None:
-    began = number(_get(entry, "time"))
+    began, last_seen = _time(_get(entry, "time")), _time(_get(entry, "last_seen"))
     if began is None:
         return None
-    end, last_seen = _get(entry, "end"), number(_get(entry, "last_seen"))
+    end = _get(entry, "end")
     versions = _get(entry, "versions")
     about = {"git": _get(entry, "git")} | (
         {f"versions.{k}": v for k, v in versions.items()} if isinstance(versions, dict) else {}
@@ -160,7 +160,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         ]
     found = [
         {
-            "time": number(event.get("time")),
+            "time": _time(event.get("time")),
             "kind": cut(str(event.get("kind")), 40),
             "step": _whole(event.get("step")),
             "message": cut(str(event.get("message", "")), _MESSAGE),
@@ -212,6 +212,12 @@ def _list(content: Any) -> list[Any]:
 
 def _whole(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def _time(value: Any) -> float | None:
+    """Seconds since the epoch, in the years that calendars can show."""
+    seconds = number(value)
+    return seconds if seconds is not None and 0 <= seconds < 1e11 else None
 
 
 def _counts(content: Any) -> dict[str, int]:

@@ -30,7 +30,8 @@ _BLOCK = 4096
 _WRONG = 64
 """Lines that are no records, in succession, after which a search gives up."""
 _LARGEST_STEP = 2**53
-_LARGEST = 1e300
+_LARGEST = 1e60
+"""Of the numbers that count: beyond any float32, and their products are still finite."""
 _NUMBERS = (int, float, type(None))
 
 
@@ -68,7 +69,7 @@ def parse(line: bytes) -> tuple[int, Record] | None:
 
 
 def number(value: Any) -> float | None:
-    """A number that JSON can hold; None if `value` is something else."""
+    """`value` if it is a finite number, and not absurdly large; else None."""
     usable = type(value) in (int, float) and -_LARGEST < value < _LARGEST
     return value if usable else None
 

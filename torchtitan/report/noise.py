@@ -72,10 +72,17 @@ def unpaired(values: Sequence[float], base: Sequence[float]) -> Difference:
     if not values or not base:
         return Difference(math.nan, None)
     difference = median(values) - median(base)
-    if min(len(values), len(base)) < 2 * BLOCKS:
+    if min(independent_values(_clipped(series)) for series in (values, base)) < _INDEPENDENT:
         return Difference(difference, None)
     halves = [_interval([median(block) for block in blocks(series)]) for series in (values, base)]
     return Difference(difference, math.hypot(*halves))
+
+
+def _clipped(values: Sequence[float]) -> list[float]:
+    """The values, with the outermost 5 % at each end moved inwards: outliers would hide how the others correlate."""
+    ordered = sorted(values)
+    low, high = ordered[len(values) // 20], ordered[-1 - len(values) // 20]
+    return [min(max(value, low), high) for value in values]
 
 
 def blocks(values: Sequence[float]) -> list[Sequence[float]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.report.folder import METRICS
-from torchtitan.report.lines import JsonLines, Place, Record
+from torchtitan.report.lines import JsonLines, Place, Record, number
 
 POINTS = 2000
 """Points of a curve, about."""
@@ -46,7 +46,7 @@ class Curves:
             "step": self._steps,
             "tokens": self._tokens,
             "hours": _filled(self._hours(p) for p in self.training),
-            "flops": None if per_token is None else [per_token * n for n in self._tokens],
+            "flops": None if per_token is None else _filled(number(per_token * n) for n in self._tokens),
         }
 
     def metrics(self) -> dict[str, list[float | None]]:

@@ -110,7 +110,7 @@ def time_line(run: Run, width: int) -> list[str]:
         often = f"{kind} x {len(rest) + 1}" if rest else kind
         steps = " to ".join(dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None))
         rows.append(
-            [show_duration(first[0] * 3600), often, steps, printable(cut(last[3], max(width - _BEFORE_MESSAGE, 40)))]
+            [show_duration(first[0] * 3600), often, steps, printable(cut(last[3], max(width - _BEFORE_MESSAGE, 64)))]
         )
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
