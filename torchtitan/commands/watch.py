@@ -86,9 +86,9 @@ def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     server, where = _serve(options)
-    server.live.report()  # whoever opens the page does not wait for the files
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        server.live.report()  # whoever opens the page doesn't wait for the files
         print(f"Watching {', '.join(map(str, options.folders))} at {where}  (Ctrl-C ends)")
         print(_hint(options, server, where), flush=True)
         server.serve_forever()

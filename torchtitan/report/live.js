@@ -1,7 +1,7 @@
 // Keeps the page of `torchtitan watch` up to date: asks the server for what is new, and for details when zoomed.
 
 const POLL_MS = 2000, RETRY_MS = 5000, DETAIL_POINTS = 2000;
-const live = {at: null, timer: null, zoom: 0, status: null};
+const live = {at: null, timer: null, zoom: 0, status: null, clock: null, asking: null};
 
 async function get(path) {
   const answer = await fetch(path, {cache: "no-store"});
@@ -10,13 +10,15 @@ async function get(path) {
   return answer.json();
 }
 
-async function follow() {
+const follow = () => live.asking ||= ask().finally(() => { live.asking = null; });  // one question at a time
+async function ask() {
   clearTimeout(live.timer);
   let wait = POLL_MS;
   try {
     const news = live.at === null ? {reload: true} : await get(`updates?after=${encodeURIComponent(live.at)}`);
     if (news.reload) await load(); else { live.at = news.at; news.runs.forEach(([i, more]) => merge(report.runs[i], more)); if (news.runs.length) refresh(); }
-    say(`Live, as of ${show.date(Date.now() / 1000).slice(11)}`, "good");
+    say("Live", "good");
+    live.clock.textContent = `, as of ${show.date(Date.now() / 1000).slice(11)}`;
   } catch (error) {
     wait = RETRY_MS;
     say(`Not live: ${error instanceof TypeError ? "the server can't be reached" : error.message}. Trying again.`, "bad");
@@ -83,7 +85,9 @@ function details() {
 }
 
 function startLive() {
-  live.status = element(main, "p", {role: "status", class: "dim"}, "Reading the runs …");
+  const line = element(main, "p", {class: "live"});
+  live.status = element(line, "span", {role: "status", class: "dim"}, "Reading the runs …");
+  live.clock = element(line, "span", {class: "dim"});  // beside it, or it would be read aloud all the time
   listeners.zoom.push(details);
   document.addEventListener("visibilitychange", () => { if (!document.hidden) follow(); });
   follow();

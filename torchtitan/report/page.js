@@ -91,6 +91,7 @@ function cards(box) {
   const devices = Object.entries(run.devices).map(([name, n]) => `${number(n)} ${name}`).join(", ");
   const about = [run.description, [run.ranks ? plural(run.ranks, "rank") : "", show.layout(run.layout), devices].filter(Boolean).join(", ")];
   element(box, "p", {class: "dim"}, about.filter(Boolean).join("; "));
+  element(element(box, "p", {class: "dim"}), "code", {}, run.path);
 }
 
 function overview(box) {
@@ -267,7 +268,7 @@ function events(box) {
   const runs = report.runs.filter(run => run.starts.length || run.events.length);
   if (!runs.length) return;
   element(box, "h2", {}, "What happened");
-  element(box, "p", {class: "dim"}, "Hours since the first start of each run. Bars are starts, colored by layout; ticks below them are saves.");
+  element(box, "p", {class: "dim"}, "Time since the first start of each run. Bars are starts, colored by layout; ticks below them are saves.");
   timeline(box, runs);
   const details = element(box, "details");
   element(details, "summary", {}, "As a table");
