@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 BEGAN = 1_700_000_000.0
-STEP_SECONDS, STEP_TOKENS = 30.0, 2**19
+STEP_SECONDS, STEP_TOKENS, FLOPS_PER_TOKEN = 30.0, 2**19, 5e10
 
 
 def record(step: int, *, shift: float = 0.0, seed: int = 0, at: float | None = None, **more: Any) -> dict[str, Any]:
     """A record of training; the same for the same arguments."""
     noise = random.Random(f"{seed} {step}")
     loss = shift + 2 + 6 / math.sqrt(step) + noise.gauss(0, 0.04)
+    rate = 7800 + noise.gauss(0, 40)
     return {
         "step": step, "loss": loss, "max_loss": loss + 0.4,
         "grad_norm": 0.5 + 3 / math.sqrt(step) + abs(noise.gauss(0, 0.1)),
-        "lr": 3e-4 * min(1, step / 100), "tokens": step * STEP_TOKENS, "tokens_per_second": 7800 + noise.gauss(0, 40),
-        "tflops": 401.25, "mfu": 40.57 + noise.gauss(0, 0.2), "memory_gib": 71.2, "step_time_s": STEP_SECONDS,
-        "time": BEGAN + STEP_SECONDS * step if at is None else at,
+        "lr": 3e-4 * min(1, step / 100), "tokens": step * STEP_TOKENS, "tokens_per_second": rate,
+        "tflops": rate * FLOPS_PER_TOKEN / 1e12, "mfu": 40.57 + noise.gauss(0, 0.2), "memory_gib": 71.2,
+        "step_time_s": STEP_SECONDS, "time": BEGAN + STEP_SECONDS * step if at is None else at,
     } | more  # fmt: skip
 
 

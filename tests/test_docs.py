@@ -257,6 +257,7 @@ OTHERS = {
     "pip",
     "source",
     "kill",
+    "ssh",
     "sbatch",
     "torchfrtrace",
     "git",

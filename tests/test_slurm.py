@@ -18,6 +18,8 @@ from torchtitan.start.jobs import read_record
 from torchtitan.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+ENDPOINTS = "node7:23456,node8:23456,node9:23456"
+"""Those after the first take over when it is lost, where the number of nodes may change."""
 BASE = ROOT / "train_configs/debug_model.toml"
 
 SRUN = """#!/usr/bin/env bash
@@ -112,7 +114,7 @@ def test_without_a_checkout_the_installed_package_runs(slurm, tmp_path):
     (slurm.root / "run_train.sh").rename(python)
     job = slurm(TEMPLATE, "my.toml", "--training.steps=7", TORCHTITAN_PYTHON=str(python), NGPU="8", NNODES="2:3")
     assert job.wait(timeout=30) == 0, job.stderr.read()
-    launcher = ["-m", "torchtitan", "train", "my.toml", "--nnodes", "2:3", "--rdzv-endpoint", "node7:23456"]
+    launcher = ["-m", "torchtitan", "train", "my.toml", "--nnodes", "2:3", "--rdzv-endpoint", ENDPOINTS]
     argv = json.loads(calls(tmp_path, "task")[0])["argv"]
     assert argv == [*launcher, "--nproc-per-node", "8", "--", "--training.steps=7"]
     assert not calls(tmp_path, "setup")

@@ -45,6 +45,8 @@ def until(folder, process, step):
 
 
 def test_one_run_from_preemption_over_a_killed_rank_to_the_end(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("wandb")
     with Server() as server:
         environment = os.environ | {"HOOK": server.url, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
         first = start(tmp_path, environment, total=100_000)
@@ -66,6 +68,7 @@ def test_one_run_from_preemption_over_a_killed_rank_to_the_end(tmp_path):
     ], texts  # fmt: skip
     assert "killed by SIGKILL" in texts[2], texts
     assert server.url not in (tmp_path / "log").read_text() + (tmp_path / "out/config.toml").read_text()
+    assert (tmp_path / "out/notifications.jsonl").read_text().count('"sent": true') == 5
     known = json.loads((tmp_path / "out/run.json").read_text())["trackers"]["wandb"]
     parts = list(wandb_records(tmp_path / "out"))
     assert {r.run.run_id for part in parts for r in part if r.HasField("run")} == {known["id"]}
@@ -73,4 +76,7 @@ def test_one_run_from_preemption_over_a_killed_rank_to_the_end(tmp_path):
     assert shown[0] == list(range(1, saved + 1))
     assert shown[1][0] == saved + 1
     assert shown[2][-1] == reached + 3
+    assert "metrics.sinks: " not in (tmp_path / "log").read_text()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "out/tb")).Reload().Scalars("train/loss")
+    assert [event.step for event in events] == list(range(1, reached + 4))
     assert 'torchtitan_restarts_total{run="out"} 2.0' in (tmp_path / "run.prom").read_text()

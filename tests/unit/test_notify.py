@@ -1,6 +1,7 @@
 """Messages about a run, against a real server and real programs: also those that hang, fail and never end."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from torchtitan.observe.delivery import DeliveryError, post
 from torchtitan.observe.notify import Notifier, RateLimit, report_error, report_failure
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.last_word import REPORTER_ENV
 
 SECRET = "T0K3N"
 
@@ -221,9 +223,9 @@ def test_a_failure_is_sent_once_by_who_knows_the_cause(tmp_path, webhook, monkey
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     report_error(run, RuntimeError("Connection closed by peer"))  # not rank 0, not the cause
-    monkeypatch.setenv(notify.LAUNCHER_REPORTS_ENV, "1")
+    monkeypatch.setenv(REPORTER_ENV, str(os.getppid()))
     report_error(run, UserError("the launcher tells it"))
-    monkeypatch.delenv(notify.LAUNCHER_REPORTS_ENV)
+    monkeypatch.delenv(REPORTER_ENV)
     assert webhook.got == []
     report_error(run, UserError("the data can't be read"))
     monkeypatch.setenv("RANK", "0")
@@ -248,3 +250,13 @@ def test_a_receiver_that_cannot_work_is_refused_at_the_start(tmp_path, monkeypat
     assert error.value.problems[0].startswith(problem)
     assert error.value.problems[1] == "notifications.command: no program '/nowhere/mail' that can be run"
     assert SECRET not in str(error.value)
+
+
+def test_a_webhook_that_hangs_takes_no_time_from_the_command(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with Server(hangs=True) as server:
+        monkeypatch.setenv("HOOK", server.url)
+        one = notifier(tmp_path, webhook_env="HOOK", command=["sh", "-c", f"cat > {out}.part; mv {out}.part {out}"])
+        one.send(event("failed"))
+        one.close(0.5)
+    assert json.loads(out.read_text())["kind"] == "failed"

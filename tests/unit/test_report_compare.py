@@ -169,7 +169,7 @@ def test_speed_does_not_count_first_steps(tmp_path):
     assert found["significant"]
     assert found["difference"] == pytest.approx(100, abs=2 * found["noise"])
     assert found["noise"] < 10
-    assert found["text"].endswith("over the last 25% of each, 99 and 99 records")
+    assert found["text"].endswith("over the last 99 and 99 records")
 
 
 def test_runs_that_can_not_be_compared(tmp_path):

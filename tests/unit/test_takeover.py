@@ -83,7 +83,6 @@ def test_a_holder_that_was_suspended_gives_way(launcher):
     together(first, second)
     suspended, first._held = first._held, None
     second._leave()
-    second._first = 1
     second._find = lambda find=second._find: None if second._held is None else find()  # can't reach it
     assert together(second) == {(2, 1)}
     first._held = suspended

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -13,16 +14,19 @@ import urllib.request
 import pytest
 import torch.distributed as dist
 
+from torchtitan.config import resolve
 from torchtitan.config.metrics import Metrics as Config
 from torchtitan.config.metrics import Prometheus
 from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.schema import Job
 from torchtitan.observe.ledger import Ledger
-from torchtitan.observe.sinks import background
+from torchtitan.observe.sinks import background, chosen
 from torchtitan.observe.sinks.build import Trackers
 from torchtitan.observe.sinks.chosen import missing_packages
 from torchtitan.observe.sinks.names import scalars
 from torchtitan.observe.sinks.tensorboard import TensorBoardSink
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
 
 RECORD = {
     "step": 2, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "tokens_per_second": 1400.0, "mfu": None,
@@ -53,14 +57,15 @@ class Start:
     def log(self, *steps):
         for step in steps:
             self.trackers.call(
-                "log", {"step": step, "loss": 3.0 / step, "tokens_per_second": 9.0, "time": 100.0 + step}
+                "log", {"step": step, "loss": 3.0 / step, "tokens_per_second": 9.0, "time": 100.0 + step + self.step}
             )
         return self
 
     def close(self):
-        self.trackers.close(self.reason)
         error = RuntimeError("cause") if self.reason.startswith("failed") else None
         self.ledger.end(self.step, 10**6 if self.reason == "preempted" else 0, error)
+        self.trackers.close(self.reason)
+        self.ledger.save_trackers()
 
 
 def recorded(folder):
@@ -173,6 +178,14 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch):
         "'titan-pretrain[prometheus]', or remove it",
         "metrics.enable_wandb needs the package wandb: pip install 'titan-pretrain[wandb]', or set it to false",
     ]
+
+
+def test_a_missing_package_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(chosen, "PACKAGES", {"mlflow": "no_such_package"})
+    config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=mlflow"], 1).config
+    with pytest.raises(ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain"):
+        preflight(config)
+    assert not (tmp_path / "out").exists()
 
 
 # ---- Weights & Biases
@@ -315,6 +328,7 @@ def mlflow_values(client, run, name):
     return sorted((m.step, m.value) for m in client.get_metric_history(run, name))
 
 
+@pytest.mark.slow
 def test_mlflow_continues_the_same_run(tmp_path, monkeypatch):
     """In a folder. Values of steps that are trained again are kept twice."""
     mlflow = pytest.importorskip("mlflow")
@@ -338,6 +352,7 @@ def test_mlflow_continues_the_same_run(tmp_path, monkeypatch):
     lost.trackers.close("completed")
     lost.ledger.trackers = {}
     lost.ledger.end(4, 10**6)
+    assert recorded(folder) == {}
     Start(folder, "mlflow", step=4).log(5).close()
     assert recorded(folder)["mlflow"]["id"] == known["id"]
     assert client.get_run(known["id"]).info.status == "FINISHED"
@@ -345,9 +360,52 @@ def test_mlflow_continues_the_same_run(tmp_path, monkeypatch):
     assert recorded(folder)["mlflow"]["id"] != known["id"]
 
 
+@pytest.mark.slow
+def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
+    """A real server, over HTTP. Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's folder."""
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    Start(tmp_path / "local", "mlflow").log(1, 2).close()
+    known = recorded(tmp_path / "local")["mlflow"]
+    assert known["uri"] == f"sqlite:///{tmp_path}/local/mlflow.db"
+    local = mlflow.MlflowClient(tracking_uri=known["uri"])
+    assert mlflow_values(local, known["id"], "train/loss") == [(1, 3.0), (2, 1.5)]
+    port = free_port()
+    store = ["--backend-store-uri", known["uri"], "--artifacts-destination", str(tmp_path / "artifacts")]
+    command = [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 200
+        while not listens(port):
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        for step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+            start = Start(tmp_path / "remote", "mlflow", step=step, end="preempted").log(*steps)
+            start.trackers.call("log_samples", step, [{"prompt": "Once", "text": " upon"}])
+            start.close()
+        known = recorded(tmp_path / "remote")["mlflow"]
+        client = mlflow.MlflowClient()
+        assert client.get_run(known["id"]).info.status == "KILLED"
+        assert mlflow_values(client, known["id"], "train/loss") == [(1, 3.0), (2, 1.5), (3, 1.0), (3, 1.0), (4, 0.75)]
+        assert [file.path for file in client.list_artifacts(known["id"], "samples")] == [
+            "samples/step-0.txt", "samples/step-2.txt"
+        ]  # fmt: skip
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 # ---- Trackio
 
 
+@pytest.mark.slow
 def test_trackio_continues_the_same_run(tmp_path):
     """In a local store."""
     pytest.importorskip("trackio")

@@ -30,7 +30,8 @@ from torchtitan.checkpoint.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.storage import delete_tree, is_remote, patiently
 
-_MARK = ".incomplete"
+MARK = ".incomplete"
+"""At a URL, in a checkpoint that is being written or deleted."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -99,13 +100,13 @@ def begin(final: Path) -> None:
         delete_tree(temporary_folder(final))
         return
     remove(final)
-    patiently(final, lambda: (final / _MARK).touch())
+    patiently(final, lambda: (final / MARK).touch())
 
 
 def commit(final: Path) -> None:
     """Give a completely written folder its name, then delete the previous checkpoint of that name."""
     if is_remote(final):
-        patiently(final, lambda: (final / _MARK).unlink(missing_ok=True))
+        patiently(final, lambda: (final / MARK).unlink(missing_ok=True))
         return
     temporary = temporary_folder(final)
     fsync(temporary)
@@ -129,7 +130,7 @@ def remove(path: Path) -> None:
     old = path
     if is_remote(path):
         if patiently(path, lambda: (path / MANIFEST).is_file()):
-            patiently(path, lambda: (path / _MARK).touch())
+            patiently(path, lambda: (path / MARK).touch())
             patiently(path, lambda: (path / MANIFEST).unlink(missing_ok=True))
     else:
         old = path.with_name(f".{path.name}.old")
@@ -141,13 +142,13 @@ def remove(path: Path) -> None:
 def leftovers(folder: Path) -> list[Path]:
     """Folders of saves and deletions that were interrupted or are in progress."""
     if is_remote(folder):
-        return sorted(p for _, p in _steps(folder) if (p / _MARK).is_file() and not (p / MANIFEST).is_file())
+        return sorted(p for _, p in _steps(folder) if (p / MARK).is_file() and not (p / MANIFEST).is_file())
     return sorted([*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")])
 
 
 def unknown(folder: Path) -> list[Path]:
     """Folders named like checkpoints that this project didn't write: those of another program, or damaged ones."""
-    return sorted(p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / _MARK).is_file())
+    return sorted(p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / MARK).is_file())
 
 
 def clean(folder: Path) -> list[str]:

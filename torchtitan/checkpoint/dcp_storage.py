@@ -293,8 +293,8 @@ class Reader(FileSystemReader):
         except Exception as problem:
             error = problem
         if place.crc32 is not None and part.crc32() != place.crc32:
-            where = f"{place.relative_path}, bytes {place.offset:,} to {place.offset + place.length:,}"
-            raise DamageError(f"{self.path} is damaged: {where}: wrong checksum")
+            where = f"in bytes {place.offset:,} to {place.offset + place.length:,}"
+            raise DamageError(f"{self.path} is damaged: {place.relative_path} has a wrong checksum {where}")
         if error is not None:
             raise error
         if not isinstance(tensor, Tensor):

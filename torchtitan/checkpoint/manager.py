@@ -37,6 +37,7 @@ from torchtitan.checkpoint.resume import (
 )
 from torchtitan.checkpoint.staging import build_stager
 from torchtitan.checkpoint.state import Trained
+from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config import schema
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
@@ -57,11 +58,13 @@ class Checkpointer:
         trained: Trained,
         about: dict[str, Any],
         confirm: Callable[[], object] = lambda: None,
+        confirm_copies: Callable[[], object] = lambda: None,
     ):
         """
         Args:
             about: what manifests record of the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has taken it.
+            confirm_copies: the same of `upload_folder`.
 
         Raises:
             CheckpointError: the folder can't be written to, or has only checkpoints of another program.
@@ -80,6 +83,18 @@ class Checkpointer:
         self._stager = build_stager(config.async_mode) if self.saving else None
         if self.saving and (problem := from_rank_0(_prepare(self.folder) if dist.get_rank() == 0 else None)):
             raise CheckpointError(problem)
+        self.copies = storage_path(config.upload_folder) if config.enable and config.upload_folder else None
+        self._uploader = None
+        if self.saving and self.copies is not None:
+            self._uploader = Uploader(
+                self.folder,
+                self.copies,
+                dist.get_rank(),
+                dist.get_world_size(),
+                keep_latest=config.keep_latest_k,
+                keep_every=config.keep_every_n,
+                confirm=confirm_copies,
+            )
 
     # ---- saving
 
@@ -109,6 +124,8 @@ class Checkpointer:
         if self._stager is None:
             self._guard(lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group))
             self._saved()
+            if self._uploader is not None:
+                self._uploader.wake()
             return
         writer.per_thread_copy_ahead = 0  # staged tensors are on the host; DCP would create a stream on the first GPU
         response = dcp.async_save(
@@ -118,6 +135,9 @@ class Checkpointer:
             self._staging, self._upload = response.staging_completion, response.upload_completion
         else:
             self._upload = response
+        if self._uploader is not None:
+            uploader = self._uploader
+            self._upload.add_done_callback(lambda _: uploader.wake())
 
     def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
         """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder."""
@@ -165,6 +185,19 @@ class Checkpointer:
                 dist.destroy_process_group(self._group)
                 self._group = None
 
+    def end_uploads(self, *, wait: bool) -> None:
+        """End the copies to `upload_folder`. No collective may follow: the ranks are ready at different times.
+
+        Args:
+            wait: until all checkpoints are copied; else the next start continues.
+        """
+        if self._uploader is not None:
+            uploader, self._uploader = self._uploader, None
+            if wait:
+                uploader.finish()
+            else:
+                uploader.stop()
+
     def _guard(self, action: Callable[[], Any]) -> None:
         """Run a part of a save. If it fails, delete what is half-written and raise one readable error."""
         try:
@@ -209,15 +242,30 @@ class Checkpointer:
         """
         if not self.config.enable:
             return None
-        steps = agreed_steps(self.folder)
+        folder, steps = self._available()
         if self.config.load_step >= 0:
             if self.config.load_step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
                 raise CheckpointError(
-                    f"checkpoint.load_step: {self.folder} has no step {self.config.load_step} (it has: {have})"
+                    f"checkpoint.load_step: {folder} has no step {self.config.load_step} (it has: {have})"
                 )
             steps = [self.config.load_step]
-        return load_newest(self.folder, steps, self.trained, self.config.exclude_from_loading)
+        return load_newest(folder, steps, self.trained, self.config.exclude_from_loading)
+
+    def _available(self, before: int | None = None) -> tuple[Path, list[int]]:
+        """The checkpoints to resume from, oldest first: those in the folder or, if it has none, their copies.
+
+        Args:
+            before: ignore this step and later ones.
+        """
+        found: list[int] = []
+        for folder in (self.folder, self.copies):
+            if folder is not None and not found:
+                found = [step for step in agreed_steps(folder) if before is None or step < before]
+                if found and folder == self.copies:
+                    logger.info(f"{self.folder} has no checkpoint to resume from: using the copies in {folder}")
+                    return folder, found
+        return self.folder, found
 
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
@@ -226,8 +274,8 @@ class Checkpointer:
             CheckpointError: all of them are damaged, or the save in flight failed.
         """
         self.wait()
-        steps = [s for s in agreed_steps(self.folder) if s < step]
-        return load_newest(self.folder, steps, self.trained)
+        folder, steps = self._available(before=step)
+        return load_newest(folder, steps, self.trained)
 
     def load_initial(self, path: Path) -> Resumed | None:
         """Start from a checkpoint of another run: only its weights (None), unless `initial_load_model_only = false`."""

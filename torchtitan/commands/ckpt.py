@@ -1,9 +1,10 @@
-"""Inspect, verify, compare, prune, convert and merge checkpoints, without a GPU.
+"""Inspect, verify, compare, prune, upload, convert and merge checkpoints, without a GPU.
 
     torchtitan ckpt inspect outputs/run/checkpoint             # list the checkpoints; for one step, its contents
     torchtitan ckpt verify  outputs/run/checkpoint             # compare every file with its checksum
     torchtitan ckpt diff    A/step-100 B/step-100              # compare configuration, counters and tensors
     torchtitan ckpt prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
+    torchtitan ckpt upload  outputs/run/checkpoint s3://bucket/run
     torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export a folder that transformers loads
     torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint, and a TOML that trains from it
     torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average their weights
@@ -17,8 +18,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from torchtitan.utils.errors import CheckpointError, DamageError, UserError
-from torchtitan.utils.storage import path_argument
+from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
+from torchtitan.utils.lock import FolderLock
+from torchtitan.utils.storage import is_remote, path_argument
 from torchtitan.utils.text import count, plural
 
 
@@ -91,6 +93,28 @@ def prune(options: argparse.Namespace) -> int:
     kept = [step for step in committed_steps(options.path) if step not in gone]
     print(f"kept: {', '.join(map(str, kept)) or 'none; there are no checkpoints here'}")
     return 0
+
+
+def upload(options: argparse.Namespace) -> int:
+    from torchtitan.checkpoint.commit import checkpoints_at
+    from torchtitan.checkpoint.upload import send
+
+    if not is_remote(options.target):
+        raise ConfigError([f"{options.target} is no URL; to copy checkpoints to a folder, copy their folders"])
+    lock, failed = FolderLock(options.target), 0
+    try:
+        for step in reversed(checkpoints_at(options.path)):
+            target = options.target / step.name
+            try:
+                sent = send(step, target)
+            except DamageError as error:
+                failed += 1
+                print(f"not uploaded: {error}")
+            else:
+                print(f"{target}: {f'sent {sent:,} bytes' if sent else 'complete'}")
+    finally:
+        lock.release()
+    return 1 if failed else 0
 
 
 def to_hf(options: argparse.Namespace) -> int:
@@ -167,6 +191,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N")
     command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     command.set_defaults(run=prune)
+
+    command = commands.add_parser("upload", help="copy checkpoints to object storage, as far as they aren't there")
+    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("target", type=path_argument, metavar="URL", help="as checkpoint.upload_folder")
+    command.set_defaults(run=upload)
 
     command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
     command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if unknown := [metric for metric in options.plot or () if metric not in known]:
         raise UserError(f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known)}")
     terminal = sys.stdout.isatty()
-    width = min(shutil.get_terminal_size().columns, _WIDTH) if terminal else _WIDTH
+    width = min(shutil.get_terminal_size().columns, _WIDTH)
     print(as_text(data, metrics=options.plot or _METRICS, axis=options.axis, width=width, color=terminal))
     return 0
 

@@ -28,7 +28,7 @@ from torchtitan.config.command_line import parse_args, show_help, split_args
 from torchtitan.config.schema import Config
 from torchtitan.observe.diagnosis import diagnose, killed
 from torchtitan.observe.evidence import read_case
-from torchtitan.observe.notify import LAUNCHER_REPORTS_ENV, report_failure
+from torchtitan.observe.notify import report_failure
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
@@ -319,7 +319,6 @@ def _set_environment(options: argparse.Namespace) -> None:
     """Set what several ranks inherit."""
     # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ[LAUNCHER_REPORTS_ENV] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node)))
     os.environ[REPORTER_ENV] = str(os.getpid())
     fewest, most = options.nnodes
@@ -381,12 +380,14 @@ def _run_torchrun(
         rank, failure = error.get_first_failure()
         cause = _cause(config, rank, error.failures)
         print(f"error: {cause}", file=sys.stderr)
-        report_failure(config, cause)
         if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
             print(_what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node), file=sys.stderr)
+        report_failure(config, cause)
         return max(failure.exitcode, 1)
     except RendezvousError as error:
-        raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error
+        cause = f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}"
+        report_failure(config, cause)
+        raise UserError(cause) from error
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0

@@ -86,6 +86,7 @@ def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     server, where = _serve(options)
+    server.live.report()  # whoever opens the page does not wait for the files
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         print(f"Watching {', '.join(map(str, options.folders))} at {where}  (Ctrl-C ends)")

@@ -18,6 +18,7 @@ from torchtitan.config.metrics import Notifications, Prometheus
 from torchtitan.config.schema import Config, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.storage import is_url
 from torchtitan.utils.text import brief, listed
 
 
@@ -201,6 +202,23 @@ def storage_is_shared(config: Config, world: int) -> Iterator[str]:
         )
 
 
+def uploads_go_elsewhere(config: Config, world: int) -> Iterator[str]:
+    c = config.checkpoint
+    if c.upload_folder is None:
+        return
+    if not c.enable:
+        yield "checkpoint.upload_folder has no effect without checkpoint.enable = true"
+    elif not is_url(c.upload_folder):
+        yield f"checkpoint.upload_folder: {brief(c.upload_folder)} is no URL; set one, such as s3://bucket/run"
+    elif is_url(c.folder):
+        yield (
+            "checkpoint.upload_folder: checkpoint.folder is a URL already; remove upload_folder, or set folder to a "
+            "local one, from which checkpoints are copied to upload_folder"
+        )
+    elif c.upload_folder.startswith("memory://") and world > 1:
+        yield f"checkpoint.upload_folder: each of {world} ranks has its own memory://; set a URL that all can access"
+
+
 def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
     """Loading weights or exporting them must not be skipped silently.
 
@@ -359,6 +377,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     lr_schedule.keys_agree,
     retention_is_safe,
     storage_is_shared,
+    uploads_go_elsewhere,
     loading_is_enabled,
     hf_weights_have_no_optimizer,
     hf_weights_have_no_expert_bias,

@@ -196,6 +196,11 @@ class Ledger:
         )
         return f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
 
+    def save_trackers(self) -> None:
+        """Write what trackers recorded at the end of this start."""
+        if self.writes and self.trackers:
+            self._write(list(self.starts))  # a copy: the clock has stopped
+
     def shares(self) -> tuple[float, dict[str, float]]:
         """Goodput in percent, and the seconds of each kind, over all starts until the last heartbeat."""
         return _account(self.starts)

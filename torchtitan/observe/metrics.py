@@ -194,13 +194,13 @@ class Metrics:
             self.file.log(record)
         self.trackers.call("log", record)
 
-    def close(self, reason: str | None = None) -> None:
+    def close(self, reason: str = "completed") -> None:
         """
         Args:
-            reason: how this start ended, as in `run.json`; None on other ranks.
+            reason: how this start ended, as in `run.json`.
         """
         self._stopwatch.close()
         self.console.close()
         for file in self.files:
             file.close()
-        self.trackers.close(reason or "completed")
+        self.trackers.close(reason)

@@ -22,12 +22,11 @@ from torchtitan.config.schema import Config
 from torchtitan.observe.delivery import Command, DeliveryError, post
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.last_word import launcher_reports
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import cut
 
 FILE = "notifications.jsonl"
-LAUNCHER_REPORTS_ENV = "TORCHTITAN_LAUNCHER_REPORTS"
-"""Set by a launcher that reports failures of its ranks itself: it also knows of those that were killed."""
 FLUSH_SECONDS = 5.0
 """At the end of a run, for messages that wait."""
 FAILURE_SECONDS = 15.0
@@ -86,16 +85,24 @@ class Notifier:
     def _deliver(self, event: Mapping[str, Any], left_out: int) -> None:
         about = {**event, "run": self.folder.resolve().name, "folder": str(self.folder), "host": socket.gethostname()}
         text = message(about, left_out)
-        if url := os.environ.get(self.config.webhook_env or ""):
-            try:
-                post(url, {"text": _for_slack(text), "event": about}, self.config.timeout_seconds)
-            except DeliveryError as error:
-                self._warn(f"webhook in {self.config.webhook_env}", str(error))
+        # At once, so that one that hangs doesn't take the other's time at the end of a run.
+        posting = threading.Thread(target=self._post, args=({"text": _for_slack(text), "event": about},), daemon=True)
+        posting.start()
         if self.config.command:
             try:
                 self.command.run(about | {"text": text})
             except DeliveryError as error:
                 self._warn(f"command {self.config.command[0]}", str(error))
+        posting.join()
+
+    def _post(self, body: Mapping[str, Any]) -> None:
+        name = self.config.webhook_env
+        try:
+            if url := name and os.environ.get(name):
+                post(url, body, self.config.timeout_seconds)
+        except Exception as error:  # the text of any but ours may hold the URL
+            known = isinstance(error, DeliveryError)
+            self._warn(f"webhook in {name}", str(error) if known else type(error).__name__)
 
     def _warn(self, what: str, problem: str) -> None:
         if what not in self._warned:
@@ -183,8 +190,8 @@ def report_failure(config: Config, cause: str) -> None:
 
 
 def report_error(config: Config, error: BaseException) -> None:
-    """Send that this rank failed, unless its launcher will."""
-    if os.environ.get(LAUNCHER_REPORTS_ENV) or not isinstance(error, Exception):
+    """Send that this rank failed, unless its launcher will, which also knows of ranks that were killed."""
+    if launcher_reports() or not isinstance(error, Exception):
         return
     if from_another_rank(error):
         if rank_and_world()[0] != 0:

@@ -100,10 +100,9 @@ class Takeover(RendezvousHandler):
         self._here = [endpoint.is_here(parameters.local_addr) for endpoint in endpoints]
         self._timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or 60)
         self._patience = parameters.get_as_int("takeover_timeout") or _PATIENCE_SECONDS
-        self._first = 0
-        """Endpoint that should hold the next store."""
         self._held: _Found | None = None
         self._joined: _Found | None = None
+        """The last one, also when it is lost."""
         self._inner: DynamicRendezvousHandler | None = None
 
     # ---- what torchrun calls
@@ -119,13 +118,13 @@ class Takeover(RendezvousHandler):
             try:
                 return self._join().next_rendezvous()
             except _LOST:
-                self._lose()
+                self._leave()
 
     def num_nodes_waiting(self) -> int:
         try:
             return self._inner.num_nodes_waiting() if self._inner else 1
         except _LOST:
-            self._lose()
+            self._leave()
             return 1  # as if somebody waited: torchrun stops its ranks and comes to the next rendezvous
 
     def is_closed(self) -> bool:
@@ -152,8 +151,13 @@ class Takeover(RendezvousHandler):
 
     def _take_turns(self) -> _Found:
         """Hold a store, or wait for an endpoint to hold one: each in turn, beginning after the one that was lost."""
+        first = 0
+        if self._joined is not None:
+            first = self._joined.index + 1
+            gone = self._endpoints[self._joined.index]
+            print(f"The rendezvous at {gone} is gone. The nodes that are left meet at another", file=sys.stderr)
         for offset in range(len(self._endpoints)):
-            index = (self._first + offset) % len(self._endpoints)
+            index = (first + offset) % len(self._endpoints)
             deadline = time.monotonic() + self._patience
             while not self._here[index] and time.monotonic() < deadline:
                 if found := self._find():
@@ -172,7 +176,7 @@ class Takeover(RendezvousHandler):
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=True, timeout=self._timeout)
         except (RuntimeError, ValueError):
             return False
-        store.set(_GENERATION, self._signed(str(seen + 1)))
+        store.set(_GENERATION, self._signed(b"%d" % (seen + 1)))
         self._held = _Found(seen + 1, index, store)
         return True
 
@@ -193,27 +197,21 @@ class Takeover(RendezvousHandler):
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
             if not store.check([_GENERATION]):
                 return None
-            text, _, signature = store.get(_GENERATION).decode().partition(" ")
+            found = store.get(_GENERATION)
             store.set_timeout(self._timeout)
         except (OSError, RuntimeError, ValueError):
             return None
-        if not hmac.compare_digest(self._signed(text), f"{text} {signature}") or not text.isdecimal():
+        generation, _, _ = found.partition(b" ")
+        if not hmac.compare_digest(self._signed(generation), found):
             raise RendezvousStateError(f"{endpoint}: the state was not signed with this node's secret")
-        return _Found(int(text), index, store)
+        return _Found(int(generation), index, store)
 
-    def _signed(self, generation: str) -> str:
-        return f"{generation} {hmac.digest(self._secret, f'generation {generation}'.encode(), 'sha256').hex()}"
-
-    def _lose(self) -> None:
-        """The store that was joined is gone, or a step in it timed out: look for another, or for the same again."""
-        if self._inner is None or self._joined is None:
-            return
-        self._leave()
-        self._first = (self._joined.index + 1) % len(self._endpoints)
-        endpoint = self._endpoints[self._joined.index]
-        print(f"The rendezvous at {endpoint} is gone. The nodes that are left meet at another", file=sys.stderr)
+    def _signed(self, generation: bytes) -> bytes:
+        signature = hmac.digest(self._secret, b"generation " + generation, "sha256")
+        return generation + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
+        """Have nothing more to do with the store that was joined: it is gone, or another one counts."""
         if self._inner is not None:
             self._inner._stop_heartbeats()  # shutdown() would close the rendezvous to everybody
             self._inner = None

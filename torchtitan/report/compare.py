@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.report.folder import Folder
 from torchtitan.report.noise import Difference, at_points, paired, unpaired
@@ -18,13 +19,36 @@ _MOST = 4096
 _LOSS, _SPEED = ("lower", "higher"), ("slower", "faster")
 
 
-@dataclass(frozen=True)
+class Point(NamedTuple):
+    """What is compared of a record."""
+
+    step: int
+    tokens: float | None
+    loss: float | None
+    rate: float | None
+    """Tokens per second and device."""
+
+
+@dataclass
 class Candidate:
     """A run to compare."""
 
     name: str
     folder: Folder
     curves: Curves
+
+    @cached_property
+    def tail(self) -> list[Point]:
+        """The records of the last `SHARE` of its steps and tokens."""
+        last = self.curves.last_step
+        tokens = (1 - SHARE) * self.curves.last_tokens
+        return self.read(min(round((1 - SHARE) * last), self.curves.step_at(tokens)) + 1, last)
+
+    def read(self, first: int, last: int) -> list[Point]:
+        """The records of some steps; the last `_MOST` if there are more."""
+        first = max(first, last - round(_MOST * self.curves.steps_per_record))
+        places = read_window(self.folder.path, first, last, 2 * _MOST, began=None).training
+        return [Point(p.step, *map(p.record.get, ("tokens", "loss", "tokens_per_second"))) for p in places]
 
 
 def compare(runs: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -37,11 +61,8 @@ def _against(run: Candidate, base: Candidate) -> Iterator[dict[str, Any]]:
     for found in (_loss(run, base), *_validation(run, base), _speed(run, base)):
         if found:
             metric, difference, text = found
-            noise, significant = difference.noise, difference.significant
-            yield {"metric": metric, **pair, "difference": difference.value, "noise": noise} | {
-                "significant": significant,
-                "text": text,
-            }
+            numbers = {"difference": difference.value, "noise": difference.noise}
+            yield {"metric": metric, **pair, **numbers, "significant": difference.significant, "text": text}
 
 
 # ---- loss
@@ -62,17 +83,18 @@ def _loss(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None
         records = f"{len(series[0]):,} and {plural(len(series[1]), 'record')}"
     if math.isnan(difference.value):
         return None
-    where = f"over the last {SHARE:.0%} of {show_tokens(tokens)} tokens, {records}"
+    share = 1 - max(min(one) for one in series) / tokens
+    percent = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+    where = f"over the last {percent} of {show_tokens(tokens)} tokens, {records}"
     return "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
 
 
 def _losses(run: Candidate, tokens: float) -> dict[float, float]:
     """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
-    first, last = run.curves.step_at((1 - SHARE) * tokens) + 1, run.curves.step_at(tokens)
-    first = max(first, last - round(_MOST * run.curves.steps_per_record))
-    window = read_window(run.folder.path, first, last, 2 * _MOST, began=None)
-    found = ((place.record.get("tokens"), place.record.get("loss")) for place in window.training)
-    return {at: loss for at, loss in found if at is not None and loss is not None}
+    begin, last = (1 - SHARE) * tokens, run.curves.step_at(tokens)
+    points = run.tail if last >= run.curves.last_step else run.read(run.curves.step_at(begin) + 1, last)
+    known = ((point.tokens, point.loss) for point in points)
+    return {at: loss for at, loss in known if at is not None and loss is not None and begin < at <= tokens}
 
 
 # ---- validation
@@ -107,21 +129,15 @@ def _speed(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | Non
     text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
-    return (
-        "tokens_per_second",
-        difference,
-        f"speed {text} ({relative:+.1%}), over the last {SHARE:.0%} of each, {records}",
-    )
+    return "tokens_per_second", difference, f"speed {text} ({relative:+.1%}), over the last {records}"
 
 
 def _rates(run: Candidate) -> list[float]:
     """The rates of the last records, without the first of each start, which compiles."""
-    last = run.curves.last_step
-    first = max(round((1 - SHARE) * last), last - round(_MOST * run.curves.steps_per_record))
-    window = read_window(run.folder.path, first + 1, last, 2 * _MOST, began=None).training
+    first = (1 - SHARE) * run.curves.last_step
     begun = {start.resumed_step + 1 for start in run.folder.starts} | {1}
-    found = (place.record.get("tokens_per_second") for place in window if place.step not in begun)
-    return [rate for rate in found if rate is not None]
+    steady = (point for point in run.tail if point.step > first and point.step not in begun)
+    return [point.rate for point in steady if point.rate is not None]
 
 
 # ---- words
@@ -132,6 +148,8 @@ def _verdict(difference: Difference, show: Callable[[float], str], words: tuple[
     Args:
         words: for a negative and a positive difference.
     """
+    if not difference.value:
+        return "the same"
     size = show(abs(difference.value))
     if difference.noise is not None:
         size += f" ± {show(difference.noise)}"

@@ -149,7 +149,7 @@ function curveChart(parent, {title, label, format, tick, curves, marks = () => [
       x: {label: axis.label, format: ticks[view.x]}, y: {label, format: tick || format, log: positive(), range: bounds}, data: columns(), series: series(), height,
       label: `${title}: ${shown.map(curve => curve.name).join(", ")}. Arrow keys move along the curves, plus and minus zoom, Escape shows all.`,
       hooks: {draw: [drawMarks], setCursor: [moved], setSelect: [selected]},
-      cursor: {x: true, y: false, drag: {x: true, y: false, setScale: false}, sync: {key: "runs", scales: ["x", null]},
+      cursor: {x: true, y: false, drag: {x: true, y: false, setScale: false}, sync: {key: "runs", scales: ["x", null], filters: {pub: type => type === "mousemove"}},
         bind: {dblclick: () => () => { zoomTo(null); return null; }}},
     });
     chart.plot = drawn;

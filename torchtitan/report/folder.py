@@ -62,9 +62,9 @@ class Folder:
     @cached_property
     def total_steps(self) -> int | None:
         """The last step that the configuration asks for."""
-        _, _, rest = f"\n{self._toml}".partition("\n[training]\n")
-        training = _tables("[training]\n" + rest.partition("\n[")[0])  # a fifth of the file, for a table of many runs
-        return _whole(_get(training.get("training"), "steps") if training else self.config.get("training.steps"))
+        section = f"\n{self._toml}".partition("\n[training]\n")[2].partition("\n[")[0]
+        steps = _tables(section).get("steps")  # a fifth of the file, for a table of many runs
+        return _whole(self.config.get("training.steps") if steps is None else steps)
 
     @cached_property
     def _toml(self) -> str:

@@ -1,7 +1,7 @@
 // Numbers as people read them, the same as those of torchtitan/utils/text.py.
 
 const pad = n => String(n).padStart(2, "0");
-const fixed = (x, digits) => number(x, digits);
+const fixed = (x, digits) => number(Number(x.toFixed(digits)), digits);  // rounds as Python does
 function rounded(x) {  // four digits of what has no format of its own
   if (x === 0) return "0";
   const size = Math.abs(x);

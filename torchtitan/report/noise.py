@@ -18,7 +18,7 @@ BLOCKS = 10
 _T = 2.262
 """Student's t for 95 % with `BLOCKS - 1` degrees of freedom."""
 _INDEPENDENT = 4 * BLOCKS
-"""Independent values that it takes for the means of blocks to be nearly independent. Simulated: 5 to 6 % of series
+"""Independent values that it takes for the means of blocks to be nearly independent. Simulated: 4 to 8 % of series
 without a difference are then said to have one, at any autocorrelation (tests/unit/test_report_compare.py)."""
 
 

@@ -12,6 +12,7 @@ import hmac
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -108,7 +109,9 @@ class Server(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error."""
+        """Print the traceback of a fault of ours; a client that went away is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -235,7 +238,7 @@ def _remove_stale(path: Path) -> None:
 @contextlib.contextmanager
 def serving(server: Server) -> Iterator[Server]:
     """Serve in a thread meanwhile."""
-    thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="watch", daemon=True)
     thread.start()
     try:
         yield server

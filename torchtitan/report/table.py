@@ -16,6 +16,10 @@ from torchtitan.report.series import is_training
 from torchtitan.utils.text import aligned, cut, plural, printable, show_duration, show_loss, show_percent, show_rate
 
 _MESSAGE = 80
+_COLUMNS = 12
+"""Settings that get a column, at most."""
+_SHOWN = ("ranks", "layout")
+"""Differences that have a column anyway."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ ORDERS: dict[str, Callable[[Row], Any]] = {
 def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[Row]:
     """A row for each run."""
     folders = [read_folder(path) for path in paths]
-    changed = differences(folders) if with_differences else []
+    changed = [one for one in differences(folders) if one["key"] not in _SHOWN] if with_differences else []
     names = run_names(paths)
     settings = [{one["key"]: one["values"][i] for one in changed} for i in range(len(folders))]
     return [_row(*columns) for columns in zip(names, folders, settings, strict=True)]
@@ -104,7 +108,8 @@ def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
     """The rows as a table, and how many runs are in which state."""
     now = time.time() if now is None else now
-    keys = list(rows[0].settings) if rows else []
+    differing = list(rows[0].settings) if rows else []
+    keys = differing[:_COLUMNS]
     messages = any(row.message for row in rows)
     heading = ["run", "state", "step", "loss", "tokens/s", "MFU", "goodput", "last seen", "ranks", "layout", *keys]
     cells = [[*_cells(row, now), *(_setting(row.settings[key]) for key in keys)] for row in rows]
@@ -114,7 +119,9 @@ def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
     counts = {state: sum(row.state == state for row in rows) for state in STATES}
     states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     table = aligned([heading, *([printable(cell) for cell in line] for line in cells)])
-    return f"{table}\n\n{plural(len(rows), 'run')}: {states}"
+    more = len(differing) - len(keys)
+    note = f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them" if more else ""
+    return f"{table}\n\n{plural(len(rows), 'run')}{': ' if states else ''}{states}{note}"
 
 
 def _cells(row: Row, now: float) -> list[str]:

@@ -24,6 +24,7 @@ from torchtitan.utils.text import (
 Run = dict[str, Any]
 _LONGEST_LINE = 40
 """Entries of a time line, at most."""
+_BEFORE_MESSAGE = 36
 _VALUE = 60
 
 
@@ -40,7 +41,9 @@ def as_text(data: dict[str, Any], *, metrics: Sequence[str], axis: str, width: i
         title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHED else "")
         parts.append(plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color))
     parts.append(_time_by_kind(runs))
-    parts += ["\n".join([f"Time line of {run['name']}", *time_line(run)]) for run in runs if run["starts"]]
+    parts += [
+        "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)]) for run in runs if run["starts"]
+    ]
     if len(runs) > 1:
         parts += [_differences(data), _comparison(data)]
     return "\n\n".join(filter(None, parts))
@@ -90,11 +93,15 @@ def _of(latest: dict[str, float | None], key: str, show: Any) -> str | None:
     return None if value is None else show(value)
 
 
-def time_line(run: Run) -> list[str]:
-    """Starts, ends and events of a run in order of time; like events in succession become one line."""
+def time_line(run: Run, width: int) -> list[str]:
+    """Starts, ends and events of a run in order of time; like events in succession become one line.
+
+    Args:
+        width: about, in characters.
+    """
     entries = [(one["hours"], one["kind"], one["step"], one["message"]) for one in run["events"]]
-    if not any(kind in ("started", "resumed") for _, kind, _, _ in entries):
-        entries += _starts(run["starts"])
+    logged = any(kind in ("started", "resumed") for _, kind, _, _ in entries)
+    entries += (entry for entry in _starts(run["starts"]) if not logged or entry[1] == "killed")  # which logs nothing
     entries.sort(key=lambda entry: entry[0])
     rows = []
     for kind, group in groupby(entries, key=lambda entry: entry[1]):
@@ -102,7 +109,9 @@ def time_line(run: Run) -> list[str]:
         last = rest[-1] if rest else first
         often = f"{kind} x {len(rest) + 1}" if rest else kind
         steps = " to ".join(dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None))
-        rows.append([show_duration(first[0] * 3600), often, steps, printable(cut(last[3], 120))])
+        rows.append(
+            [show_duration(first[0] * 3600), often, steps, printable(cut(last[3], max(width - _BEFORE_MESSAGE, 40)))]
+        )
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
         rows = rows[:1] + [["", f"{left_out:,} more", "", ""]] + rows[1 + left_out :]

@@ -18,6 +18,8 @@ class HeldFolders:
     """A run's claims on its folders; only rank 0 has any."""
 
     locks: list[FolderLock]
+    copies: list[FolderLock]
+    """Of `checkpoint.upload_folder`. Losing it ends the uploads, not the run."""
 
     def confirm(self, *, remote: bool = False) -> bool:
         """Check that the run still holds its folders.
@@ -34,9 +36,17 @@ class HeldFolders:
         held = [lock.confirm() for lock in self.locks if remote or not is_remote(lock.folder)]
         return all(held)
 
+    def confirm_copies(self) -> None:
+        """
+        Raises:
+            UserError: another run has taken the folder that checkpoints are uploaded to.
+        """
+        for lock in self.copies:
+            lock.confirm()
+
     def release(self) -> None:
         """Give the folders up."""
-        for lock in self.locks:
+        for lock in (*self.locks, *self.copies):
             lock.release()
 
 
@@ -49,8 +59,13 @@ def hold_folders(config: Config) -> HeldFolders:
     folders = {"job.dump_folder": Path(config.job.dump_folder)}
     if config.checkpoint.enable and not config.checkpoint.load_only:
         folders["checkpoint.folder"] = storage_path(config.checkpoint.folder, config.job.dump_folder)
-    held = HeldFolders([])
-    problem = _take(folders, held.locks) if dist.get_rank() == 0 else None
+    copies = {}
+    if config.checkpoint.upload_folder and "checkpoint.folder" in folders:
+        copies["checkpoint.upload_folder"] = storage_path(config.checkpoint.upload_folder)
+    held = HeldFolders([], [])
+    problem = None
+    if dist.get_rank() == 0:
+        problem = _take(folders, held.locks) or _take(copies, held.copies)
     if problem := from_rank_0(problem):
         held.release()
         raise ConfigError([problem])

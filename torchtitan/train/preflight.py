@@ -224,7 +224,8 @@ def _check_paths(config: Config) -> Iterator[str]:
         )
     elif path and not is_url(path) and not os.path.isdir(storage_path(path)):
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
-    for key, name in (("folder", checkpoint.folder), ("initial_load_path", path)):
+    names = {"folder": checkpoint.folder, "upload_folder": checkpoint.upload_folder or "", "initial_load_path": path}
+    for key, name in names.items():
         if problem := storage_problem(name):
             yield f"checkpoint.{key}: {problem}"
 

@@ -84,6 +84,7 @@ class Trainer:
             Trained(self.parts.models, self.parts.optimizer, self.parts.average),
             about,
             confirm=lambda: self.folders.confirm(remote=True),
+            confirm_copies=self.folders.confirm_copies,
         )
         self.guard = Guard(
             config.guard,
@@ -386,14 +387,14 @@ class Trainer:
         self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
-        self.metrics.close(reason)
+        self.metrics.close(reason or ("completed" if error is None else "failed"))
+        self.ledger.save_trackers()
         if self.notifier is not None:
             self.notifier.close()
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:
             self.parts.validation.close()
-        self.folders.release()
         if error is None and dist.get_rank() == 0:
             logger.info(self.ledger.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None
@@ -404,3 +405,5 @@ class Trainer:
             self.watch.close()
         if ends_together:
             dist.destroy_process_group()
+        self.checkpointer.end_uploads(wait=error is None and not self.stopped)
+        self.folders.release()

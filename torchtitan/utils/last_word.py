@@ -21,6 +21,11 @@ _PATIENCE_SECONDS = 300
 """How long torchrun may take to end: it gives the other ranks 30 seconds."""
 
 
+def launcher_reports() -> bool:
+    """Whether the process that started this rank is a launcher that reports its errors."""
+    return os.environ.get(REPORTER_ENV) == str(os.getppid())
+
+
 def tell_torchrun(message: str, *, repeat: bool) -> None:
     """Tell the torchrun that started this rank, if one did, why the rank fails.
 
@@ -29,7 +34,7 @@ def tell_torchrun(message: str, *, repeat: bool) -> None:
             one rank of a node gets to do that.
     """
     path, agent = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.getppid()
-    if not path or os.environ.get(REPORTER_ENV) == str(agent):
+    if not path or launcher_reports():
         return
     about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # as torch's own handler writes it
     with suppress(OSError):

@@ -26,6 +26,7 @@ class MlflowSink:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the log says it
         self.metric, self.status = Metric, "FINISHED"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or run.known.get("uri")
         self.uri = uri or f"sqlite:///{run.folder.resolve()}/mlflow.db"

@@ -19,19 +19,19 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.event, self.summary, self.histogram, self.session = Event, Summary, HistogramProto, SessionLog
-        self.folder = folder
-        self.open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
-        self.writer = self.open()
+        self._event, self._summary, self._distribution, self._session = Event, Summary, HistogramProto, SessionLog
+        self._folder = folder
+        self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
+        self._writer = self._open()
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
         """Make TensorBoard hide what it has of later steps."""
-        start = self.session(status=self.session.START)
-        self.writer.add_event(self.event(wall_time=time.time(), step=step + 1, session_log=start))
+        start = self._session(status=self._session.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def log(self, record: Record) -> None:
-        values = [self.summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
         self._add(record["step"], record["time"], values)
 
     def log_histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
@@ -39,7 +39,7 @@ class TensorBoardSink:
         self._add(
             step,
             time.time(),
-            [self.summary.Value(tag=tag, histo=self._histogram(np.array(of_tag))) for tag, of_tag in values.items()],
+            [self._summary.Value(tag=tag, histo=self._histogram(np.array(of_tag))) for tag, of_tag in values.items()],
         )
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
@@ -53,13 +53,13 @@ class TensorBoardSink:
             lines = f"{sample['prompt']}{sample['text']}".splitlines()
             text = "\n".join(f"    {line}" for line in lines)  # as it is: TensorBoard renders Markdown
             values.append(
-                self.summary.Value(tag=f"samples/{i}", metadata=metadata, tensor=make_tensor_proto([text.encode()]))
+                self._summary.Value(tag=f"samples/{i}", metadata=metadata, tensor=make_tensor_proto([text.encode()]))
             )
         self._add(step, time.time(), values)
 
     def _histogram(self, values: Any) -> Any:
         counts, edges = np.histogram(values, bins=30)
-        return self.histogram(
+        return self._distribution(
             min=values.min(),
             max=values.max(),
             num=len(values),
@@ -70,9 +70,9 @@ class TensorBoardSink:
         )
 
     def _add(self, step: int, at: float, values: list[Any]) -> None:
-        if not self.folder.exists():  # deleted
-            self.writer = self.open()
-        self.writer.add_event(self.event(wall_time=at, step=step, summary=self.summary(value=values)))
+        if not self._folder.exists():  # deleted
+            self._writer = self._open()
+        self._writer.add_event(self._event(wall_time=at, step=step, summary=self._summary(value=values)))
 
     def close(self) -> None:
-        self.writer.close()
+        self._writer.close()

@@ -1,0 +1,309 @@
+"""Copies of a run's checkpoints in object storage (`checkpoint.upload_folder`), made in the background.
+
+What is left to do follows from the two folders alone, so the next start continues an interrupted upload: a checkpoint
+is missing until its manifest is there, and of it those files that aren't there in their size. While a copy is made,
+`.incomplete` in it holds the SHA-256 of the manifest. What another save of the same step has left there, such as one
+before the run was rewound, is deleted first.
+
+Each rank sends its share of the files, by a thread that takes part in no collective. Rank 0 sends the manifest last.
+"""
+
+import hashlib
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checkpoint.commit import (
+    MARK,
+    committed_steps,
+    disposable,
+    leftovers,
+    remove,
+    retention,
+    step_folder,
+    write_file,
+)
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, parse
+from torchtitan.utils.errors import DamageError, UserError
+from torchtitan.utils.files import open_regular
+from torchtitan.utils.logging import event, logger
+from torchtitan.utils.storage import delete_tree, patiently
+from torchtitan.utils.text import listed, plural, show_duration
+
+_CHUNK = 1 << 22
+_BLOCK = 1 << 25
+"""Bytes of a file that are held in memory and sent as one part; object stores take up to 10,000 parts."""
+_POLL_SECONDS = 2.0
+_RETRY_SECONDS = 60.0
+_PATIENCE_SECONDS = 1800.0
+"""How long a rank waits for the others at the end of a run."""
+_DAMAGE = ".damaged"
+"""In a copy that can't be completed: why."""
+
+
+class GoneError(Exception):
+    """Retention has deleted the checkpoint that was being sent."""
+
+
+class _StoppedError(Exception):
+    """The run has ended."""
+
+
+def send(
+    source: Path, target: Path, rank: int = 0, world: int = 1, *, proceed: Callable[[], object] = lambda: None
+) -> int | None:
+    """Copy a committed checkpoint to object storage, or a rank's share of its files. Sends nothing twice.
+
+    Args:
+        proceed: called before each block; may raise.
+
+    Returns:
+        Bytes that were sent; None if other ranks must first do their part.
+
+    Raises:
+        GoneError: the checkpoint was deleted.
+        DamageError: it is damaged, or something else is in its place at the URL.
+        OSError: the storage failed.
+    """
+    try:
+        content = manifest_bytes(source)
+        manifest = parse(content)
+    except FileNotFoundError:
+        raise GoneError(f"{source} was deleted") from None
+    except ValueError as error:
+        raise DamageError(f"{source} is damaged: {MANIFEST}: {error}") from None
+    if _read(target / MANIFEST) == content:
+        return 0
+    if not _begun(target, hashlib.sha256(content).hexdigest().encode(), rank):
+        return None
+    sent, there = 0, _sizes(target)
+    for name in list(manifest.files)[rank::world]:
+        if there.get(name) != manifest.files[name].bytes:
+            try:
+                _send_file(source, target, name, manifest, proceed)
+            except DamageError as error:
+                write_file(target / _DAMAGE, str(error).encode())  # for rank 0
+                raise
+            sent += manifest.files[name].bytes
+    if rank == 0:
+        there = _sizes(target)
+        if _DAMAGE in there:
+            raise DamageError((_read(target / _DAMAGE) or b"").decode())
+        if any(there.get(name) != about.bytes for name, about in manifest.files.items()):
+            return None
+        write_file(target / MANIFEST, content)
+        patiently(target, lambda: (target / MARK).unlink(missing_ok=True))
+    return sent
+
+
+def _begun(target: Path, seal: bytes, rank: int) -> bool:
+    """Whether what is at the URL belongs to the checkpoint whose manifest has this SHA-256; rank 0 sees to that."""
+    found = _read(target / MARK)
+    if found == seal or rank != 0:
+        return found == seal
+    if found is None and _read(target / MANIFEST) is None and _sizes(target):
+        raise DamageError(f"{target} has files, but is no checkpoint of this project; move them away")
+    remove(target)
+    write_file(target / MARK, seal)
+    return True
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return patiently(path, path.read_bytes)
+    except FileNotFoundError:
+        return None
+
+
+def _sizes(folder: Any) -> dict[str, int]:
+    """Sizes of the files at a URL, by name."""
+
+    def look() -> dict[str, int]:
+        with suppress(FileNotFoundError):
+            return {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in folder.fs.ls(folder.path, detail=True)}
+        return {}
+
+    return patiently(folder, look)
+
+
+def _send_file(source: Path, target: Path, name: str, manifest: Manifest, proceed: Callable[[], object]) -> None:
+    """Copy a file, a block in memory at a time, and compare its checksum on the way."""
+    path = target / name
+
+    def copy() -> int:
+        crc32 = 0
+        with open_regular(source / name) as file, path.open("wb", block_size=_BLOCK) as out:  # type: ignore[call-overload]
+            while chunk := file.read(_CHUNK):
+                proceed()
+                crc32 = zlib.crc32(chunk, crc32)
+                out.write(chunk)
+        return crc32
+
+    try:
+        if patiently(target, copy) != manifest.files[name].crc32:
+            raise DamageError(f"{source} is damaged: {name} has a wrong checksum")
+    except BaseException as error:
+        with suppress(Exception):
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileNotFoundError) and not (source / MANIFEST).exists():
+            raise GoneError(f"{source} was deleted") from None
+        raise
+
+
+class Uploader:
+    """Keeps the copies up to date with a run's checkpoints, newest first. No failure of it reaches the run."""
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        rank: int,
+        world: int,
+        *,
+        keep_latest: int = 0,
+        keep_every: int = 0,
+        confirm: Callable[[], object] = lambda: None,
+    ):
+        """
+        Args:
+            target: a URL.
+            keep_latest: as `checkpoint.keep_latest_k`, also of the copies.
+            keep_every: as `checkpoint.keep_every_n`.
+            confirm: called by rank 0 before it changes anything; raises if another run has taken the URL.
+        """
+        self.source, self.target, self.rank, self.world = source, target, rank, world
+        self.keep_latest, self.keep_every, self.confirm = keep_latest, keep_every, confirm
+        self._done: dict[int, str] = {}
+        """Steps whose share of this rank is there, or can't be sent, and the state of their manifest then."""
+        self._wake, self._finishing, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._failed, self._newest = False, -1
+        self._wake.set()
+        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look for new checkpoints now."""
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are copied, or that failed. For minutes, so no collective may follow."""
+        self._finishing.set()
+        self._wake.set()
+        while self._thread.is_alive():
+            self._thread.join(30)
+            if self._thread.is_alive() and self.rank == 0 and (waiting := self._pending()):
+                logger.info(f"Waiting for the upload of {_names(waiting)} to {self.target}")
+
+    def stop(self) -> None:
+        """Leave the rest to the next start."""
+        if self.rank == 0 and (waiting := self._pending()):
+            logger.info(f"Not uploaded yet: {_names(waiting)}; the next start continues")
+        self._stopped.set()
+        self.finish()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(_RETRY_SECONDS if self._failed else None)
+            self._wake.clear()
+            self._failed = False
+            try:
+                self._send_all()
+            except _StoppedError:
+                return
+            except Exception as error:
+                self._failed = True
+                logger.warning(f"Can't upload to {self.target}: {error}; {self._when()}")
+                if isinstance(error, UserError):  # another run has taken the folder
+                    return
+            if self._finishing.is_set():
+                return
+
+    def _when(self) -> str:
+        if self._finishing.is_set():
+            return f"the next start, or `torchtitan ckpt upload {self.source} {self.target}`, continues"
+        return f"trying again at the next save, or in {show_duration(_RETRY_SECONDS)}"
+
+    def _pending(self) -> list[int]:
+        """Steps to send, oldest first."""
+        gone = set(disposable(self.source, self.keep_latest, self.keep_every) if self.keep_latest else ())
+        steps = [step for step in committed_steps(self.source) if step not in gone]
+        return [step for step in steps if self._done.get(step) != self._state(step)]
+
+    def _state(self, step: int) -> str:
+        """Changes when a step is saved again."""
+        with suppress(OSError):
+            about = (step_folder(self.source, step) / MANIFEST).stat()
+            return f"{about.st_mtime_ns} {about.st_ino}"
+        return ""
+
+    def _send_all(self) -> None:
+        if self.rank == 0:
+            self.confirm()
+            self._clean()
+        began = time.monotonic()
+        while waiting := self._pending():
+            if self.rank == 0 and len(waiting) > 1 and waiting[-1] != self._newest:
+                logger.warning(f"Uploads are behind: {_names(waiting)} wait; the newest is sent first")
+            self._newest = waiting[-1]
+            if any(self._send(step) for step in reversed(waiting)):
+                continue
+            if self._finishing.is_set() and time.monotonic() - began > _PATIENCE_SECONDS:
+                raise TimeoutError(f"other ranks have not sent their part of {_names(waiting)}")
+            self._stopped.wait(_POLL_SECONDS)
+
+    def _send(self, step: int) -> bool:
+        """Send a checkpoint, or this rank's share; whether nothing is left to do."""
+        self._proceed()
+        state, began = self._state(step), time.monotonic()
+        target = step_folder(self.target, step)
+        try:
+            sent = send(step_folder(self.source, step), target, self.rank, self.world, proceed=self._proceed)
+        except GoneError:
+            if self.rank == 0:
+                logger.warning(f"step-{step} was deleted before it was uploaded: older than those that are kept")
+                self._clean()
+            return True
+        except DamageError as error:
+            logger.warning(f"Not uploaded: {error}")
+            self._done[step] = state
+            return True
+        if sent is None:
+            return False
+        self._done[step] = state
+        if self.rank == 0 and sent:
+            logger.info(f"Uploaded {target} in {show_duration(time.monotonic() - began)}")
+            self._purge(step)
+        return True
+
+    def _proceed(self) -> None:
+        if self._stopped.is_set():
+            raise _StoppedError
+
+    def _clean(self) -> None:
+        """Delete the beginnings of copies of checkpoints that no longer exist."""
+        known = {step_folder(self.target, step).name for step in committed_steps(self.source)}
+        for path in leftovers(self.target):
+            if path.name not in known:
+                patiently(path, lambda path=path: delete_tree(path))  # type: ignore[misc]
+
+    def _purge(self, step: int) -> None:
+        """Delete copies as checkpoints are deleted."""
+        if not self.keep_latest:
+            return
+        gone = disposable(self.target, self.keep_latest, self.keep_every, newest=step)
+        for old in gone:
+            remove(step_folder(self.target, old))
+        if gone:
+            about = event("deleted", step, steps=gone, folder=str(self.target))
+            why = retention(self.keep_latest, self.keep_every)
+            logger.info(f"Deleted {_names(gone)} from {self.target}: {why}", extra=about)
+
+
+def _names(steps: list[int]) -> str:
+    return f"{plural(len(steps), 'checkpoint')} ({listed(f'step-{step}' for step in steps)})"
