@@ -134,7 +134,7 @@ def draft(wish: Wish) -> Settings:
         "lr_scheduler.name": Setting("cosine", "decays from the end of warm-up to the end of the run"),
         "lr_scheduler.min_lr_factor": Setting(0.1, "a tenth of the peak at the end, as Llama 2, arXiv:2307.09288"),
         "training.dataset": Setting(data.dataset, data.kind),
-        "training.seq_len": Setting(wish.seq_len, "tokens per row, as asked"),
+        "training.seq_len": Setting(wish.seq_len, "tokens per row"),
         "training.global_batch_size": Setting(
             rows, f"{rows * wish.seq_len:,} tokens per step, near {batch:,} of {batch_source}"
         ),
