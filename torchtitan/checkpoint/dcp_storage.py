@@ -3,7 +3,7 @@
 import io
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,8 +28,9 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -247,8 +248,36 @@ class Reader(FileSystemReader):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def fill(item: ReadItem, value: Tensor) -> None:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+
+        self._read(plan.items, fill)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def boxes(self, key: str) -> list[ChunkStorageMetadata]:
+        """The parts of a tensor, as they were written."""
+        return list(self.read_metadata().state_dict_metadata[key].chunks)
+
+    def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
+        """A box of a tensor. Beside it, one part of the tensor is in memory at a time."""
+        about = self.read_metadata().state_dict_metadata[key]
+        self.storage_data = self.read_metadata().storage_data
+        out = torch.empty(box.sizes, dtype=about.properties.dtype)
+
+        def fill(item: ReadItem, value: Tensor) -> None:
+            narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
+
+        self._read(create_read_items_for_chunk_list(key, about, [box]), fill)
+        return out
+
+    def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
+        """Read what is wanted and pass it on."""
         items: dict[tuple[str, int], list[ReadItem]] = {}
-        for item in plan.items:
+        for item in wanted:
             place = self.storage_data[item.storage_index]
             items.setdefault((place.relative_path, place.offset), []).append(item)
         places = (self.storage_data[items[key][0].storage_index] for key in sorted(items))
@@ -256,13 +285,8 @@ class Reader(FileSystemReader):
             for place, part in self._parts(name, list(of_file)):
                 tensor = self._tensor(place, part)
                 for item in items[name, place.offset]:
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-                    planner.commit_tensor(item, target)
+                    fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
                 del tensor  # before the next one needs memory
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
         """The parts in a file, in its order. From remote storage, small ones next to each other come in one request."""

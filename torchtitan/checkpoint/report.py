@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how two of them differ. Reads one tensor at a time."""
+"""What a checkpoint holds, and how two of them differ. Reads one part of a tensor at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,8 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from torchtitan.checkpoint.dcp_storage import Reader, read_tensor
+from torchtitan.checkpoint.dcp_storage import Reader
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.keys import FIELDS
 from torchtitan.utils.text import aligned
@@ -182,21 +181,29 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
             yield "tensors", f"{key}: only in {'b' if key in others else 'a'}"
         elif known[key].size != others[key].size:
             yield "tensors", f"{key}: {list(known[key].size)} in a, {list(others[key].size)} in b"
-        elif text := _distance(read_tensor(readers[0], key), read_tensor(readers[1], key), tolerance):
+        elif text := _distance(readers, key, tolerance):
             yield "tensors", f"{key}: {text}"
 
 
-def _distance(a: Tensor, b: Tensor, tolerance: float) -> str | None:
-    """The distance of two tensors of the same shape, in words, computed in pieces; None if within `tolerance`."""
+def _distance(readers: Sequence[Reader], key: str, tolerance: float) -> str | None:
+    """The distance of two tensors of the same shape, in words; None if within `tolerance`.
+
+    They are read in the parts in which the first was written.
+    """
     largest = squares = norm = 0.0
-    for x, y in zip(a.flatten().split(_PIECE), b.flatten().split(_PIECE), strict=True):
-        x, y = x.double(), y.double()
-        gap = torch.where(x == y, 0.0, (x - y).abs()).nan_to_num(nan=torch.inf)  # NaN equals nothing
-        gap[x.isnan() & y.isnan()] = 0.0
-        largest = max(largest, gap.max().item()) if gap.numel() else largest
-        squares += gap.square().sum().item()
-        norm += x.square().nan_to_num().sum().item()
-    types = "" if a.dtype == b.dtype else f"{a.dtype} in a, {b.dtype} in b; "
+    for box in readers[0].boxes(key):
+        a, b = (reader.read_box(key, box).flatten() for reader in readers)
+        for x, y in zip(a.split(_PIECE), b.split(_PIECE), strict=True):
+            x, y = x.double(), y.double()
+            norm += x.square().nan_to_num().sum().item()
+            if torch.equal(x, y):
+                continue
+            gap = torch.where(x == y, 0.0, (x - y).abs()).nan_to_num(nan=torch.inf)  # NaN equals nothing
+            gap[x.isnan() & y.isnan()] = 0.0
+            largest = max(largest, gap.max().item())
+            squares += gap.square().sum().item()
     if largest <= tolerance:
         return None
+    dtypes = [reader.read_metadata().state_dict_metadata[key].properties.dtype for reader in readers]
+    types = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} in a, {dtypes[1]} in b; "
     return f"{types}max |a - b| {largest:.3g}, |a - b| / |a| {(squares / norm) ** 0.5 if norm else float('inf'):.3g}"
