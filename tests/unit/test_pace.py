@@ -81,7 +81,9 @@ def test_a_terminal_shows_the_same_figures_live(monkeypatch, plain, shown):
         console.advance(step)
     console.log({"step": 40, "loss": 2.5, "grad_norm": 1, "lr": 1, "tokens_per_second": 7822, "tflops": 1,
                  "memory_gib": 1, "memory_pct": 1, "mfu": None})  # fmt: skip
-    time.sleep(0.6)  # it is drawn by a thread
-    console.close()
     live = r"40/100 +loss 2\.5000  7,822 tok/s +left 2 min 00 s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    deadline = time.monotonic() + (30 if shown else 0)
+    while not re.search(live, terminal.getvalue()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # it is drawn by a thread
+    console.close()
     assert bool(re.search(live, terminal.getvalue())) == shown
