@@ -8,7 +8,7 @@
 #   CONFIG_FILE    TOML file, or the bare name of one in train_configs (debug_model)
 #   NGPU           ranks on this node (its GPUs; 1 without)
 #   NNODES         number of nodes (1), or MIN:MAX; with several, also
-#   RDZV_ENDPOINT  HOST:PORT of the first node
+#   RDZV_ENDPOINT  HOST:PORT of the first node; more after commas, which take over when it is lost
 #   RDZV_SECRET    the same on all nodes, and known to nobody else: openssl rand -hex 16
 #   MAX_RESTARTS   restarts after a failure (0; 10 with MIN:MAX nodes)
 #   LOG_RANK       ranks that log, comma-separated (0)

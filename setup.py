@@ -16,7 +16,10 @@ setup(
     packages=[*find_packages(include=["torchtitan*"]), *PACKAGES],
     package_dir=PACKAGES,
     package_data={
-        "torchtitan": ["py.typed", "commands/slurm.sbatch", "plan/*.js", "utils/*.toml", "utils/web/*"],
+        "torchtitan": [
+            *("py.typed", "commands/slurm.sbatch", "utils/*.toml"),
+            *("plan/*.js", "report/*.js", "report/*.css", "utils/web/*"),
+        ],
         **{package: ASSETS[folder] for package, folder in PACKAGES.items()},
     },
     include_package_data=False,

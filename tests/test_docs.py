@@ -33,6 +33,7 @@ from torchtitan.config.command_line import split_args
 from torchtitan.config.compat import UNSUPPORTED
 from torchtitan.config.keys import FIELDS
 from torchtitan.config.load import load_config
+from torchtitan.start.grid import read_runs
 
 ROOT = Path(__file__).parents[1]
 NAV = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
@@ -256,6 +257,7 @@ OTHERS = {
     "pip",
     "source",
     "kill",
+    "ssh",
     "sbatch",
     "torchfrtrace",
     "git",
@@ -299,9 +301,12 @@ def check_torchtitan(words: list[str], launched: int = 1) -> None:
         world = value_of(own, "--gpus-per-node") * value_of(own, "--nodes")
     if command in ("train", "plan", "config", "parity", "submit"):
         resolve(["--job.config_file", rest[0], *flags] if not rest[0].startswith("-") else flags, world)
+    if command == "init":
+        Path(own[0]).mkdir()
+        Path(own[0], "train.toml").write_text('extends = "../train_configs/debug_model.toml"\n')
     if "--write" in own:  # for the commands that follow
         Path(own[own.index("--write") + 1]).write_text(f'extends = "train_configs/{rest[0]}.toml"\n')
-    if rest[0] == "from-hf":
+    if rest[:1] == ["from-hf"]:
         Path(rest[2]).mkdir(exist_ok=True)
         Path(rest[2], "train.toml").write_text('extends = "../train_configs/debug_model.toml"\n')
 
@@ -398,6 +403,9 @@ def test_toml_blocks_are_legal(tmp_path, monkeypatch):
     for block in BLOCKS:
         if block.language == "toml":
             Path("example.toml").write_text(block.text)
+            if block.text.startswith("[[runs]]"):
+                assert read_runs(Path("example.toml"))
+                continue
             load_config(["--config", "example.toml"])
             found += 1
     assert found >= 10

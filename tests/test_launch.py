@@ -2,10 +2,10 @@
 
 import base64
 import contextlib
-import importlib.util
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -69,12 +69,39 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     steps = [r["step"] for r in read_metrics(dump) if "loss" in r]
     assert steps == [1, 2, 4, 6]
     assert "Done: step 6" in stdout
+    assert re.search(r"step 4/6 .*  left \S+ s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", stdout)
+    for rank in range(2):
+        assert "INFO step 6/6 " in (dump / f"logs/rank_{rank}.log").read_text(), "each rank has its file"
     assert "outputs/debug_model/checkpoint/step-6" in stdout
     assert "--training.steps 12" in stdout
     assert json.loads((dump / "checkpoint/step-6/manifest.json").read_text())["step"] == 6
     again = start(*command, cwd=tmp_path, NGPU="1")
     assert again.returncode == 0, again.stderr
     assert "Nothing to do" in again.stdout
+
+
+def test_torchrun_ends_with_our_error_after_its_own(tmp_path):
+    """Its report names the error as the cause, then the error stands last, once; the status is torchrun's."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = start(*torchrun, "-m", "torchtitan.train", "--model.flavor=3X", cwd=tmp_path)
+    error = "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 1B, 3B, 8B, 70B, 405B)"
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == error
+    assert f"traceback : {error}" in done.stderr.split("Root Cause")[1]
+    assert sum(line == error for line in done.stderr.splitlines()) == 2, "when it happens, and at the end"
+
+
+@pytest.mark.slow
+def test_options_for_torchrun_reach_it_as_they_are(tmp_path):
+    """A folder with a space and an equals sign; also with one rank, which needs no torchrun otherwise."""
+    done = start(
+        sys.executable, "-m", "torchtitan", "train", "--log-dir", tmp_path / "a b=c", "--redirects=3",
+        "--nproc-per-node=1", "--", *arguments(tmp_path, steps=1), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    (log,) = (tmp_path / "a b=c").glob("*/attempt_0/0/stdout.log")
+    assert "Done: step 1" in log.read_text()
 
 
 class Attack:
@@ -161,7 +188,6 @@ BAD = {
     ),
     "dump folder": (["--job.dump_folder=/proc/nowhere"], "job.dump_folder: can't write", 2),
     "dump folder is a file": (["--job.dump_folder=empty.jsonl"], "job.dump_folder: can't write", 2),
-    "package": (["--metrics.enable_wandb"], "metrics.enable_wandb needs the package wandb", 1),
     "checkpoint": (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], "initial_load_path: no folder", 2),
     "hf weights": (["--checkpoint.enable", "--checkpoint.initial_load_in_hf"], "no .safetensors files", 1),
 }
@@ -172,8 +198,6 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
     extra, text, status = BAD[case]
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
-    if case == "package" and importlib.util.find_spec("wandb"):
-        pytest.skip("wandb is installed")
     argv = [a for a in arguments(tmp_path) if a.split("=")[0] not in {e.split("=")[0] for e in extra}]
     done = start(sys.executable, "-m", "torchtitan.train", *argv, *extra, cwd=tmp_path)
     assert done.returncode == status, done.stderr

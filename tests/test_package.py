@@ -66,6 +66,8 @@ def test_the_wheel_holds_every_module_and_shipped_file(wheel):
     assert modules <= names
     assert {f"torchtitan/assets/{path.relative_to(ROOT)}" for path in shipped} <= names
     assert {"torchtitan/py.typed", "torchtitan/commands/slurm.sbatch", "torchtitan/plan/page.js"} <= names
+    report = {f"torchtitan/report/{path.name}" for path in (ROOT / "torchtitan/report").iterdir() if path.is_file()}
+    assert {"torchtitan/report/page.js", "torchtitan/report/page.css"} <= report <= names
     web = {f"torchtitan/utils/web/{path.name}" for path in (ROOT / "torchtitan/utils/web").iterdir() if path.is_file()}
     assert "torchtitan/utils/web/uPlot.LICENSE" in web
     assert web <= names

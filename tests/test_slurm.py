@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.commands.submit import MARK, TEMPLATE, main
+from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
+from torchtitan.start.job import MARK, TEMPLATE
+from torchtitan.start.jobs import read_record
 from torchtitan.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+ENDPOINTS = "node7:23456,node8:23456,node9:23456"
+"""Those after the first take over when it is lost, where the number of nodes may change."""
 BASE = ROOT / "train_configs/debug_model.toml"
 
 SRUN = """#!/usr/bin/env bash
@@ -53,7 +57,7 @@ def slurm(tmp_path):
         root / "scripts/setup.sh": "#!/bin/sh\necho set up >>$CALLS/setup\n",
         bin_folder / "srun": SRUN,
         bin_folder / "scontrol": SCONTROL,
-        bin_folder / "sbatch": '#!/bin/sh\necho "$@" >>$CALLS/sbatch\n',
+        bin_folder / "sbatch": '#!/bin/sh\necho "$@" >>$CALLS/sbatch; echo "77;cluster"\n',
     }.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -110,7 +114,7 @@ def test_without_a_checkout_the_installed_package_runs(slurm, tmp_path):
     (slurm.root / "run_train.sh").rename(python)
     job = slurm(TEMPLATE, "my.toml", "--training.steps=7", TORCHTITAN_PYTHON=str(python), NGPU="8", NNODES="2:3")
     assert job.wait(timeout=30) == 0, job.stderr.read()
-    launcher = ["-m", "torchtitan", "train", "my.toml", "--nnodes", "2:3", "--rdzv-endpoint", "node7:23456"]
+    launcher = ["-m", "torchtitan", "train", "my.toml", "--nnodes", "2:3", "--rdzv-endpoint", ENDPOINTS]
     argv = json.loads(calls(tmp_path, "task")[0])["argv"]
     assert argv == [*launcher, "--nproc-per-node", "8", "--", "--training.steps=7"]
     assert not calls(tmp_path, "setup")
@@ -203,7 +207,8 @@ def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
     for name in ("PATH", "CALLS"):
         monkeypatch.setenv(name, slurm.env[name])
     assert submit("--submit", *LAYOUT, "--training.global_batch_size=64") == 0
-    assert calls(tmp_path, "sbatch") == ["debug_model.sbatch"]
+    assert calls(tmp_path, "sbatch") == ["--parsable debug_model.sbatch"]
+    assert read_record(tmp_path / "outputs/debug_model").jobs == [77]
 
 
 BAD = {

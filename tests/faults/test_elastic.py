@@ -146,9 +146,7 @@ def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path,
 @pytest.mark.timeout(600)
 def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
     """Two launchers stand for two nodes, the first of which holds the rendezvous. Two ranks don't divide the batch."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     node = [
         "torchtitan",
         "train",
@@ -182,6 +180,43 @@ def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
             assert starts[after]["resumed_step"] == starts[before]["step"], "nothing was done twice"
         run.check(ranks)
         assert committed_steps(run.dump / "checkpoint")[-1] == starts[-1]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_the_node_that_holds_the_rendezvous_is_killed_twice(ranks, tmp_path):
+    """The second launcher takes over; the first comes back, joins it there, and takes over from it in turn."""
+    endpoints = ",".join(f"127.0.0.{2 + node}:{port}" for node, port in enumerate(free_ports(3)))
+    node = ["torchtitan", "train", "--nnodes=1:2", f"--rdzv-endpoint={endpoints}"]
+    with Run(tmp_path) as run:
+        first = run.start(*node, "--local-addr=127.0.0.2", "--")
+        run.wait_for_ranks(1, starts=1)
+        second = run.start(*node, "--local-addr=127.0.0.3", "--")
+        run.wait_for_ranks(2, starts=2, steps=5)
+        first.kill()
+        run.wait_for_ranks(1, starts=3)
+        first = run.start(*node, "--local-addr=127.0.0.2", "--")
+        run.wait_for_ranks(2, starts=4, steps=5)
+        second.kill()
+        run.wait_for_ranks(1, starts=5)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=100) == os.EX_TEMPFAIL
+        log = (tmp_path / "log").read_text()
+        assert log.count("The rendezvous at 127.0.0.2:") == log.count("The rendezvous at 127.0.0.3:") == 1
+        assert "Traceback" not in log, log
+        assert [s["ranks"] for s in run.starts()] == [1, 2, 1, 2, 1]
+        run.check(ranks)
+
+
+def free_ports(number):
+    sockets = [socket.socket() for _ in range(number)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 @pytest.mark.parametrize(

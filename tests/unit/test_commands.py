@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan import __version__
 from torchtitan.commands import COMMANDS, completion, main, train
-from torchtitan.commands.train import _count_gpus, _parse
+from torchtitan.commands.train import _parse, count_gpus
 from torchtitan.train import entry
 from torchtitan.utils.errors import run_main
 
@@ -109,7 +109,7 @@ def test_wrong_launcher_options(capsys, monkeypatch, argv, message):
 )
 def test_visible_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert _count_gpus() == count
+    assert count_gpus() == count
     assert _parse([])[0].nproc_per_node == max(count, 1)
 
 
@@ -117,7 +117,7 @@ def test_all_gpus_are_counted_without_torch(monkeypatch):
     listed = "GPU 0: H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: H200 (UUID: GPU-2)\n"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(train.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed))
-    assert _count_gpus() == 2
+    assert count_gpus() == 2
 
 
 # ---- completion

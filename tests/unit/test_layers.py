@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "torchtitan"
 CORE = ("utils", "config", "models", "parallel", "data", "optim", "checkpoint", "observe", "generate", "evals", "train")
-BESIDE = ("plan", "rehearse", "report", "lab", "commands", "__main__")
+BESIDE = ("plan", "rehearse", "report", "start", "lab", "commands", "__main__")
 LAYERS = {name: layer for layer, name in enumerate((*CORE, *BESIDE))}
 FILES = sorted(ROOT.rglob("*.py"))
 

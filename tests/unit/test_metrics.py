@@ -11,10 +11,10 @@ from torchtitan.config import schema
 from torchtitan.observe import experts as observed
 from torchtitan.observe.console import ConsoleSink
 from torchtitan.observe.experts import read_loads
+from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.metrics import Metrics
-from torchtitan.observe.sinks import JsonlSink, TensorBoardSink, WandbSink
+from torchtitan.observe.sinks.jsonl import JsonlSink
 from torchtitan.utils import phase as phases
-from torchtitan.utils.errors import UserError
 from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.phase import phase
 
@@ -34,7 +34,8 @@ def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     job = schema.Job(dump_folder=str(folder))
     config = schema.Metrics(**kwargs)
     rates = {"flops_per_token": 2e9, "peak_flops": peak}
-    return Metrics(config, job, {}, start_step=start, total_steps=total, **rates, experts=experts)
+    ledger = Ledger(folder, {}, step=start, resumable=False, writes=True, began=0.0)
+    return Metrics(config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts)
 
 
 VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "skipped": 0}
@@ -125,23 +126,6 @@ def test_a_new_run_does_not_overwrite_an_old_ones_metrics(tmp_path):
     (old,) = set(tmp_path.glob("metrics-*.jsonl"))
     assert old.read_text() == '{"step": 1}\n'
     assert path.read_text() == ""
-
-
-def test_tensorboard_reads_back(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorBoardSink(tmp_path)
-    for step in (1, 2):
-        sink.log({"step": step, "loss": 3.0 / step, "mfu": None, "time": 100.0 + step})
-    sink.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 3.0), (2, 1.5)]
-
-
-def test_missing_package_is_named_with_its_key(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"metrics.enable_wandb needs the package wandb"):
-        WandbSink(tmp_path, schema.Job(), {})
 
 
 def test_console_line_says_mfu_only_where_the_peak_is_known():

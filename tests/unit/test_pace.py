@@ -1,6 +1,10 @@
 """The estimate of the time left, against simulated runs whose end is known."""
 
+import io
 import random
+import re
+import sys
+import time
 
 import pytest
 
@@ -60,3 +64,24 @@ def test_the_line_says_when_the_run_ends(monkeypatch):
         console.advance(step)
     assert console.line(record | {"step": 100}).endswith(f"left 30 min 00 s  ends {show_date(1_795_406_706 + 1800)}")
     assert console.line(record | {"step": 1000}).endswith("(1%)"), "at the end nothing is left"
+
+
+@pytest.mark.parametrize(("plain", "shown"), [(False, True), (True, False)])
+def test_a_terminal_shows_the_same_figures_live(monkeypatch, plain, shown):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name, value in {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    clock = iter(range(0, 1000, 2))
+    console = ConsoleSink(100, 0, plain=plain, clock=lambda: next(clock))
+    for step in range(1, 41):
+        console.advance(step)
+    console.log({"step": 40, "loss": 2.5, "grad_norm": 1, "lr": 1, "tokens_per_second": 7822, "tflops": 1,
+                 "memory_gib": 1, "memory_pct": 1, "mfu": None})  # fmt: skip
+    time.sleep(0.6)  # it is drawn by a thread
+    console.close()
+    live = r"40/100 +loss 2\.5000  7,822 tok/s +left 2 min 00 s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert bool(re.search(live, terminal.getvalue())) == shown

@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 from itertools import pairwise
+from random import Random
 
 import psutil
 import pytest
@@ -190,6 +191,35 @@ def test_a_file_that_is_replaced_or_cut_while_it_is_read(tmp_path):
         assert lines.find(500) == lines.size
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_any_part_of_any_file(tmp_path, seed, monkeypatch):
+    """Against splitting the whole file, with blocks and limits so small that every line crosses some."""
+    monkeypatch.setattr(lines_module, "_BLOCK", 16)
+    monkeypatch.setattr(lines_module, "LONGEST", 100)
+    random, step, content = Random(seed), 0, []
+    for _ in range(120):
+        step += random.choice([0, 1, 1, 2, 50])
+        padding = random.choice([0, 0, 5, 30, 300])  # the last makes a line too long
+        junk = random.choice([b"", b"x" * 99, b"{" * 250])
+        content.append(json.dumps({"step": step, "x": "y" * padding}).encode() if random.random() < 0.8 else junk)
+    data = b"\n".join([*content, b'{"step": 10'])
+    (tmp_path / "lines").write_bytes(data)
+    expected, begin = [], 0
+    for line in content:
+        if line.startswith(b'{"') and len(line) <= 100:
+            expected.append((begin, begin + len(line) + 1, json.loads(line)["step"]))
+        begin += len(line) + 1
+    with JsonLines(tmp_path / "lines") as lines:
+        for first in range(0, len(data), 7):
+            after = random.choice([None, first + 200])
+            found = [(place.begin, place.end, place.step) for place in lines.places(first, after, reach=10**6)]
+            assert found == [one for one in expected if one[0] >= first and (after is None or one[0] < after)]
+        for wanted in range(0, step + 5, 3):
+            assert lines.find(wanted) == next((begin for begin, _, at in expected if at >= wanted), lines.size)
+        last = lines.last(lambda record: True, 3)
+        assert [place.step for place in last] == [at for _, _, at in expected[len(expected) - len(last) :]]
+
+
 HOSTILE = [
     b"", b"null", b"[]", b"1", b"{}", b'{"step": "1"}', b'{"step": -1}', b'{"step": true}', b'{"step": 1e3}',
     b'{"step": null}', b'{"step": 2' + b"0" * 50 + b"}", b'{"step": ' + b"9" * 5000 + b"}", b"[" * 10**5, b"\xff\xfe",
@@ -275,6 +305,21 @@ def test_how_a_run_ended(tmp_path):
     assert state(None)[0] == "running"
     os.utime(tmp_path / "a" / ".lock", (time.time() - 2 * EXPIRY_SECONDS,) * 2)
     assert state(None)[0] == "killed"
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ("[training]\nsteps = 7\n[training.dataloader]\nsteps = 8\n", 7),
+        ("[job]\n\n[training] # by hand\nsteps = 7\n", 7),
+        ("training = {steps = 7}\n", 7),
+        ("[checkpoint]\nsteps = 7\n", None),
+        ("[training]\nsteps = '7'\n", None),
+        ("[training]\nsteps = \n", None),
+    ],
+)
+def test_the_last_step_of_the_configuration(tmp_path, config, steps):
+    assert read_folder(write_run(tmp_path / "a", [], config=config)).total_steps == steps
 
 
 def test_how_long_a_running_run_will_take(tmp_path):

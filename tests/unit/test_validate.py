@@ -217,6 +217,18 @@ CASES = {
         (1, ["--ema.enable", "--ema.start_step=20", "--training.steps=10"], "set it to at most training.steps 10",
          ["--ema.start_step=10"]),
     ],
+    "metrics_are_served": [
+        (1, ["--metrics.prometheus.port=9000"], 'no effect without "prometheus" in metrics.sinks',
+         ["--metrics.sinks=prometheus"]),
+        (1, ["--metrics.sinks=prometheus", "--metrics.prometheus.port=0"], "nothing can read the metrics",
+         ["--metrics.prometheus.textfile=x.prom"]),
+        (1, ["--metrics.sinks=prometheus", "--metrics.prometheus.textfile=x.txt"], "must end in .prom",
+         ["--metrics.prometheus.textfile=x.prom"]),
+    ],
+    "notifications_have_a_receiver": [
+        (1, ["--notifications.interval_seconds=9"], "no effect without webhook_env or command",
+         ["--notifications.command=mail"]),
+    ],
     "validation_sets_are_distinct": [
         (1, ["--validation.sets=[{name = 'a'}, {name = 'a'}]"], "names 2 sets",
          ["--validation.sets=[{name = 'a'}, {name = 'b'}]"]),

@@ -12,6 +12,7 @@ from torchtitan.utils.errors import did_you_mean, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
 COMMANDS = {
+    "init": "Start a project: plan, choose a layout, write a configuration and its job.",
     "train": "Train on this machine, or on this node of several.",
     "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
     "schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
@@ -23,7 +24,11 @@ COMMANDS = {
     "generate": "Generate text from a checkpoint.",
     "eval": "Score a checkpoint on benchmarks (lm-eval).",
     "tokenize": "Tokenize text once, ahead of training.",
-    "submit": "Write a Slurm job for a configuration.",
+    "submit": "Write a Slurm job for a configuration, or for a grid of runs.",
+    "jobs": "List Slurm jobs and their logs.",
+    "runs": "List the runs below a folder.",
+    "report": "Show runs, and how they differ.",
+    "watch": "Show runs in a browser while they train.",
     "doctor": "Explain why a run hangs or has failed.",
     "completion": "Print a completion script for bash or zsh.",
 }

@@ -28,11 +28,13 @@ from torchtitan.config.command_line import parse_args, show_help, split_args
 from torchtitan.config.schema import Config
 from torchtitan.observe.diagnosis import diagnose, killed
 from torchtitan.observe.evidence import read_case
+from torchtitan.observe.notify import report_failure
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
+from torchtitan.utils.last_word import REPORTER_ENV
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
@@ -59,7 +61,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nnodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX", help="number of nodes, or a range (1)"
     )
-    parser.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="the first node, if there are several")
+    parser.add_argument(
+        "--rdzv-endpoint",
+        default="",
+        type=_endpoints,
+        metavar="HOST:PORT[,...]",
+        help="the first node, if there are several; more, which take over when it is lost",
+    )
     parser.add_argument("--rdzv-conf", default=RENDEZVOUS, metavar="KEY=VALUE,...", help=f"rendezvous ({RENDEZVOUS})")
     parser.add_argument(
         "--max-restarts",
@@ -88,7 +96,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
                 f"of {MIN_SECRET} characters or more, such as `openssl rand -hex 16` prints once"
             )
     if options.nproc_per_node is None:
-        options.nproc_per_node = _count_gpus() or 1
+        options.nproc_per_node = count_gpus() or 1
     if options.max_restarts is None:
         options.max_restarts = ELASTIC_RESTARTS if options.nnodes[0] < options.nnodes[1] else 0
     return options, torchrun_argv, config_argv
@@ -134,6 +142,18 @@ def node_range(text: str) -> tuple[int, int]:
     return nodes
 
 
+def _endpoints(text: str) -> str:
+    """Argument type of `HOST:PORT`, or of several that are separated by commas."""
+    several = text.split(",")
+    for endpoint in several if len(several) > 1 else []:
+        host, _, port = endpoint.rpartition(":")
+        if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host) or not re.fullmatch("[1-9][0-9]{0,4}", port):
+            raise argparse.ArgumentTypeError(f"{brief(endpoint)} is not HOST:PORT; of several, all need a port")
+    if len(set(several)) < len(several):
+        raise argparse.ArgumentTypeError(f"{brief(text)}: an endpoint is given twice")
+    return text
+
+
 def _seconds(text: str) -> float:
     """Argument type of a number of seconds."""
     if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
@@ -141,7 +161,7 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
     """NVIDIA GPUs that CUDA shows to this process, found without importing torch."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         # CUDA stops at the first invalid entry.
@@ -284,7 +304,8 @@ def main(argv: list[str]) -> int:
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
     several = options.nnodes[1] * options.nproc_per_node > 1
-    if not several and not options.max_restarts and "RANK" not in os.environ:
+    alone = not several and not options.max_restarts and not torchrun_argv
+    if alone and "RANK" not in os.environ:
         try:
             return train(config_argv)
         except OutOfMemoryError as error:
@@ -299,6 +320,7 @@ def _set_environment(options: argparse.Namespace) -> None:
     # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node)))
+    os.environ[REPORTER_ENV] = str(os.getpid())
     fewest, most = options.nnodes
     if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
         os.environ[LAUNCHER_ENV] = str(os.getpid())
@@ -356,12 +378,16 @@ def _run_torchrun(
         if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
-        print(f"error: {_cause(config, rank, error.failures)}", file=sys.stderr)
+        cause = _cause(config, rank, error.failures)
+        print(f"error: {cause}", file=sys.stderr)
         if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
             print(_what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node), file=sys.stderr)
+        report_failure(config, cause)
         return max(failure.exitcode, 1)
     except RendezvousError as error:
-        raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error
+        cause = f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}"
+        report_failure(config, cause)
+        raise UserError(cause) from error
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0

@@ -151,7 +151,9 @@ data_sources = Functions(
 """`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.custom`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.tokenizer.Tokenizer`."""
-metric_sinks = Functions("metrics.sinks", "metric sink")
+metric_sinks = Functions(
+    "metrics.sinks", "metric sink", ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
+)
 """`make(dump_folder, start_step[, keys])`: a `torchtitan.observe.sinks.Sink`."""
 
 REGISTRIES: tuple[Functions, ...] = (optimizers, schedules, losses, data_sources, tokenizers, metric_sinks)

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,6 +16,9 @@ from torchtitan.config.keys import fields_of
 from torchtitan.config.registry import Custom
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, did_you_mean
+
+_WIDTH = 120
+"""Columns of a commented TOML file."""
 
 
 def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:
@@ -147,13 +151,15 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def to_toml(config: Config, *, only_changed: bool = False) -> str:
+def to_toml(config: Config, *, only_changed: bool = False, comments: Mapping[str, str] | None = None) -> str:
     """The configuration as TOML, which `load_config` reads back unchanged. Leaves out unset keys.
 
     Args:
         only_changed: also leave out keys at their default, and sections without other keys.
+        comments: dotted key to what stands behind its value or, if that makes the line too long, above it.
     """
     lines: list[str] = []
+    comments = comments or {}
     for name, (_, fields) in _sections().items():
         begin = len(lines)
         section: Any = config
@@ -169,9 +175,12 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
             if isinstance(value, dict):
                 tables += [(key, value)] if value else []
             elif value is not None and key != "job.config_file":
-                lines += [f"{short} = {to_toml_value(value)}"]
+                lines += _commented(f"{short} = {to_toml_value(value)}", comments.get(key))
         for key, table in tables:
-            lines += ["", f"[{key}]", *(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in table.items())]
+            lines += ["", f"[{key}]"]
+            for name_, value in table.items():
+                comment = comments.get(f"{key}.{name_}")
+                lines += _commented(f"{_toml_key(name_)} = {to_toml_value(value)}", comment)
         lines += [""]
         if only_changed and len(lines) == begin + 2:
             del lines[begin:]
@@ -181,6 +190,14 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
         lines += [f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in entries.items() if v is not None]
         lines += [""]
     return "\n".join(lines)
+
+
+def _commented(line: str, comment: str | None) -> list[str]:
+    if comment is None:
+        return [line]
+    if len(line) + len(comment) + 4 <= _WIDTH and "\n" not in comment:
+        return [f"{line}  # {comment}"]
+    return [*textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# "), line]
 
 
 def to_toml_value(value: Any) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field
 from torchtitan.config.data import DataLoader, Source, Stage, ValidationSet
 from torchtitan.config.ema import EMA
 from torchtitan.config.evals import Eval, Sampling
+from torchtitan.config.metrics import Metrics, Notifications
 from torchtitan.config.optim import LRScheduler, Optimizer
 from torchtitan.config.parallelism import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.config.quantize import Quantize
@@ -66,26 +67,6 @@ class Profiling(Section):
     """Write a snapshot of CUDA memory and its allocation history every `profile_freq` steps, and on out of memory."""
     save_memory_snapshot_folder: InDumpFolder = "memory_snapshot"
     """Write memory snapshots here, relative to `job.dump_folder`."""
-
-
-class Metrics(Section):
-    """What is logged, how often, and where. `metrics.jsonl` is always written."""
-
-    log_freq: Steps = 10
-    """Steps between logged lines. The first and last steps are always logged."""
-    enable_tensorboard: bool = False
-    """Write TensorBoard event files."""
-    save_tb_folder: InDumpFolder = "tb"
-    """Write TensorBoard files here, relative to `job.dump_folder`."""
-    disable_color_printing: bool = False
-    """Print plain lines, without colors or a live progress line."""
-    save_for_all_ranks: bool = False
-    """Write TensorBoard and W&B records on every rank instead of only rank 0."""
-    enable_wandb: bool = False
-    """Log to Weights & Biases. Needs the `wandb` package; set the project and entity with `WANDB_PROJECT` and
-    `WANDB_TEAM`."""
-    sinks: Annotated[list[Name], Field(max_length=100)] = []
-    """Also send all records to these sinks, which `experimental.custom_import` registers."""
 
 
 class Logging(Section):
@@ -354,6 +335,7 @@ class Config(Section):
     job: Job = Job()
     profiling: Profiling = Profiling()
     metrics: Metrics = Metrics()
+    notifications: Notifications = Notifications()
     logging: Logging = Logging()
     model: Model = Model()
     optimizer: Optimizer = Optimizer()

@@ -14,6 +14,7 @@ from torchtitan.config.derive import (
     divisors,
     expert_ranks,
 )
+from torchtitan.config.metrics import Notifications, Prometheus
 from torchtitan.config.schema import Config, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
@@ -345,6 +346,22 @@ def average_has_a_use(config: Config, world: int) -> Iterator[str]:
         yield f"ema.start_step: {ema.start_step} is after the last step; set it to at most training.steps {steps}"
 
 
+def metrics_are_served(config: Config, world: int) -> Iterator[str]:
+    own, chosen = config.metrics.prometheus, "prometheus" in config.metrics.sinks
+    if not chosen and own != Prometheus():
+        yield '[metrics.prometheus] has no effect without "prometheus" in metrics.sinks'
+    if chosen and not own.port and not own.textfile:
+        yield "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; set one of them"
+    if own.textfile and not own.textfile.endswith(".prom"):
+        yield f"metrics.prometheus.textfile: {brief(own.textfile)} must end in .prom, or node_exporter doesn't read it"
+
+
+def notifications_have_a_receiver(config: Config, world: int) -> Iterator[str]:
+    own = config.notifications
+    if own != Notifications() and not own.webhook_env and not own.command:
+        yield "[notifications] has no effect without webhook_env or command; set one of them"
+
+
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     degrees_fill_the_world,
     expert_degree_divides,
@@ -371,6 +388,8 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     warn_only_needs_determinism,
     validation_sees_data,
     average_has_a_use,
+    metrics_are_served,
+    notifications_have_a_receiver,
     validation_sets_are_distinct,
     evals_have_tasks,
     *mixtures.RULES,

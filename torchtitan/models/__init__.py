@@ -1,5 +1,5 @@
 """Model families. A family is a folder that registers a `ModelSpec`; nothing outside the folder names it."""
 
-from torchtitan.models.spec import HFMap, HFNames, ModelSpec, get_spec, register, spec_of_hf
+from torchtitan.models.spec import HFMap, HFNames, ModelSpec, families, get_spec, register, spec_of_hf
 
-__all__ = ["HFMap", "HFNames", "ModelSpec", "get_spec", "register", "spec_of_hf"]
+__all__ = ["HFMap", "HFNames", "ModelSpec", "families", "get_spec", "register", "spec_of_hf"]

@@ -159,6 +159,11 @@ def get_spec(name: str) -> ModelSpec:
     return spec
 
 
+def families() -> list[ModelSpec]:
+    """The built-in families, then the others that are registered."""
+    return [get_spec(name) for name in [*sorted(_BUILT_IN), *sorted(_families.registered.keys() - _BUILT_IN)]]
+
+
 def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The family of a Hugging Face model, from its `config.json`. Built-in ones come first.
 
@@ -168,7 +173,7 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     kind = config.get("model_type")
     if kind is None:
         raise ConfigError(["config.json: model_type is missing"])
-    specs = [get_spec(name) for name in [*sorted(_BUILT_IN), *sorted(_families.registered.keys() - _BUILT_IN)]]
+    specs = families()
     for spec in specs:
         if spec.hf.model_type == kind:
             return spec

@@ -5,6 +5,7 @@ training that is kept.
 """
 
 import json
+import secrets
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,10 @@ class Ledger:
             began: when the process started, in seconds since the epoch.
         """
         self.path, self.clock, self.writes = folder / "run.json", clock, writes
+        self.id = secrets.token_hex(5)
+        """Of the run, whatever its starts; on rank 0."""
+        self.trackers: dict[str, Any] = {}
+        """What trackers call this run, so that the next start continues it there: name of the tracker to its record."""
         self.starts: list[dict[str, Any]] = self._earlier(step, resumable) if writes else []
         self.furthest = max((start["step"] for start in self.starts), default=0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
@@ -118,9 +123,11 @@ class Ledger:
         if not self.path.exists():
             return []
         try:
-            starts = self._read()
+            run = self._read()
+            starts: list[dict[str, Any]] = run["starts"]
             starts[-1]["end"] = starts[-1]["end"] or "killed"
             if step or (resumable and starts[-1]["end"] not in ("completed", "interrupted")):
+                self._take(run)
                 return starts
         except (ValueError, LookupError, TypeError) as error:
             logger.warning(f"can't read {self.path} ({error}): set aside")
@@ -168,13 +175,15 @@ class Ledger:
             reason = f"failed: {str(error).strip() or type(error).__name__}".splitlines()[0]
         starts = []
         with suppress(OSError, ValueError, LookupError):
-            starts = self._read()
+            run = self._read()
+            starts = run["starts"]
         if self.writes:
             told = starts[-1]["end"] if starts and error is not None and from_another_rank(error) else None
             self.starts[-1] |= {"step": step, "end": told or reason}
             self._write(self.starts)
         elif starts and isinstance(error, Exception) and not from_another_rank(error):
             starts[-1]["end"] = reason
+            self._take(run)
             self._write(starts)
         self._stopwatch.close()
         return self.starts[-1]["end"] if self.writes else None
@@ -187,8 +196,21 @@ class Ledger:
         )
         return f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
 
-    def _read(self) -> list[dict[str, Any]]:
-        return json.loads(self.path.read_text())["starts"]
+    def save_trackers(self) -> None:
+        """Write what trackers recorded at the end of this start."""
+        if self.writes and self.trackers:
+            self._write(list(self.starts))  # a copy: the clock has stopped
+
+    def shares(self) -> tuple[float, dict[str, float]]:
+        """Goodput in percent, and the seconds of each kind, over all starts until the last heartbeat."""
+        return _account(self.starts)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text())
+
+    def _take(self, run: Mapping[str, Any]) -> None:
+        """Keep what the file says of the whole run. Files of earlier releases say nothing."""
+        self.id, self.trackers = run.get("id", self.id), run.get("trackers", {})
 
     def _write(self, starts: list[dict[str, Any]]) -> None:
         if starts is self.starts:
@@ -196,7 +218,13 @@ class Ledger:
             for kind, spent in lap.items():
                 self.seconds[{"start": self._starting, "staging": "saves"}.get(kind, kind)] += spent
         good, seconds = _account(starts)
-        record = {"format": 1, "goodput": {"percent": good, "seconds": seconds}, "starts": starts}
+        record = {
+            "format": 1,
+            "id": self.id,
+            "goodput": {"percent": good, "seconds": seconds},
+            "trackers": self.trackers,
+            "starts": starts,
+        }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
             write_whole(self.path, json.dumps(record, indent=1).encode())

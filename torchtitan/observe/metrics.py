@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.config import schema
-from torchtitan.config.registry import Custom, metric_sinks
+from torchtitan.config.metrics import Metrics as MetricsConfig
+from torchtitan.config.registry import Custom
 from torchtitan.observe.console import ConsoleSink
 from torchtitan.observe.experts import DeadExperts, ExpertLoads, read_loads
-from torchtitan.observe.sinks import JsonlSink, Record, Sink, TensorBoardSink, WandbSink
+from torchtitan.observe.ledger import Ledger
+from torchtitan.observe.sinks import Record
+from torchtitan.observe.sinks.build import Trackers
+from torchtitan.observe.sinks.jsonl import JsonlSink
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.logging import logger
 from torchtitan.utils.phase import Stopwatch
@@ -30,9 +34,10 @@ class Metrics:
 
     def __init__(
         self,
-        config: schema.Metrics,
+        config: MetricsConfig,
         job: schema.Job,
-        about: dict[str, Any],
+        settings: Mapping[str, Any],
+        ledger: Ledger,
         *,
         start_step: int,
         total_steps: int,
@@ -44,6 +49,7 @@ class Metrics:
     ):
         """
         Args:
+            settings: the whole configuration, for trackers that show it.
             custom: keys of registered sinks.
             experts: the model is a mixture of experts.
             samples: the model writes texts.
@@ -53,26 +59,15 @@ class Metrics:
         rank = dist.get_rank()
         folder = Path(job.dump_folder)
         self.console = ConsoleSink(total_steps, start_step, config.disable_color_printing or rank != 0)
-        self.sinks: list[Sink] = [self.console]
-        self.loads: JsonlSink | None = None
-        """Loads of single experts. In a file of their own, because they are many."""
-        self.samples: JsonlSink | None = None
-        """Texts of the model, in a file of their own."""
+        self.file = self.loads = self.samples = None
         if rank == 0:
-            self.sinks.append(JsonlSink(folder / "metrics.jsonl", start_step))
-            if experts:
+            self.file = JsonlSink(folder / "metrics.jsonl", start_step)
+            if experts:  # in a file of their own, because they are many
                 self.loads = JsonlSink(folder / "expert_load.jsonl", start_step)
             if samples:
                 self.samples = JsonlSink(folder / "samples.jsonl", start_step)
-        if rank == 0 or config.save_for_all_ranks:
-            own = f"rank_{rank}" if config.save_for_all_ranks else ""
-            if config.enable_tensorboard:
-                self.sinks.append(TensorBoardSink(folder / config.save_tb_folder / own))
-            if config.enable_wandb:
-                self.sinks.append(WandbSink(folder, job, about))
-            for name in config.sinks:
-                if make := metric_sinks.chosen(name, custom or Custom()):
-                    self.sinks.append(make(folder, start_step))
+        self.files = [file for file in (self.file, self.loads, self.samples) if file is not None]
+        self.trackers = Trackers(config, job, settings, ledger, start_step=start_step, custom=custom or Custom())
         self.new_tokens = self.steps = 0
         self._dead = DeadExperts()
         self._stopwatch = Stopwatch()
@@ -143,17 +138,16 @@ class Metrics:
             logger.warning(f"step {step}: {warning}")
         if self.loads is not None:
             self.loads.log({"step": step, "steps": self.steps, "rows": loads.rows})
-        for sink in self.sinks:
-            if isinstance(sink, TensorBoardSink):
-                shares = {layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()}
-                sink.log_histograms(step, {f"expert_load/layer {layer}": values for layer, values in shares.items()})
+        shares = {layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()}
+        histograms = {f"expert_load/layer {layer}": values for layer, values in shares.items()}
+        self.trackers.call("log_histograms", step, histograms)
         return loads.summary() | {"dead_experts": dead}
 
     def rewind(self, step: int) -> None:
-        """Drop the steps after `step`, which will be trained again. TensorBoard and W&B keep both versions."""
-        for sink in (*self.sinks, self.loads, self.samples):
-            if rewind := getattr(sink, "rewind", None):
-                rewind(step)
+        """Drop the steps after `step`, which will be trained again. Most trackers keep both versions."""
+        for file in self.files:
+            file.rewind(step)
+        self.trackers.call("rewind", step)
         self._stopwatch.lap()
         self.new_tokens = self.steps = 0
 
@@ -188,16 +182,25 @@ class Metrics:
             logger.info(f"step {step}: {json.dumps(sample['prompt'] + ' | ' + sample['text'], ensure_ascii=False)}")
             if self.samples is not None:
                 self.samples.log({"step": step, **sample})
-        for sink in self.sinks:
-            if isinstance(sink, TensorBoardSink | WandbSink):
-                sink.log_samples(step, samples)
+        self.trackers.call("log_samples", step, samples)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Pass an event of the run to the trackers that count them."""
+        self.trackers.call("event", event)
 
     def _send(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink.log(record)
+        self.console.log(record)
+        if self.file is not None:
+            self.file.log(record)
+        self.trackers.call("log", record)
 
-    def close(self) -> None:
+    def close(self, reason: str = "completed") -> None:
+        """
+        Args:
+            reason: how this start ended, as in `run.json`.
+        """
         self._stopwatch.close()
-        for sink in (*self.sinks, self.loads, self.samples):
-            if sink is not None:
-                sink.close()
+        self.console.close()
+        for file in self.files:
+            file.close()
+        self.trackers.close(reason)

@@ -19,7 +19,15 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    Token,
+    create_handler,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from torchtitan.parallel.takeover import Endpoint, Takeover
 
 BACKEND = "torchtitan"
 """What `torchrun --rdzv-backend` calls this rendezvous, once it is registered."""
@@ -69,13 +77,16 @@ def register(secret: str) -> None:
     """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        store: dist.Store
-        if parameters.max_nodes == 1:
-            store = dist.HashStore()
+        def in_store(store: dist.Store) -> DynamicRendezvousHandler:
             backend = C10dRendezvousBackend(store, parameters.run_id)
-        else:
-            backend, store = create_backend(parameters)
-        return create_handler(store, SignedBackend(backend, secret.encode()), parameters)
+            return create_handler(store, SignedBackend(backend, secret.encode()), parameters)
+
+        if parameters.max_nodes == 1:
+            return in_store(dist.HashStore())
+        if "," in parameters.endpoint:
+            endpoints = [Endpoint(*parse_rendezvous_endpoint(one, -1)) for one in parameters.endpoint.split(",")]
+            return Takeover(endpoints, parameters, secret.encode(), in_store)
+        return in_store(create_backend(parameters)[1])
 
     rendezvous_handler_registry.register(BACKEND, create)
 

@@ -49,6 +49,11 @@ def calibrate() -> str | None:
     return _describe(device, links)
 
 
+def describe_cpu() -> str:
+    """The text of a hardware file for one rank on this machine's CPU, whatever GPUs it has."""
+    return _describe(torch.device("cpu"), Links(None, None, 1))
+
+
 def _describe(device: torch.device, links: Links) -> str:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name() if cuda else "CPU"

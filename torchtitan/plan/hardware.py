@@ -35,6 +35,8 @@ class Hardware(BaseModel):
     """Infinite if a file doesn't say; `check_ranks` then refuses to plan for ranks that need it."""
     network: PositiveFloat = math.inf
     gpus_per_node: PositiveInt
+    gpus_per_host: PositiveInt | None = None
+    """GPUs that one launcher starts ranks on, if that isn't all of a node's."""
     mesh: bool = False
     gemm_bf16: PositiveFloat
     gemm_fp8: PositiveFloat

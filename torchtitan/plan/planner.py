@@ -49,7 +49,13 @@ def make_plan(
     """
     found: Found | None = None
     if searching:
-        found, notes = _search(argv, world, hardware, axes)
+        found, notes = find_layouts(argv, world, hardware, axes)
+        if not found.best:
+            raise UserError(
+                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller training.seq_len, more "
+                "training.loss_chunks, optimizer.state_dtype bfloat16, or --axes loss_chunks,state_dtype,offload to "
+                "try those"
+            )
         plans = [proposal.plan for proposal in found.best if proposal.plan.chance_to_fit >= LIKELY]
     else:
         plan, notes = _plan_of(complete(load_config(argv), world), hardware)
@@ -70,8 +76,20 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
     return predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware), tuple(notes)
 
 
-def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...]) -> tuple[Found, tuple[str, ...]]:
-    """Search from the configuration of `argv`, whose layout need not be one of `world` ranks."""
+def find_layouts(
+    argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...] = (), *, own: bool = True
+) -> tuple[Found, tuple[str, ...]]:
+    """Search from the configuration of `argv`, whose layout need not be one of `world` ranks.
+
+    Args:
+        own: show the layout of `argv` beside the others.
+
+    Returns:
+        What the search found, perhaps nothing that fits, and notes on the plan.
+
+    Raises:
+        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of it.
+    """
     hardware.check_ranks(world)
     loaded = load_config(argv)
     start = complete(dataclasses.replace(loaded, config=any_layout(loaded.config, world)), world=1)
@@ -83,20 +101,22 @@ def _search(argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ..
     check_device(start.config, hardware.accelerator)
     baseline = None
     try:
-        baseline, _ = _plan_of(complete(loaded, world), hardware)
+        if own:
+            baseline, _ = _plan_of(complete(loaded, world), hardware)
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     found = search(start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline)
     if not found.seen:
         raise ConfigError([f"--search: no layout of {plural(world, 'rank')} is legal", *found.refused])
-    if not found.best:
-        raise UserError(
-            f"--search: none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to "
-            f"fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
-            f"{show_gib(found.smallest_gib)}; use more ranks, a smaller training.seq_len, more training.loss_chunks, "
-            "optimizer.state_dtype bfloat16, or --axes loss_chunks,state_dtype,offload to try those"
-        )
     return found, tuple(notes)
+
+
+def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
+    """Why a search proposes nothing."""
+    return (
+        f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to fit in the "
+        f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes {show_gib(found.smallest_gib)}"
+    )
 
 
 def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.report.compare import Candidate, compare
 from torchtitan.report.differences import differences
 from torchtitan.report.folder import Folder, Start, read_events, read_folder
 from torchtitan.report.series import POINTS, Curves, read_curves, read_window
@@ -17,12 +18,25 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
         folders: dump folders; later runs are compared with the first.
         points: of each curve, about.
     """
-    found = [read_folder(path) for path in folders]
-    names = run_names(folders)
+    return as_report(read_runs(folders, points=points))
+
+
+def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[Candidate]:
+    """What `collect` reads."""
+    runs = []
+    for name, path in zip(run_names(folders), folders, strict=True):
+        folder = read_folder(path)
+        began = folder.starts[0].time if folder.starts else None
+        runs.append(Candidate(name, folder, read_curves(path, folder.config, points=points, began=began)))
+    return runs
+
+
+def as_report(runs: Sequence[Candidate]) -> dict[str, Any]:
+    """What `collect` returns."""
     return {
-        "runs": [_run(name, folder, points) for name, folder in zip(names, found, strict=True)],
-        "differences": differences(found),
-        "comparison": [],
+        "runs": [describe(run) for run in runs],
+        "differences": differences([run.folder for run in runs]),
+        "comparison": compare(runs),
     }
 
 
@@ -40,13 +54,13 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [str(path.relative_to(common)) for path in paths]
 
 
-def _run(name: str, folder: Folder, points: int) -> dict[str, Any]:
-    began = folder.starts[0].time if folder.starts else None
-    curves = read_curves(folder.path, folder.config, points=points, began=began)
+def describe(run: Candidate) -> dict[str, Any]:
+    """One run of a report."""
+    folder, curves = run.folder, run.curves
     latest, last = curves.latest(), folder.starts[-1] if folder.starts else None
     step = max([curves.last_step, *([last.step] if last else [])])
     return {
-        "name": name,
+        "name": run.name,
         "path": str(folder.path),
         "description": folder.config.get("job.description"),
         "state": folder.state,

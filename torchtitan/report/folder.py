@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,29 @@ class Folder:
 
     path: Path
     starts: list[Start] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    """By dotted key."""
     goodput: dict[str, Any] = field(default_factory=lambda: {"percent": None, "seconds": {}})
     state: str = "unknown"
     message: str = ""
     last_seen: float | None = None
 
-    @property
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration, by dotted key."""
+        return flat(_tables(self._toml))
+
+    @cached_property
     def total_steps(self) -> int | None:
-        return _whole(self.config.get("training.steps"))
+        """The last step that the configuration asks for."""
+        section = f"\n{self._toml}".partition("\n[training]\n")[2].partition("\n[")[0]
+        steps = _tables(section).get("steps")  # a fifth of the file, for a table of many runs
+        return _whole(self.config.get("training.steps") if steps is None else steps)
+
+    @cached_property
+    def _toml(self) -> str:
+        try:
+            return read_regular(self.path / CONFIG, _LARGEST, links=True).decode()
+        except (OSError, ValueError):
+            return ""
 
 
 def read_folder(path: Path, *, now: float | None = None) -> Folder:
@@ -67,8 +81,6 @@ def read_folder(path: Path, *, now: float | None = None) -> Folder:
         content = json.loads(read_regular(path / RECORD, _LARGEST, links=True))
         folder.starts = [start for entry in _list(_get(content, "starts")) if (start := _start(entry))]
         folder.goodput = _goodput(_get(content, "goodput"))
-    with suppress(OSError, ValueError, RecursionError):
-        folder.config = flat(tomli.loads(read_regular(path / CONFIG, _LARGEST, links=True).decode()))
     folder.last_seen = folder.starts[-1].last_seen if folder.starts else _modified(path / METRICS)
     folder.state, folder.message = _state(folder, time.time() if now is None else now)
     return folder
@@ -181,6 +193,13 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out
+
+
+def _tables(text: str) -> dict[str, Any]:
+    try:
+        return tomli.loads(text)
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _get(content: Any, key: str) -> Any:

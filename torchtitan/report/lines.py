@@ -116,10 +116,15 @@ class JsonLines:
         """The last `most` records that are `wanted`, or fewer if they are further apart than `LONGEST`."""
         reach = max(_BLOCK, most * 1024)
         while True:
-            first = max(self.size - reach, 0)
-            found = [place for place in self.places(first) if wanted(place.record)]
-            if len(found) >= most or not first or reach >= max(LONGEST, most * DENSE):
-                return found[-most:]
+            first, found = max(self.size - reach, 0), []
+            for begin, line in reversed(list(self._lines(first, reach))):
+                parsed = parse(line)
+                if parsed and wanted(parsed[1]):
+                    found.append(Place(begin, begin + len(line) + 1, *parsed))
+                    if len(found) == most:
+                        break
+            if len(found) == most or not first or reach >= max(LONGEST, most * DENSE):
+                return found[::-1]
             reach *= 4
 
     def sample(self, points: int, wanted: Callable[[Record], bool], first: int = 0, after: int | None = None) -> Sample:

@@ -1,5 +1,6 @@
 """Curves of a run, from its `metrics.jsonl`: metrics over steps, tokens, hours and FLOPs."""
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -110,6 +111,20 @@ class Curves:
         """The step of the last record; 0 if there is none."""
         return self._steps[-1] if self._steps else 0
 
+    @property
+    def last_tokens(self) -> float:
+        """Tokens trained on up to the last record."""
+        return self._tokens[-1] if self._tokens else 0.0
+
+    @property
+    def steps_per_record(self) -> float:
+        """Mean number of steps from one record in the file to the next."""
+        return (self._steps[-1] - self._steps[0]) / (len(self._steps) * self.sampled) if self._steps else 0.0
+
+    def step_at(self, tokens: float) -> int:
+        """The step after which so many tokens were trained on."""
+        return math.floor(_interpolated(tokens, self._tokens, self._steps)) if self._steps else 0
+
     def seconds_per_step(self, since: float) -> float | None:
         """The mean since the first record after `since`; None with fewer than two records."""
         times = [(p.step, p.record.get("time")) for p in self.training]
@@ -124,13 +139,7 @@ class Curves:
 
     def _tokens_at(self, step: int) -> float | None:
         """Tokens trained on up to `step`, between records in proportion to the steps."""
-        at = bisect_left(self._steps, step)
-        if at == len(self._steps):
-            return self._tokens[-1] if self._tokens else None
-        if not at or self._steps[at] == step:
-            return self._tokens[at]
-        share = (step - self._steps[at - 1]) / (self._steps[at] - self._steps[at - 1])
-        return round(self._tokens[at - 1] + share * (self._tokens[at] - self._tokens[at - 1]))
+        return round(_interpolated(step, self._steps, self._tokens)) if self._steps else None
 
 
 def read_curves(path: Path, config: Mapping[str, Any], *, points: int = POINTS, began: float | None = None) -> Curves:
@@ -191,6 +200,15 @@ def _in_order(places: Iterable[Place]) -> list[Place]:
             kept.pop()
         kept.append(place)
     return kept
+
+
+def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The line through points with ascending `xs`, at `x`; before the first one it comes from zero."""
+    at = bisect_left(xs, x)
+    if at == len(xs):
+        return ys[-1]
+    x_0, y_0 = (xs[at - 1], ys[at - 1]) if at else (0.0, 0.0)
+    return y_0 + (ys[at] - y_0) * (x - x_0) / (xs[at] - x_0) if xs[at] > x_0 else ys[at]
 
 
 def _filled(values: Iterable[float | None]) -> list[float]:

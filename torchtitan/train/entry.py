@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from torchtitan.config import Resolved, resolve
+from torchtitan.observe.notify import report_error
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
         return _run(resolved, setup, stop, rank)
     except BaseException as error:
         log_failure(error)
+        report_error(resolved.config, error)
         raise
 
 

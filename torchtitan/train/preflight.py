@@ -19,6 +19,8 @@ from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec
+from torchtitan.observe.delivery import unreachable
+from torchtitan.observe.sinks.chosen import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.releases import installed_torch, too_old
@@ -82,6 +84,8 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         )
     if tokenizer and args:
         problems += _check_prompts(config, tokenizer, args.max_seq_len)
+    if output:
+        problems += unreachable(config.notifications)
     if output and not problems:  # last, because it creates the folder
         problems += _check_dump_folder(config)
     if problems or spec is None or tokenizer is None:
@@ -229,6 +233,7 @@ def _check_paths(config: Config) -> Iterator[str]:
 def _check_packages(config: Config) -> Iterator[str]:
     if config.eval.enable and importlib.util.find_spec("lm_eval") is None:
         yield "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or set it to false"
+    yield from missing_packages(config.metrics)
     if problem := too_old(installed_torch()):
         yield problem
     ac = config.activation_checkpoint

@@ -19,6 +19,7 @@ from torchtitan.observe.flight_recorder import configure_flight_recorder
 from torchtitan.observe.guard import Guard
 from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.metrics import Metrics
+from torchtitan.observe.notify import start_notifier
 from torchtitan.observe.profiler import Profiler
 from torchtitan.observe.replicas import check_replicas
 from torchtitan.observe.sinks import Record
@@ -138,18 +139,6 @@ class Trainer:
         config = self.config
         self.stragglers = Stragglers(config.guard)
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
-        self.metrics = Metrics(
-            config.metrics,
-            config.job,
-            config.model_dump(),
-            start_step=self.progress.step,
-            total_steps=config.training.steps,
-            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
-            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
-            experts=self.parts.experts is not None,
-            custom=config.custom,
-            samples=bool(config.sampling.prompts),
-        )
         self.ledger = Ledger(
             Path(config.job.dump_folder),
             describe_start(about, config.parallelism),
@@ -158,8 +147,25 @@ class Trainer:
             writes=dist.get_rank() == 0,
             began=began,
         )
+        self.metrics = Metrics(
+            config.metrics,
+            config.job,
+            config.model_dump(),
+            self.ledger,
+            start_step=self.progress.step,
+            total_steps=config.training.steps,
+            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
+            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+            experts=self.parts.experts is not None,
+            custom=config.custom,
+            samples=bool(config.sampling.prompts),
+        )
+        self.notifier = start_notifier(config) if dist.get_rank() == 0 else None
         self.events = Events(
-            Path(config.job.dump_folder), writes=dist.get_rank() == 0, continues=len(self.ledger.starts) > 1
+            Path(config.job.dump_folder),
+            writes=dist.get_rank() == 0,
+            continues=len(self.ledger.starts) > 1,
+            listeners=[self.metrics.event, *([self.notifier.listen] if self.notifier else [])],
         )
         announce_start(self.progress.step, config.training.steps, config.parallelism)
         self._record_skipped()
@@ -381,7 +387,10 @@ class Trainer:
         self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
-        self.metrics.close()
+        self.metrics.close(reason or ("completed" if error is None else "failed"))
+        self.ledger.save_trackers()
+        if self.notifier is not None:
+            self.notifier.close()
         self.profiler.close()
         self.parts.loader.close()
         if self.parts.validation is not None:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
+from torchtitan.utils.last_word import tell_torchrun
 from torchtitan.utils.text import cut
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
@@ -69,15 +70,18 @@ def report(error: UserError) -> None:
     """Print the message of `error`, or its traceback if `TORCHTITAN_DEBUG=1`."""
     if os.environ.get(DEBUG_ENV) == "1":
         traceback.print_exception(error)
-        return
-    lines = str(error).splitlines() or [type(error).__name__]
-    if isinstance(error, ConfigError) and len(error.problems) > 1:
-        print(f"error: {len(error.problems):,} problems in the configuration", file=sys.stderr)
-        for problem in error.shown():
-            print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)
     else:
-        print("error: " + "\n       ".join(lines), file=sys.stderr)
-    sys.stderr.flush()
+        print(_reported(error), file=sys.stderr, flush=True)
+
+
+def _reported(error: BaseException) -> str:
+    """The message of `error`, for the terminal."""
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        problems = ("  - " + problem.replace("\n", "\n    ") for problem in error.shown())
+        return "\n".join([f"error: {len(error.problems):,} problems in the configuration", *problems])
+    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"error: {name}" + "\n       ".join(lines)
 
 
 _ANOTHER_RANK_FAILED = (
@@ -111,8 +115,10 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         sys.stdout.flush()
         return code
     except UserError as error:
-        if rank == 0 or not isinstance(error, (ConfigError, HangError)):
+        reports = rank == 0 or not isinstance(error, (ConfigError, HangError))
+        if reports:
             report(error)
+        tell_torchrun(_reported(error), repeat=reports)
         return error.exit_code
     except KeyboardInterrupt:
         if rank == 0:
@@ -125,6 +131,7 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
             print(f"rank {rank}: stopped because another rank failed", file=sys.stderr)
         else:
             traceback.print_exception(error)
+            tell_torchrun(_reported(error), repeat=True)
         return 1
 
 

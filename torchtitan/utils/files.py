@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -11,15 +12,23 @@ from torchtitan.utils.storage import is_remote
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `path` atomically: to a temporary file, synced to disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_all({path: data})
+
+
+def write_all(files: Mapping[Path, bytes]) -> None:
+    """Write several files: none is changed until all are synced to disk, each under a temporary name."""
+    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for path, data in files.items():
+            with temporary[path].open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, written in temporary.items():
+            written.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for written in temporary.values():
+            written.unlink(missing_ok=True)
         raise
 
 

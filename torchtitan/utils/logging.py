@@ -129,7 +129,7 @@ class _File(RotatingFileHandler):
         torn = False
         with suppress(OSError), path.open("rb") as before:
             before.seek(-1, os.SEEK_END)
-            torn = before.read() != b"\n"
+            torn = before.read(1) != b"\n"
         file = super()._open()
         if torn:  # an earlier process was killed within a line
             file.write("\n")

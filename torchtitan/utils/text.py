@@ -1,7 +1,6 @@
 """Words, figures and tables for people, the same in logs, reports and pages; argument types of the command line."""
 
 import argparse
-import io
 import math
 import re
 import reprlib
@@ -27,6 +26,11 @@ def cut(text: str, limit: int) -> str:
         return text
     end = limit // 4
     return f"{text[: limit - end - 5]} ... {text[-end:]}"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without characters that could control a terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def listed(values: Iterable[object], limit: int = 16) -> str:
@@ -113,19 +117,16 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     Args:
         rows: the first holds the headings.
     """
-    from rich.console import Console  # imported late: takes longer than reading a configuration
-    from rich.table import Table
-    from rich.text import Text
+    from rich.cells import cell_len  # imported late: rich takes longer than reading a configuration
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for cells in zip(*(rows[1:] or rows), strict=True):
-        numeric = all(_NUMBER.fullmatch(cell) for cell in cells)
-        table.add_column(no_wrap=True, justify="right" if numeric else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    Console(file=out, width=10_000, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    columns = []
+    for cells in zip(*rows, strict=True):
+        body = cells[1:] or cells
+        numeric = any(body) and all(_NUMBER.fullmatch(cell) for cell in body if cell)
+        widths = [cell_len(cell) for cell in cells]
+        pads = [" " * (max(widths) - width) for width in widths]
+        columns.append([pad + cell if numeric else cell + pad for cell, pad in zip(cells, pads, strict=True)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 # ---- argument types

@@ -1,0 +1,384 @@
+"""Many runs by `torchtitan submit`, and jobs listed by `torchtitan jobs`, with stand-ins for Slurm's commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.test_slurm import BASE, ROOT, calls, slurm  # noqa: F401 - a fixture
+from torchtitan.commands.jobs import main as jobs
+from torchtitan.commands.submit import main
+from torchtitan.start.grid import in_folder, make_runs, together
+from torchtitan.start.jobs import RECORD, Record, read_record
+from torchtitan.start.local import run_in_turn
+from torchtitan.utils.errors import ConfigError, UserError
+
+GRID = ["--grid", "optimizer.lr=1e-4,3e-4", "--grid", "debug.seed=1,2"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def submit(*arguments):
+    return main([str(BASE), "--gpus-per-node=2", "--nodes=1", *arguments])
+
+
+def names(*axes, file=None):
+    return [run.name for run in make_runs(axes, file)]
+
+
+# ---- what varies
+
+
+def test_a_grid_is_the_product_of_its_values():
+    runs = make_runs(["optimizer.lr=1e-4,3e-4", "training.seed=1,2,3"], None)
+    assert [run.name for run in runs] == [f"lr={lr}_seed={seed}" for lr in ("1e-4", "3e-4") for seed in (1, 2, 3)]
+    assert runs[4].flags == ("--optimizer.lr=3e-4", "--debug.seed=2")  # by its new name
+
+
+def test_names_tell_runs_apart():
+    assert names("training.steps=1,2", "validation.steps=3") == ["training.steps=1", "training.steps=2"]
+    assert names("training.dataset_path=/a b/x.jsonl,/a;b/x.jsonl") == [
+        "dataset_path=a-b-x.jsonl",
+        "dataset_path=a-b-x.jsonl_1",
+    ]
+    long = names(f"job.description={'x' * 300},{'x' * 299}y")
+    assert len(set(long)) == 2
+    assert max(map(len, long)) < 130
+    assert names("optimizer.lr=1") == ["base"]
+
+
+def test_lists_are_toml():
+    (none, one) = make_runs(['model.converters=[[], ["float8"]]'], None)
+    assert (none.flags, one.flags) == (("--model.converters=[]",), ('--model.converters=["float8"]',))
+
+
+def test_runs_from_lines(tmp_path):
+    file = tmp_path / "runs.txt"
+    file.write_text("--optimizer.lr 1e-3 --compile.enable   # faster\n\n# none\n--job.description='a b'\n")
+    runs = make_runs(["debug.seed=1,2"], file)
+    assert [run.flags for run in runs][::2] == [
+        ("--optimizer.lr=0.001", "--compile.enable=true", "--debug.seed=1"),
+        ("--job.description=a b", "--debug.seed=1"),
+    ]
+    assert [run.name for run in runs] == [
+        f"{name}_seed={seed}" for name in ("lr=0.001_enable=true", "description=a-b") for seed in (1, 2)
+    ]
+
+
+def test_runs_from_tables(tmp_path):
+    file = tmp_path / "runs.toml"
+    file.write_text('[[runs]]\nname = "wide net"\nmodel.overrides.dim = 512\n[[runs]]\nmodel.converters = ["float8"]\n')
+    runs = make_runs([], file)
+    assert [(run.name, *run.flags) for run in runs] == [
+        ("wide-net", "--model.overrides.dim=512"),
+        ("base", '--model.converters=["float8"]'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "text", "message"),
+    [
+        (["lr=1,2"], None, "is not section.key=value"),
+        (["optimizer.lr"], None, "is not section.key=value"),
+        (["optimizer.lr="], None, "an empty value"),
+        (["optimizer.lr=1,1"], None, "the same value twice"),
+        (["optimizer.lr=[1,"], None, "not a list of TOML"),
+        (["debug.seed=1,2", "training.seed=3,4"], None, "debug.seed is varied twice"),
+        (["job.dump_folder=a,b"], None, "job.dump_folder can't vary"),
+        (["debug.seed=" + ",".join(map(str, range(50))), "training.steps=" + ",".join(map(str, range(1, 22)))], None,
+         "1,050 runs are more than 1,000"),
+        ([], "", "no line with flags"),
+        ([], "--optimizer.lr 1\n--optimizer.lr=1\n", "runs 1 and 2 are the same"),
+        ([], "optimizer.lr=1", "runs.txt:1: unexpected argument"),
+        ([], "--optimizer.lr 'a", "runs.txt:1: no closing quotation"),
+    ],
+)  # fmt: skip
+def test_what_is_no_grid(tmp_path, axes, text, message):
+    file = tmp_path / "runs.txt"
+    file.write_text(text or "")
+    with pytest.raises(ConfigError, match=message):
+        make_runs(axes, None if text is None else file)
+
+
+@pytest.mark.parametrize("text", ["", "x = 1", "runs = 1", "[[runs]]\nname = 1", "[[runs]\n", "runs = []", "a" * 2**21])
+def test_what_is_no_file_of_runs(tmp_path, text):
+    file = tmp_path / "runs.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"--runs: "):
+        make_runs([], file)
+
+
+def test_checkpoints_outside_of_the_folder_are_not_shared():
+    (run,) = make_runs(["debug.seed=1"], None)
+    folder = Path("/g")
+    assert in_folder(run, folder, "checkpoint") == ("--debug.seed=1", "--job.dump_folder=/g/base")
+    for shared in ("s3://bucket/all", "/scratch/all"):
+        assert in_folder(run, folder, shared)[-1] == f"--checkpoint.folder={shared}/base"
+
+
+def test_a_problem_of_many_runs_is_said_once():
+    problems = {"a": ["x", "y"], "b": ["x"], "c": ["x"]}
+    assert together(problems) == ["runs a and 2 more: x", "run a: y"]
+
+
+# ---- an array
+
+
+def test_each_task_is_a_run(slurm, tmp_path):  # noqa: F811
+    assert submit(*GRID, "--at-most=3", "--time=1:00:00", "--training.steps=7") == 0
+    folder = tmp_path / "outputs/debug_model-grid"
+    script = folder / "debug_model.sbatch"
+    text = script.read_text()
+    assert f"#SBATCH --output={folder}/%x-%A_%a.log\n" in text
+    assert "#SBATCH --array=0-3%3\n" in text
+    script.write_text(text.replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    found = []
+    for task in range(5):
+        (tmp_path / "calls/task").unlink(missing_ok=True)
+        job = slurm(script, SLURM_ARRAY_JOB_ID="123450", SLURM_ARRAY_TASK_ID=str(task))
+        assert job.wait(timeout=30) == (2 if task == 4 else 0), job.stderr.read()
+        found += [json.loads(line)["argv"] for line in calls(tmp_path, "task")]
+    values = [(lr, seed) for lr in ("1e-4", "3e-4") for seed in (1, 2)]
+    assert found == [
+        ["--training.steps=7", f"--optimizer.lr={lr}", f"--debug.seed={seed}",
+         f"--job.dump_folder={folder}/lr={lr}_seed={seed}"]
+        for lr, seed in values
+    ]  # fmt: skip
+    assert read_record(folder).runs == [f"lr={lr}_seed={seed}" for lr, seed in values]
+
+
+def test_only_the_preempted_task_is_put_back(slurm, tmp_path):  # noqa: F811
+    submit(*GRID)
+    script = tmp_path / "outputs/debug_model-grid/debug_model.sbatch"
+    script.write_text(script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    job = slurm(script, seconds=60, SLURM_ARRAY_JOB_ID="123450", SLURM_ARRAY_TASK_ID="2")
+    deadline = time.monotonic() + 30
+    while not calls(tmp_path, "task"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=30) == 75, job.stderr.read()
+    assert calls(tmp_path, "scontrol")[-2:] == ["show job 123450_2", "requeue 123450_2"]
+
+
+def test_a_dry_run_writes_nothing(tmp_path, capsys):
+    assert submit(*GRID, "--dry-run") == 0
+    out = capsys.readouterr()
+    assert "3  lr=3e-4_seed=2  --optimizer.lr=3e-4 --debug.seed=2" in " ".join(out.out.split(" ", 3)).replace("   ", "")
+    assert "#SBATCH --array=0-3" in out.out
+    assert "4 runs, each on 1 node of 2 ranks" in out.err
+    assert submit("--dry-run") == 0
+    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grid=optimizer.lrr=1,2"], "runs lrr=1 and 1 more: --optimizer.lrr: unknown key"),
+        (["--grid=training.global_batch_size=16,17"], "run global_batch_size=17: .*not a multiple"),
+        (["--grid=job.description=a,b\nc"], "run .*newline"),
+        (["--grid=debug.seed=1,2", "--job.dump_folder=x"], "--job.dump_folder: each run has its own"),
+    ],
+)
+def test_nothing_is_written_if_a_run_is_wrong(tmp_path, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        submit(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_tasks_have_as_many_ranks(tmp_path):
+    flags = ["--gpus-per-node=8", "--grid=parallelism.data_parallel_shard_degree=8,16"]
+    with pytest.raises(ConfigError, match=r"8 ranks \(.*degree=8\) and 16 ranks \(.*degree=16\)"):
+        main([str(BASE), *flags])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--at-most=2", "--folder=x", "--local"])
+def test_options_of_grids_need_one(option, capsys):
+    with pytest.raises(SystemExit):
+        submit(option)
+    assert "add --grid or --runs" in capsys.readouterr().err
+
+
+def test_what_is_in_names_and_values_does_not_run(slurm, tmp_path):  # noqa: F811
+    hostile = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
+    folder = tmp_path / f"my {hostile.replace('/', '')}"
+    file = tmp_path / "runs.toml"
+    file.write_text(f"[[runs]]\njob.description = '''{hostile}'''\n[[runs]]\ndebug.seed = 1\n")
+    assert submit("--runs", str(file), "--folder", str(folder)) == 0
+    script = folder / "debug_model.sbatch"
+    script.write_text(script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    job = slurm(script, SLURM_ARRAY_JOB_ID="1", SLURM_ARRAY_TASK_ID="0")
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    argv = json.loads(calls(tmp_path, "task")[0])["argv"]
+    assert argv[0] == f"--job.description={hostile}"
+    assert argv[1].startswith(f"--job.dump_folder={folder}/")
+    assert not list(tmp_path.rglob("injected"))
+    logs = read_record(folder).logs(7, "0")
+    assert logs == [folder / "debug_model-7_0.log"]
+
+
+# ---- one after the other, here
+
+
+def test_runs_here_go_on_after_a_failure(tmp_path, monkeypatch, capfd):
+    log = tmp_path / "log"
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\necho "$@" >>{log}\ncase "$*" in *two*) exit 3;; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        assert run_in_turn(["1", "2", "3"], [["train", "one"], ["train", "two"], ["train", "three"]], tmp_path) == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert log.read_text().splitlines() == [f"-m torchtitan train {name}" for name in ("one", "two", "three")]
+    assert "failed: 2 (status 3)" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_grid_trains_here_and_stops_when_asked(tmp_path):
+    command = [sys.executable, "-m", "torchtitan", "submit", str(BASE), "--local", "--grid", "optimizer.lr=1e-3,2e-3"]
+    small = ["--training.seq_len=32", "--validation.enable=false", "--metrics.log_freq=1", "--folder=grid"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([*command, *small, "--training.steps=2"], env=env).returncode == 0
+    for name in ("lr=1e-3", "lr=2e-3"):
+        config = tomli.loads((tmp_path / "grid" / name / "config.toml").read_text())
+        assert config["optimizer"]["lr"] == float(name[3:])
+    process = subprocess.Popen([*command, *small[:-1], "--folder=other", "--training.steps=10000"], env=env)
+    deadline = time.monotonic() + 200
+    metrics = tmp_path / "other/lr=1e-3/metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 75
+    assert list((tmp_path / "other/lr=1e-3/checkpoint").iterdir())
+    assert not (tmp_path / "other/lr=2e-3").exists()
+
+
+# ---- jobs
+
+SQUEUE = """\
+90_1|RUNNING|12:00|1:00:00|node1|None|grid
+90_3|PENDING|0:00|1:00:00||Priority|grid
+91|RUNNING|1-02:00:00|UNLIMITED|node[2-3]|None|odd | name
+"""
+SACCT = """\
+90_0|COMPLETED|00:50:00|01:00:00|node1|0:0|grid
+90_1|RUNNING|00:12:00|01:00:00|node1|0:0|grid
+90_[3-4%2]|PENDING|00:00:00|01:00:00|None assigned|0:0|grid
+90_2|CANCELLED by 1000|00:01:00|01:00:00|node1|0:15|grid
+"""
+
+
+@pytest.fixture
+def scheduler(tmp_path, monkeypatch):
+    """Stand-ins that print what is set; returns the folder of a submitted grid."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"squeue": SQUEUE, "sacct": SACCT, "scontrol": ""}.items():
+        (tmp_path / name).write_text(text)
+        (folder / name).write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\ncat {tmp_path}/{name}\n')
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    grid = tmp_path / "grid"
+    grid.mkdir()
+    (grid / RECORD).write_bytes(Record("grid", f"{grid}/%x-%A_%a.log", ["a", "b", "c", "d"], [90]).encode())
+    return grid
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_state_of_every_run(scheduler, tmp_path, capsys):
+    assert jobs([str(scheduler)]) == 0
+    out = rows(capsys.readouterr().out)
+    assert out[1:5] == [
+        ["90_0", "a", "completed", "00:50:00", "01:00:00", "node1"],
+        ["90_1", "b", "running", "12:00", "1:00:00", "node1"],
+        ["90_2", "c", "cancelled", "by", "1000", "00:01:00", "01:00:00", "node1", "0:15"],
+        ["90_3", "d", "pending", "0:00", "1:00:00", "Priority"],
+    ]
+    assert " ".join(out[5]) == "4 jobs: 1 completed, 1 running, 1 cancelled, 1 pending"
+    assert " ".join(out[6]) == f"Results: torchtitan runs {scheduler}"
+    asked = (tmp_path / "asked").read_text()
+    assert "--jobs=90 " in asked
+
+
+def test_one_task_and_all_jobs(scheduler, capsys):
+    jobs(["90_2"])
+    assert [row[0] for row in rows(capsys.readouterr().out)[1:-1]] == ["90_2"]
+    jobs([])
+    out = capsys.readouterr().out
+    assert [row[0] for row in rows(out)[1:-1]] == ["90_1", "90_3", "91"]
+    assert "odd | name" in out
+
+
+def test_a_job_that_was_submitted_by_hand(scheduler, tmp_path, capsys):
+    """It is known by its log or, while it waits, by its name."""
+    record = read_record(scheduler)
+    (scheduler / RECORD).write_bytes(Record(record.name, record.log, record.runs).encode())
+    jobs([str(scheduler)])
+    assert "4 jobs: " in capsys.readouterr().out
+    (tmp_path / "squeue").write_text("")
+    jobs([str(scheduler)])
+    assert "knows no job" in capsys.readouterr().out
+    (scheduler / "grid-90_0.log").write_text("x")
+    assert read_record(scheduler).known() == [90]
+    jobs([str(scheduler)])
+    assert "90_0" in capsys.readouterr().out
+
+
+def test_without_accounting_only_what_runs_is_shown(scheduler, tmp_path, capsys):
+    (tmp_path / "bin/sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
+    jobs([str(scheduler)])
+    out = capsys.readouterr().out
+    assert [row[0] for row in rows(out)[1:3]] == ["90_1", "90_3"]
+    assert "note: jobs that have ended are not shown" in out
+    assert "accounting storage is disabled" in out
+
+
+def test_without_slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="this machine has no squeue; ask on a machine of the cluster"):
+        jobs([])
+    with pytest.raises(UserError, match=r"no sbatch; --submit: submit .* on a machine that has Slurm"):
+        submit("--submit", *GRID)
+    with pytest.raises(UserError, match="not the folder of a submitted grid"):
+        jobs([str(tmp_path)])
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "x", '{"name": 1, "log": "", "runs": []}'])
+def test_a_damaged_record(scheduler, text):
+    (scheduler / RECORD).write_text(text)
+    with pytest.raises(UserError, match="give the number of a job"):
+        jobs([str(scheduler)])
+
+
+def test_logs(scheduler, tmp_path, capfd):
+    with pytest.raises(UserError, match="job 90 has no log yet"):
+        jobs([str(scheduler), "--logs"])
+    for task in (0, 2):
+        (scheduler / f"grid-90_{task}.log").write_text(f"first\nlast of {task}\n")
+    assert jobs([str(scheduler), "--logs", "--lines=1"]) == 0
+    out = capfd.readouterr().out
+    assert "last of 0" in out
+    assert "last of 2" in out
+    assert "first" not in out
+    (tmp_path / "scontrol").write_text(f"JobId=91\n   StdErr=/x\n   StdOut={scheduler}/grid-90_2.log\n   Power=\n")
+    jobs(["91", "--logs"])
+    assert "last of 2" in capfd.readouterr().out

@@ -1,0 +1,359 @@
+"""`torchtitan init`: what it asks, what it chooses, and that all it writes is legal."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from torchtitan.commands.init import main
+from torchtitan.config import complete, load_config
+from torchtitan.config.device import check_device
+from torchtitan.config.keys import FIELDS
+from torchtitan.config.load import LoadedConfig
+from torchtitan.models import get_spec
+from torchtitan.plan.hardware import find_hardware, load_hardware
+from torchtitan.plan.planner import any_layout, without_missing_files
+from torchtitan.start import machine
+from torchtitan.start.models import find_model, offered
+from torchtitan.start.questions import parse_length
+from torchtitan.start.recipe import Wish, as_flags, draft
+from torchtitan.start.sources import find_data
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError, UserError
+
+CPU = """\
+[this-machine]
+description = "CPU, made up"
+device = "cpu"
+memory_gib = 16.0
+bf16 = 1e11
+fp8 = 0.0
+fp32 = 1e11
+gemm_bf16 = 1.0
+gemm_fp8 = 1.0
+attention = 0.3
+memory_bandwidth = 1e10
+memory_efficiency = 1.0
+gpus_per_node = 1
+"""
+SMALL = ["--model=llama3/debugmodel", "--data=demo", "--hours=1"]
+H100 = ["--hardware=h100-sxm", "--devices=1"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "local_gpus", lambda: (None, 0))
+    Path("cpu.toml").write_text(CPU)
+    return tmp_path
+
+
+def written(folder: str) -> tuple[str, dict]:
+    text = Path(folder, "train.toml").read_text()
+    return text, tomli.loads(text)
+
+
+# ---- the result
+
+
+def test_every_line_differs_from_the_default_and_says_why():
+    assert main(["a", *SMALL, *H100, "--seq-len=512", "--optimizer.beta2=0.99"]) == 0
+    text, tables = written("a")
+    section, before, lines = "", "", 0
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            key = f"{section}.{line.split()[0]}"
+            value = tables
+            for part in key.split("."):
+                value = value[part]
+            assert value != FIELDS[key].get_default(), key
+            assert "  # " in line or before.startswith("# "), key
+            lines += 1
+        assert len(line) <= 120 or line.startswith("#   torchtitan init")
+        before = line
+    assert lines > 10
+    assert tables["optimizer"]["beta2"] == 0.99
+    assert tables["training"]["seq_len"] == tables["validation"]["seq_len"] == 512
+
+
+def test_hours_and_tokens_become_steps():
+    """At the planned speed, which the first line states."""
+    main(["a", *SMALL, *H100])
+    text, tables = written("a")
+    speed = int(re.search(r"Planned: ([\d,]+) tokens/s", text)[1].replace(",", ""))
+    batch = tables["training"].get("global_batch_size") * tables["training"]["seq_len"]
+    assert tables["training"]["steps"] * batch == pytest.approx(speed * 3600, rel=0.01)
+    main(["b", *SMALL[:2], *H100, "--tokens=1.5M"])
+    tables = written("b")[1]
+    assert tables["training"]["steps"] == -(-1_500_000 // batch)
+    assert tables["lr_scheduler"]["warmup_steps"] == tables["training"]["steps"] // 10
+
+
+def test_the_command_in_the_file_makes_the_same_file(capsys):
+    argv = ["--model=qwen3/0.6B", "--data=c4", "--hours=1", *H100, "--slurm", "--time=1:00:00"]
+    main(["a", *argv, "--choose=2", "--optimizer.lr", "0.002"])
+    text = written("a")[0]
+    (command,) = re.findall(r"^#   torchtitan init (.*)$", text, re.M)
+    assert main([*command.split(), "--force"]) == 0
+    assert written("a")[0] == text
+    assert "#SBATCH --time=1:00:00" in Path("a/train.sbatch").read_text()
+    assert "sbatch a/train.sbatch" in capsys.readouterr().out
+
+
+def test_the_table_has_bands_chances_and_reasons(capsys):
+    main(["a", *SMALL, *H100])
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if re.match(r"[123]  ", line)]
+    assert 1 <= len(rows) <= 3
+    for row in rows:
+        speed, low, high = (
+            int(n.replace(",", "")) for n in re.search(r"([\d,]+) \(([\d,]+) to ([\d,]+)\)", row).groups()
+        )
+        assert low < speed < high
+        assert "> 99%" in row
+    assert "fastest" in rows[0]
+
+
+def test_what_is_given_prevails():
+    main(["a", *SMALL[:2], *H100, "--training.steps=7", "--training.global_batch_size=16"])
+    tables = written("a")[1]
+    assert (tables["training"]["steps"], tables["training"]["global_batch_size"]) == (7, 16)
+
+
+def test_a_given_layout_is_planned_as_it_is(capsys):
+    layout = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
+    main(["a", *SMALL, "--hardware=h100-sxm", "--devices=4", *layout, "--training.local_batch_size=2"])
+    tables = written("a")[1]
+    assert tables["parallelism"] == {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+    assert tables["activation_checkpoint"]["mode"] == "full"
+    assert "The layout on 4 x h100-sxm" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="must divide 4"):
+        main(["b", *SMALL, "--hardware=h100-sxm", "--devices=4", "--parallelism.tensor_parallel_degree=3"])
+
+
+def test_data_of_a_cluster(capsys):
+    main(["a", SMALL[0], "--data=/of/the/cluster", SMALL[2], *H100])
+    assert (
+        "training.dataset_path '/of/the/cluster' is not on this machine; the run will need it"
+        in capsys.readouterr().out
+    )
+    with pytest.raises(ConfigError, match="--data: no file or folder /of/the/cluster"):
+        main(["b", SMALL[0], "--data=/of/the/cluster", SMALL[2], "--hardware=cpu.toml"])
+    with pytest.raises(ConfigError, match="newline"):
+        main(["a\nb", *SMALL, *H100])
+    assert [path.name for path in Path().iterdir() if path.is_dir()] == ["a"]
+
+
+def test_several_nodes_get_a_job():
+    argv = ["--hardware=gb200", "--nodes=2", "--training.global_batch_size=4"]
+    assert main(["a", *SMALL, *argv]) == 0
+    script = Path("a/train.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\n" in script  # a host of gb200 has 4 of its domain's 72
+    assert f"set -- {Path('a/train.toml').absolute()}\n" in script
+    with pytest.raises(UserError, match="don't fill nodes of 8"):
+        main(["b", *SMALL, "--hardware=h100-sxm", "--devices=12"])
+    assert not Path("b").exists()
+
+
+def test_a_hugging_face_folder(tmp_path, capsys):
+    source = tmp_path / "mine"
+    source.mkdir()
+    spec = get_spec("qwen3")
+    args = spec.args("debugmodel", {"n_layers": 3})
+    (source / "config.json").write_text(json.dumps(spec.hf.config(args, "float32")))
+    for file in (Path(__file__).parents[1] / "assets/tokenizer").glob("*.json"):
+        (source / file.name).write_bytes(file.read_bytes())
+    main(["a", f"--model={source}", *SMALL[1:], *H100])
+    model = written("a")[1]["model"]
+    assert model == {
+        "name": "qwen3",
+        "hf_assets_path": str(source),
+        "overrides": {"n_layers": 3},
+    }
+    assert "initial_load_in_hf" not in written("a")[0]
+    (source / "model.safetensors").write_bytes(b"")
+    main(["b", f"--model={source}", *SMALL[1:], *H100])
+    assert written("b")[1]["checkpoint"]["initial_load_in_hf"] is True
+    (source / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match="model_type: got 'gpt2'"):
+        main(["c", f"--model={source}", *SMALL[1:], *H100])
+
+
+def test_data(tmp_path):
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(ConfigError, match="no file matches"):
+        find_data("./texts")
+    (tmp_path / "texts/a.jsonl").write_text('{"text": "x"}\n')
+    assert find_data("texts").path == str(tmp_path / "texts")
+    (tmp_path / "texts/tokens-0.bin").write_bytes(b"12")
+    assert find_data("texts").kind.startswith("token files")
+    assert find_data("org/name:config@split").path is None
+    assert find_data("c4").held_out == "c4_validation"
+    assert not find_data("/of/the/cluster").is_here
+    for wrong in ("dmeo", "./none", "/none/*.txt", "org/name/more"):
+        with pytest.raises(ConfigError, match=r"--data"):
+            find_data(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "hours"),
+    [
+        ("160B", 160e9, None), ("1.5e9", 1.5e9, None), ("1,000,000", 1e6, None), ("10M", 1e7, None), ("2t", 2e12, None),
+        ("10m", None, 1 / 6), ("10min", None, 1 / 6), ("12h", None, 12), ("3 d", None, 72),
+    ],
+)  # fmt: skip
+def test_lengths(text, tokens, hours):
+    assert parse_length(text) == (pytest.approx(tokens) if tokens else None, pytest.approx(hours) if hours else None)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e400", "1q", "nan", "1_000", "1.2.3", "9" * 400, "1e99"])
+def test_no_lengths(text):
+    with pytest.raises(ConfigError, match="neither a number of tokens"):
+        parse_length(text)
+
+
+# ---- refusals
+
+
+def test_without_a_terminal_every_missing_flag_is_named():
+    with pytest.raises(ConfigError) as error:
+        main([])
+    for flag in ("--model FAMILY/SIZE", "--data", "--hardware NAME", "--devices N", "--tokens N or --hours N", "--yes"):
+        assert flag in str(error.value)
+    assert "llama3/8B" in str(error.value)
+    assert "mi300x" in str(error.value)
+    assert [path.name for path in Path().iterdir()] == ["cpu.toml"]
+
+
+def test_every_wrong_flag_is_named_at_once():
+    argv = ["--model=llama3/9B", "--data=dmeo", "--hardware=h10", "--devices=0", "--tokens=x", "--seq-len=y"]
+    with pytest.raises(ConfigError) as error:
+        main(argv)
+    found = [problem.partition(":")[0] for problem in error.value.problems]
+    assert found == ["--model", "--data", "--hardware", "--devices", "--tokens, --hours", "--seq-len"]
+    with pytest.raises(ConfigError, match=r"did you mean .optimizer\.lr."):
+        main(["a", *SMALL, *H100, "--optimizer.lrr=1"])
+    assert not Path("a").exists()
+
+
+def test_nothing_is_overwritten_without_force():
+    main(["a", *SMALL, *H100])
+    Path("a/train.toml").write_text("mine")
+    for argv in (["a", *SMALL, *H100], ["a"]):
+        with pytest.raises(ConfigError, match=r"a has train.toml; choose another, or --force"):
+            main(argv)
+    assert Path("a/train.toml").read_text() == "mine"
+    main(["a", *SMALL, *H100, "--force"])
+    assert "Planned" in Path("a/train.toml").read_text()
+
+
+def test_a_failed_write_leaves_nothing(monkeypatch):
+    """The disk is full while the second file is written."""
+    synced = []
+
+    def fsync(handle):
+        synced.append(handle)
+        if len(synced) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match="can't write to a: No space left"):
+        main(["a", *SMALL, *H100, "--slurm"])
+    assert list(Path("a").iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_says_what_would():
+    message = r"llama3/8B: none of .* is likely to fit in the 77[.0-9]* GiB .* try --devices \d"
+    with pytest.raises(UserError, match=message):
+        main(["a", "--model=llama3/8B", "--data=c4", *H100, "--hours=1", "--training.global_batch_size=1"])
+    assert not Path("a").exists()
+
+
+# ---- everything that is offered
+
+
+def check(name: str, hardware_name: str) -> None:
+    """The settings of a model on a hardware, before there is a layout: the trainer takes them on one rank."""
+    hardware = find_hardware(hardware_name)
+    wish = Wish(find_model(name), find_data("c4"), hardware, 8, 4096, Path("p"), tokens=1e9)
+    loaded = load_config(as_flags(draft(wish)))
+    start = LoadedConfig(any_layout(loaded.config, 8), loaded.sources)
+    here, _ = without_missing_files(complete(start, 1).config)
+    preflight(here, output=False)
+    check_device(here, hardware.accelerator)
+
+
+@pytest.mark.parametrize("name", [model.name for model in offered()])
+def test_every_model(name):
+    check(name, "h100-sxm")
+
+
+@pytest.mark.parametrize("name", load_hardware())
+def test_every_hardware(name):
+    check("llama3/8B", name)
+
+
+def test_cpu(capsys):
+    main(["a", *SMALL, "--hardware=cpu.toml"])
+    tables = written("a")[1]
+    assert tables["training"]["mixed_precision_param"] == "float32"
+    assert "compile" not in tables
+    assert "torchtitan train a/train.toml\n" in capsys.readouterr().out
+
+
+PAIRS = [(model.name, "h100-sxm") for model in offered()]
+PAIRS += [(model, hardware) for hardware in load_hardware() for model in ("llama3/8B", "qwen3_moe/30B-A3B")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "hardware"), dict.fromkeys(PAIRS))
+def test_everything_written_is_legal(model, hardware):
+    """With a layout, on as many devices as the model is likely to need."""
+    total, _ = find_model(model).parameters()
+    fixed = ["--training.global_batch_size=64", "--seq-len=2048"]
+    for devices in (1, 8, 64, 512):
+        if total * 18 < devices * find_hardware(hardware).usable_gib * 2**30 * 0.8:
+            break
+    host = machine.devices_per_host(find_hardware(hardware))
+    argv = [f"--model={model}", "--data=demo", f"--hardware={hardware}", f"--devices={devices}", "--tokens=1e9"]
+    assert main(["a", *argv, f"--gpus-per-node={host}", *fixed]) == 0
+    config = complete(load_config(["--config=a/train.toml"]), devices).config
+    here, _ = without_missing_files(config)
+    preflight(here, output=False)
+
+
+# ---- a terminal
+
+
+@pytest.mark.slow
+def test_answers_on_a_terminal(tmp_path):
+    """Wrong answers are asked again; the result trains."""
+    answers = ["llama3/9B", "qwen3/debugmodel", "", "cpu", "0", "10min", "64", "first", "9", "1"]
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "torchtitan", "init"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=subprocess.STDOUT, env=env)
+    os.close(follower)
+    os.write(leader, "".join(f"{answer}\n" for answer in answers).encode())
+    shown = ""
+    while process.poll() is None or not shown.endswith("\n"):
+        try:
+            shown += os.read(leader, 4096).decode()
+        except OSError:
+            break
+    assert process.wait(timeout=60) == 0, shown
+    for text in ("no size '9B'", "Which model?", "neither a number of tokens", "Next:"):
+        assert text in shown
+    assert Path("first/hardware.toml").is_file()
+    steps = ["--training.steps=2", "--validation.steps=1", "--metrics.log_freq=1"]
+    done = subprocess.run([*command[:3], "train", "first/train.toml", *steps], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(Path("first/run/metrics.jsonl").read_text().splitlines()) >= 2

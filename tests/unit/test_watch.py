@@ -1,0 +1,351 @@
+"""The server of `torchtitan watch`: what it sends while runs train, to whom, and what it refuses."""
+
+import gzip
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+
+import pytest
+
+from tests.browser import CHROMIUM, browser
+from tests.run_folders import append, record, write_run
+from torchtitan.commands import watch
+from torchtitan.report import live as live_module
+from torchtitan.report import serve
+from torchtitan.report.collect import collect
+from torchtitan.report.live import Live
+from torchtitan.report.serve import Server, close, serving
+from torchtitan.utils.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Files are read for every request."""
+    monkeypatch.setattr(live_module, "LEAST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run", 120, end=None)
+
+
+def report_of(live):
+    content = json.loads(gzip.decompress(live.report()))
+    return content["at"], content["report"]["runs"]
+
+
+def updates(live, at):
+    return json.loads(live.updates(at))
+
+
+def ask(server, path="/", method="GET", host="localhost:1", **headers):
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+    connection.request(method, path, headers={"Host": host} | headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+# ---- what is new
+
+
+def test_updates_hold_what_is_new(run, monkeypatch):
+    live = Live([run])
+    at, (shown,) = report_of(live)
+    assert shown["axes"]["step"][-1] == 120
+    assert updates(live, at)["runs"] == []
+    monkeypatch.setattr(live_module, "read_runs", None)  # no file is read as a whole again
+    append(run, record(121), {"step": 121, "validation_loss": 2.5, "time": record(121)["time"]}, record(122))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 123, "lo')
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": record(122)["time"], "kind": "saved", "step": 122, "message": "Saved"}) + "\n")
+    news = updates(live, at)
+    ((index, more),) = news["runs"]
+    assert (index, more["head"]["step"], more["head"]["latest"]["loss"]) == (0, 122, record(122)["loss"])
+    assert more["axes"]["step"][-2:] == [121, 122]
+    assert len(more["axes"]["step"]) <= 4
+    assert more["validation"][""]["loss"] == [2.5]
+    assert [event["step"] for event in more["events"]] == [122]
+    assert updates(live, news["at"])["runs"] == []
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('ss": 2.25}\n')  # the rest of the line
+    ((_, more),) = updates(live, news["at"])["runs"]
+    assert more["axes"]["step"][-1] == 123
+    assert more["metrics"]["loss"][-1] == 2.25
+    assert len(updates(live, at)["runs"]) == 2  # another reader gets all
+
+
+@pytest.mark.parametrize("change", ["rewind", "vanish", "another run", "log", "age"])
+def test_what_is_not_appended_is_read_again(run, change, monkeypatch):
+    live = Live([run])
+    at, _ = report_of(live)
+    if change == "rewind":  # as JsonlSink does
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "new").write_text("".join(line for line in lines if json.loads(line)["step"] <= 60))
+        (run / "new").rename(run / "metrics.jsonl")
+    elif change == "vanish":
+        shutil.rmtree(run)
+    elif change == "another run":
+        record_of_run = json.loads((run / "run.json").read_text())
+        record_of_run["starts"][0]["time"] += 1000
+        (run / "run.json").write_text(json.dumps(record_of_run))
+    else:
+        monkeypatch.setattr(live_module, *{"log": ("_LOG_BYTES", 10), "age": ("MOST_SECONDS", 0.0)}[change])
+        append(run, record(121))
+    assert updates(live, at) == {"reload": True}
+    again, (shown,) = report_of(live)
+    last = shown["axes"]["step"][-1:]
+    assert last == {"rewind": [60], "vanish": [], "another run": [120]}.get(change, [121])
+    assert updates(live, again)["runs"] == []
+    if change == "vanish":
+        write_run(run, 10, end=None)
+        assert updates(live, again) == {"reload": True} or updates(live, again)["runs"]
+
+
+@pytest.mark.parametrize("after", ["", "-", "x-0", "-1", "0", "9" * 5000, "²-²"])
+def test_an_unknown_place_is_read_again(run, after):
+    live = Live([run])
+    at, _ = report_of(live)
+    assert updates(live, after) == updates(live, at.replace("-0", "-9")) == {"reload": True}
+
+
+# ---- to whom
+
+
+@pytest.fixture
+def server(run):
+    with serving(Server(Live([run]), ("127.0.0.1", 0))) as started:
+        yield started
+
+
+def test_only_what_the_page_needs_is_answered(server, run):
+    answer, body = ask(server)
+    assert answer.status == 200
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert "unsafe" not in answer.headers["Content-Security-Policy"]
+    assert b"uPlot" in body
+    answer, body = ask(server, "/data")
+    assert json.loads(body)["report"]["runs"][0]["path"] == str(run)
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    _, body = ask(server, "/window?run=0&first=10&last=19&points=100")
+    assert json.loads(body)["axes"]["step"] == list(range(10, 20))
+    for path in ("/run.json", f"/..{run}/run.json", f"/{run}", "/data/", "//etc/passwd", "/%2e%2e/x", "/window?run=1"):
+        assert ask(server, path)[0].status in (400, 404), path
+    for query in ("run=1", "run=-1", "run=x", "run=9" + "0" * 30, "run="):
+        assert ask(server, f"/window?first=1&last=2&points=9&{query}")[0].status == 400, query
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "X"):
+        assert ask(server, method=method)[0].status == 405, method
+    answer, body = ask(server, method="HEAD")
+    assert (answer.status, body) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("127.0.0.1:9999", 200), ("[::1]:80", 200), ("evil.example", 403), ("evil.example:80", 403),
+        ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403), ("[", 403), ("localhost@x", 403),
+    ],
+)  # fmt: skip
+def test_pages_that_rebind_names_are_refused(server, host, status):
+    assert ask(server, "/data", host=host)[0].status == status
+
+
+def test_a_token_is_needed_elsewhere(run):
+    options = watch.parser().parse_args([str(run), "--host", "0.0.0.0", "--port", "0"])
+    started, where = watch._serve(options)
+    with serving(started):
+        token = where.partition("?token=")[2]
+        assert len(token) > 40
+        for path in ("/", "/data", "/updates", "/data?token=", "/data?token=x", f"/data?token={token[:-1]}"):
+            assert ask(started, path, host="node7:8787")[0].status == 401, path
+        answer, _ = ask(started, f"/?token={token}", host="node7:8787")
+        assert (answer.status, answer.headers["Location"]) == (303, "./")
+        cookie, _, rules = answer.headers["Set-Cookie"].partition("; ")
+        assert rules == "HttpOnly; SameSite=Lax; Path=/"
+        assert ask(started, "/data", host="node7:8787", Cookie=f"other=1; {cookie}")[0].status == 200
+        assert ask(started, "/data", host="node7:8787", Cookie=cookie[:-1])[0].status == 401
+        assert ask(started, "/data", host="node7:8787", Cookie=";;=\x01")[0].status == 401
+
+
+def test_a_socket_is_its_owners(run, tmp_path):
+    path = tmp_path / "watch.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # left behind by a server that was killed
+    with serving(Server(Live([run]), path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost:8787\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        with pytest.raises(UserError, match="another server uses it"):
+            Server(Live([run]), path)
+    assert not path.exists()
+    path.write_text("precious")
+    with pytest.raises(UserError, match="no socket"):
+        Server(Live([run]), path)
+    assert path.read_text() == "precious"
+
+
+def test_slow_and_many_clients_are_cut_off(run, monkeypatch):
+    monkeypatch.setattr(serve, "DEADLINE_SECONDS", 0.3)
+    threads = threading.active_count()
+    with serving(Server(Live([run]), ("127.0.0.1", 0))) as server:
+        clients = [socket.create_connection(server.server_address) for _ in range(serve.CONNECTIONS)]
+        try:
+            while len(server._deadlines) < serve.CONNECTIONS:
+                time.sleep(0.01)
+            assert ask(server)[0].status == 503
+            assert threading.active_count() <= threads + 1 + serve.CONNECTIONS
+            for client in clients:
+                client.settimeout(5)
+                assert client.recv(10) == b""  # cut off
+            while server._deadlines:
+                time.sleep(0.01)
+            assert ask(server)[0].status == 200
+        finally:
+            for client in clients:
+                client.close()
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["{missing}"], "no run here"),
+        (["{run}", "--socket", "{run}/s", "--port", "1"], "--socket takes no --port"),
+        (["{run}", "--host", "203.0.113.7"], "can't listen there"),
+        (["{run}", "--port", "{taken}"], "can't listen there"),
+        (["{run}", "--socket", "{run}/no/such"], "can't listen there"),
+    ],
+)
+def test_mistakes_are_explained(run, tmp_path, argv, error):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {"run": run, "missing": tmp_path / "missing", "taken": taken.getsockname()[1]}
+        with pytest.raises(UserError, match=error):
+            watch._serve(watch.parser().parse_args([word.format(**names) for word in argv]))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_it_ends_cleanly(run, tmp_path, number):
+    path = tmp_path / "s"
+    command = [sys.executable, "-m", "torchtitan", "watch", str(run), "--socket", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert lines[0] == f"Watching {run} at {path}  (Ctrl-C ends)\n"
+    assert f"ssh -L 8787:{path} " in lines[1]
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[0] == "ended\n"
+    assert process.returncode == 0
+    assert not path.exists()
+
+
+# ---- in a browser
+
+
+def wait(tab, condition):
+    tab.evaluate(f"(async () => {{ while (!({condition})) await new Promise(done => setTimeout(done, 20)); }})()")
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_page_follows_a_run(run, server, tmp_path):
+    url = f"http://127.0.0.1:{server.server_address[1]}/"
+
+    def follow(tab):
+        tab.evaluate("follow()")
+        (expected,) = collect([run])["runs"]
+        shown = json.loads(tab.evaluate("JSON.stringify(report.runs[0])"))
+        for axis, values in expected["axes"].items():
+            assert shown["axes"][axis] == pytest.approx(values), axis
+        for key in ("metrics", "validation", "evals", "sources", "experts", "events", "starts", "latest", "step"):
+            assert shown[key] == expected[key], key
+        return tab.evaluate("document.querySelector('[data-figure=step]').textContent")
+
+    with browser(tmp_path / "profile") as tab:
+        tab.open(url, 500, dark=True)
+        wait(tab, "parts && charts.length > 8")
+        assert tab.evaluate("document.documentElement.scrollWidth") == 500
+        tab.evaluate("clearTimeout(live.timer)")
+        chart = tab.evaluate("(window.kept = charts[0].plot, charts[0].key)")
+        assert chart == "loss"
+        more = {"loss/web": 3.0, "loss/code": 1.0, "expert_load_max": 1.25, "expert_entropy": 0.9}
+        for step in (121, 122):
+            validation = {
+                "step": step,
+                "validation_loss": 2.5,
+                "validation_loss/wiki": 3.5,
+                "time": record(step)["time"],
+            }
+            append(run, record(step, **more), validation, {"step": step, "eval/arc_easy/acc": 0.5})
+            assert follow(tab) == str(step)
+        tab.evaluate("document.querySelector('[data-chart=loss] .chart').focus()")
+        append(run, record(123, extra=1.5, **more))
+        assert follow(tab) == "123"
+        assert tab.evaluate(
+            "document.activeElement.closest('[data-chart]')?.dataset.chart || document.activeElement.tagName"
+        )
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "new").write_text("".join(line for line in lines if json.loads(line)["step"] <= 100))
+        (run / "new").rename(run / "metrics.jsonl")  # a rewind
+        tab.evaluate("follow()")
+        assert follow(tab) == "120"  # the start's
+        assert tab.evaluate("charts[0].plot.data[0].at(-1)") == 100
+        assert [one for one in tab.problems if not one.startswith(url)] == []
+        server.shutdown()
+        close(server)
+        tab.evaluate("follow()")
+        assert tab.evaluate("live.status.textContent").startswith("Not live: the server can't be reached")
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_zooming_fetches_details(tmp_path):
+    run = write_run(tmp_path / "run", 6000, end=None, rich=False)
+    with serving(Server(Live([run]), ("127.0.0.1", 0))) as server, browser(tmp_path / "profile") as tab:
+        tab.open(f"http://127.0.0.1:{server.server_address[1]}/", 1280)
+        wait(tab, "parts && charts.length > 5")
+        steps = "charts[0].plot.data[0].filter(x => x >= 1000 && x <= 1500).length"
+        assert tab.evaluate(steps) < 200
+        tab.evaluate("zoomTo([1000, 1500])")
+        wait(tab, "report.runs[0].detail")
+        shown = tab.evaluate("charts[0].plot.data.map(column => [...column].slice(0))")
+        at = {step: loss for step, loss in zip(shown[0], shown[1], strict=True) if 1000 <= step <= 1500}
+        assert at == {step: record(step)["loss"] for step in range(1000, 1501)}
+        tab.evaluate("zoomTo(null)")
+        assert tab.evaluate(steps) < 200
+
+
+@pytest.mark.slow
+def test_a_long_run_opens_at_once(tmp_path):
+    """Of 10^6 records in a second (the fastest of three, because the machine may be busy), in little memory."""
+    run = write_run(tmp_path / "long", 10**6, rich=False)
+    seconds = []
+    for _ in range(3):
+        live, began = Live([run]), time.perf_counter()
+        assert len(live.report()) < 2**20
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 1
+    live = Live([run])
+    at, _ = report_of(live)
+    tracemalloc.start()
+    for step in range(10**6 + 1, 10**6 + 1001):
+        append(run, record(step))
+        live.updates(at)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 32 * 2**20
+    assert os.stat(run / "metrics.jsonl").st_size > 200 * 2**20

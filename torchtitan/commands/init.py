@@ -1,0 +1,158 @@
+"""Start a project: a configuration with the reason of each value, and the command or Slurm job that trains it.
+
+Asks for what the flags leave open. Plans every legal layout for the hardware, shows the three best, and writes a file
+that trains as it is. Configuration flags prevail over what it would choose.
+
+    torchtitan init --model llama3/8B --data c4 --hardware h100-sxm --devices 64 --tokens 160B
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from torchtitan.config.command_line import config_flags, show_help, split_args
+from torchtitan.plan.hardware import load_hardware
+from torchtitan.start import project as projects
+from torchtitan.start import questions
+from torchtitan.start.ask import Asker
+from torchtitan.start.job import add_job_options, check_words
+from torchtitan.start.layouts import best_layouts, table
+from torchtitan.start.machine import CPU, devices_per_host, local_gpus
+from torchtitan.start.recipe import Setting, Settings, Wish
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import count
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan init",
+        usage="torchtitan init [FOLDER] [options] [--section.key value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", nargs="?", metavar="FOLDER", help="of the project (named after the model)")
+    add("--model", metavar="FAMILY/SIZE|FOLDER", help="a size of a family, or a local Hugging Face folder")
+    add("--data", metavar="NAME|PATH", help="demo, c4, a file or folder, or org/name:config@split of the hub")
+    add("--hardware", metavar="NAME", help=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file")
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--devices", metavar="N", help="number of GPUs, on all nodes together")
+    number.add_argument("--nodes", type=count, metavar="N", help="or of nodes")
+    add("--gpus-per-node", type=count, metavar="N", help="GPUs that a launcher starts ranks on (the hardware's)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--tokens", metavar="N", help="tokens to train on, as 160B or 1.6e11")
+    length.add_argument("--hours", metavar="N", help="or hours to train")
+    add("--seq-len", metavar="N", help="tokens of a row (256 for debug models, else 4096)")
+    add("--choose", type=count, metavar="N", help="which of the layouts shown (1)")
+    add("--slurm", action=argparse.BooleanOptionalAction, help="write a Slurm job (if there are several nodes)")
+    add("--yes", action="store_true", help="take all defaults instead of asking")
+    add("--force", action="store_true", help="overwrite the files of an earlier project")
+    add_job_options(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    show_help(argv, whole=False)
+    own, flags = split_args(argv)
+    options = parser().parse_intermixed_args(own)
+    check_words("", argv)  # they become a comment of the file
+    given = _given(flags)
+    if options.folder:
+        _check_folder(Path(options.folder), force=options.force)
+    asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
+    wish, measured = _ask(options, asker, given)
+    per_node = options.gpus_per_node or devices_per_host(wish.hardware)
+    if wish.on_cpu and not wish.data.is_here:
+        raise ConfigError([f"--data: no file or folder {wish.data.path}"])
+    if wish.on_cpu and options.slurm:
+        raise ConfigError(["--slurm: a job asks for GPUs; choose other hardware, or drop it"])
+    nodes, _ = projects.nodes_of(wish.devices, per_node)
+    _check_folder(wish.folder, force=options.force)
+    print("Searching for the best layouts ...", file=sys.stderr)
+    proposals, seen = best_layouts(wish)
+    print(table(proposals, seen, wish))
+    number = options.choose or asker.choose("\nWhich layout?", len(proposals))
+    if number > len(proposals):
+        raise ConfigError([f"--choose: {number}, but the layouts are 1 to {len(proposals)}"])
+    slurm = options if (nodes > 1 if options.slurm is None else options.slurm) else None
+    command = _command(wish, options, number, flags)
+    project = projects.make_project(wish, proposals[number - 1].plan, command, slurm, per_node)
+    if measured:
+        project.files[projects.HARDWARE] = measured
+    projects.write(project)
+    print(f"\n{projects.summary(project)}")
+    return 0
+
+
+def _given(flags: list[str]) -> Settings:
+    """The configuration's flags as settings.
+
+    Raises:
+        ConfigError: one can't be read.
+    """
+    problems: list[str] = []
+    given = {key: Setting(setting.value, "as given") for key, setting in config_flags(flags, problems)}
+    if "job.config_file" in given:
+        problems.append("--config: `init` writes a configuration; name its model, data and hardware instead")
+    if problems:
+        raise ConfigError(problems)
+    return given
+
+
+def _check_folder(folder: Path, *, force: bool) -> None:
+    if not force and (found := projects.existing(folder)):
+        raise ConfigError([f"FOLDER: {folder} has {', '.join(found)}; choose another, or --force overwrites them"])
+
+
+def _ask(options: argparse.Namespace, asker: Asker, given: Settings) -> tuple[Wish, str | None]:
+    """What the flags and the answers say; and the file of this machine's CPU, if it was measured."""
+    model = asker.answer(questions.model_question(), options.model)
+    data = asker.answer(questions.data_question(), options.data)
+    gpus, local = local_gpus()
+    hardware, measured = asker.answer(questions.hardware_question(gpus), options.hardware) or (None, None)
+    on_cpu = hardware is not None and hardware.device == "cpu"
+    devices: int | None = None
+    if options.nodes and hardware:
+        devices = options.nodes * (options.gpus_per_node or devices_per_host(hardware))
+    elif options.nodes is None:
+        on_this = hardware is not None and hardware.name == gpus
+        default = local if on_this else None if hardware is None else devices_per_host(hardware)
+        on_one = on_cpu and options.devices is None
+        devices = asker.answer(questions.devices_question(default), "1" if on_one else options.devices)
+    # `training.steps` says it, too.
+    length = f"{options.hours}h" if options.hours else options.tokens or ("1" if "training.steps" in given else None)
+    tokens, hours = asker.answer(questions.length_question(model, on_cpu=on_cpu), length) or (None, None)
+    seq_len = given["training.seq_len"].value if "training.seq_len" in given else None
+    seq_len = asker.answer(questions.seq_len_question(model), options.seq_len if seq_len is None else str(seq_len))
+    folder = asker.answer(questions.folder_question(model), options.folder)
+    asker.check()
+    assert model is not None and data is not None and hardware is not None  # noqa: PT018 - no test
+    assert devices is not None and seq_len is not None and folder is not None  # noqa: PT018
+    return Wish(model, data, hardware, devices, seq_len, folder, tokens, hours, given), measured
+
+
+def _command(wish: Wish, options: argparse.Namespace, number: int, flags: list[str]) -> str:
+    """The command that makes the same project without questions."""
+    named = CPU if options.hardware in (None, CPU) and wish.on_cpu else options.hardware or wish.hardware.name
+    settings = {
+        "model": wish.model.folder or wish.model.name,
+        "data": wish.data.path or wish.data.dataset,
+        "hardware": named,
+        "devices": wish.devices,
+        "gpus-per-node": options.gpus_per_node,
+        "seq-len": wish.seq_len,
+        "tokens": None if wish.tokens is None else f"{wish.tokens:.12g}",
+        "hours": None if wish.hours is None else f"{wish.hours:.6g}",
+        "choose": number if number > 1 else None,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "container": options.container,
+    }
+    words = ["torchtitan", "init", str(wish.folder)]
+    for name, value in settings.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += [f"--sbatch={line}" for line in options.sbatch]
+    words += [] if options.slurm is None else ["--slurm" if options.slurm else "--no-slurm"]
+    return shlex.join([*words, *flags])

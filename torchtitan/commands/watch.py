@@ -1,0 +1,99 @@
+"""Watch runs in a browser while they train: loss, speed, memory, and what happened.
+
+Serves the page of `torchtitan report` to this machine only, and keeps it up to date. It reads the folders of the runs
+and changes nothing in them.
+"""
+
+import argparse
+import os
+import secrets
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from torchtitan.commands.report import find_runs
+from torchtitan.report.live import Live
+from torchtitan.report.serve import LOOPBACK, Server, close
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.text import count
+
+PORT = 8787
+"""Unless it is taken and no other is asked for."""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchtitan watch", description=__doc__)
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="FOLDER", help="folder of a run (job.dump_folder), or of several"
+    )
+    parser.add_argument(
+        "--port", type=lambda text: count(text, fewest=0, most=65535), metavar="N",
+        help=f"listen on this port; 0 takes a free one (default: {PORT}, or a free one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host", default=LOOPBACK[0],
+        help="listen on this address; any but loopback needs the token in the address that is printed (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", help="listen on this Unix socket, which only you can use"
+    )
+    parser.add_argument("--token", action="store_true", help="need a token on loopback, too: others use this machine")
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> tuple[Server, str]:
+    """The server, and where it is."""
+    live = Live([Path(os.path.abspath(folder)) for folder in find_runs(options.folders)])
+    if options.socket is not None:
+        if options.port is not None or options.host != LOOPBACK[0]:
+            raise UserError("--socket takes no --port and no --host: the server listens on the socket alone")
+        token = secrets.token_urlsafe(32) if options.token else None
+        return _listen(live, options.socket, token, f"--socket {options.socket}"), str(options.socket)
+    token = secrets.token_urlsafe(32) if options.token or options.host not in LOOPBACK else None
+    ports = [PORT, 0] if options.port is None else [options.port]
+    for port in ports:
+        try:
+            server = _listen(live, (options.host, port), token, f"--host {options.host} --port {port}")
+            break
+        except UserError:
+            if port == ports[-1]:
+                raise
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return server, f"http://{host}:{server.server_address[1]}/" + (f"?token={token}" if token else "")
+
+
+def _listen(live: Live, address: Any, token: str | None, name: str) -> Server:
+    try:
+        return Server(live, address, token)
+    except OSError as error:
+        raise UserError(f"{name}: can't listen there: {error.strerror or error}; choose another") from None
+
+
+def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
+    """How to open the page from another machine."""
+    here = socket.gethostname()
+    if options.socket is not None:
+        query = f"?token={server.token}" if server.token else ""
+        path = os.path.abspath(options.socket)
+        return f"On your machine: ssh -L {PORT}:{path} {here}, then open http://localhost:{PORT}/{query}"
+    if options.host not in LOOPBACK:
+        return "Whoever has this address can see the runs; nothing is encrypted."
+    port = server.server_address[1]
+    return f"From another machine: ssh -L {port}:{options.host}:{port} {here}, then open the same address there."
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    server, where = _serve(options)
+    server.live.report()  # whoever opens the page does not wait for the files
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        print(f"Watching {', '.join(map(str, options.folders))} at {where}  (Ctrl-C ends)")
+        print(_hint(options, server, where), flush=True)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("ended")
+    finally:
+        close(server)
+    return 0

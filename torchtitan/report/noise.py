@@ -1,0 +1,123 @@
+"""Differences between noisy curves: which are real, and which are within noise.
+
+The values of successive steps are not independent, so the standard error of their mean can't be taken from their
+variance. The values are divided into `BLOCKS` successive blocks, and the means of the blocks are treated as a sample of
+a normal distribution: Student's t-test on them holds for any autocorrelation shorter than a block, and for variances
+that change (R. Ibragimov, U. K. Müller: "t-statistic based correlation and heterogeneity robust inference", Journal of
+Business & Economic Statistics 28(4), 2010). Where the autocorrelation is too long for that, there is no verdict.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+BLOCKS = 10
+_T = 2.262
+"""Student's t for 95 % with `BLOCKS - 1` degrees of freedom."""
+_INDEPENDENT = 4 * BLOCKS
+"""Independent values that it takes for the means of blocks to be nearly independent. Simulated: 4 to 8 % of series
+without a difference are then said to have one, at any autocorrelation (tests/unit/test_report_compare.py)."""
+
+
+class Difference(NamedTuple):
+    """How far two runs are apart."""
+
+    value: float
+    noise: float | None
+    """Half the width of the 95 % confidence interval; None if it can't be told."""
+
+    @property
+    def significant(self) -> bool:
+        """Whether it is more than noise."""
+        return self.noise is not None and abs(self.value) > self.noise
+
+
+def paired(differences: Sequence[float]) -> Difference:
+    """The mean of differences between values at the same points of two curves, in order."""
+    if not differences:
+        return Difference(math.nan, None)
+    enough = independent_values(differences) >= _INDEPENDENT
+    return Difference(
+        fmean(differences), _interval([fmean(block) for block in blocks(differences)]) if enough else None
+    )
+
+
+def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Difference:
+    """The mean difference of two curves over the points that both cover, where few of their points are the same.
+
+    Args:
+        series, base: point to value.
+    """
+    first, last = max(min(series), min(base)), min(max(series), max(base))
+    cut = [sorted((at, value) for at, value in one.items() if first <= at <= last) for one in (series, base)]
+    if not all(cut):
+        return Difference(math.nan, None)
+    ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
+    parts = [[[v for at, v in one if bisect_left(ends, at) == i] for i in range(BLOCKS)] for one in cut]
+    independent = min(independent_values([v for _, v in one]) for one in cut)
+    if independent < _INDEPENDENT or not all(part for one in parts for part in one):
+        return Difference(fmean(v for _, v in cut[0]) - fmean(v for _, v in cut[1]), None)
+    means = [fmean(a) - fmean(b) for a, b in zip(*parts, strict=True)]
+    return Difference(fmean(means), _interval(means))
+
+
+def unpaired(values: Sequence[float], base: Sequence[float]) -> Difference:
+    """The difference of the medians of two series in order; the medians of blocks tell the noise.
+
+    Medians, because single values may be far off, as those of a step that waited for storage.
+    """
+    if not values or not base:
+        return Difference(math.nan, None)
+    difference = median(values) - median(base)
+    if min(len(values), len(base)) < 2 * BLOCKS:
+        return Difference(difference, None)
+    halves = [_interval([median(block) for block in blocks(series)]) for series in (values, base)]
+    return Difference(difference, math.hypot(*halves))
+
+
+def blocks(values: Sequence[float]) -> list[Sequence[float]]:
+    """`values` in `BLOCKS` successive parts of nearly the same length."""
+    ends = [round(i * len(values) / BLOCKS) for i in range(BLOCKS + 1)]
+    return [values[begin:end] for begin, end in pairwise(ends)]
+
+
+def _interval(means: Sequence[float]) -> float:
+    return _T * stdev(means) / math.sqrt(len(means))
+
+
+def independent_values(values: Sequence[float]) -> float:
+    """How many independent values would tell as much about the mean: n (1 - r) / (1 + r).
+
+    r is the correlation of successive values, after a linear trend is taken out, corrected for its bias in short series
+    (F. H. C. Marriott and J. A. Pope, Biometrika 41, 1954).
+    """
+    n = len(values)
+    if n < 3:
+        return 0.0
+    center, middle = fmean(values), (n - 1) / 2
+    slope = sum((i - middle) * v for i, v in enumerate(values)) / sum((i - middle) ** 2 for i in range(n))
+    rest = [v - center - slope * (i - middle) for i, v in enumerate(values)]
+    variance = sum(v * v for v in rest)
+    if variance <= (1e-12 * (abs(center) + abs(slope) * n)) ** 2 * n:  # no noise at all
+        return float(n)
+    r = sum(a * b for a, b in pairwise(rest)) / variance
+    r = min(max(r + (1 + 4 * r) / n, 0.0), 0.9999)
+    return n * (1 - r) / (1 + r)
+
+
+def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
+    """Exponential moving averages of a curve, each with the weights of its terms summing to one; gaps stay gaps.
+
+    Args:
+        weight: of the past, from 0 (no smoothing) to below 1.
+    """
+    total = norm = 0.0
+    out: list[float | None] = []
+    for value in values:
+        if value is not None:
+            total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        out.append(None if value is None else total / norm)
+    return out

@@ -1,0 +1,166 @@
+"""Scripts of Slurm jobs: the template with a job's settings filled in."""
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.config import Config
+from torchtitan.config.derive import axis_degrees
+from torchtitan.utils.assets import ASSETS, CHECKOUT, PACKAGE, find_config
+from torchtitan.utils.errors import ConfigError
+
+TEMPLATE = PACKAGE / "commands" / "slurm.sbatch"
+MARK = "# -- `torchtitan submit` writes here\n"
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """The options that become `#SBATCH` lines."""
+    add = parser.add_argument
+    add("--time", type=one_line, metavar="TIME", help="time limit; the run saves and is requeued 5 minutes before it")
+    add("--partition", type=one_line, metavar="NAME")
+    add("--account", type=one_line, metavar="NAME")
+    add(
+        "--container",
+        type=one_line,
+        metavar="IMAGE",
+        help="image for pyxis (docker://..., .sqsh), or a .sif for Apptainer",
+    )
+    add(
+        "--sbatch",
+        type=one_line,
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="another #SBATCH line, as --sbatch=--qos=high",
+    )
+
+
+def one_line(text: str) -> str:
+    """Argument type of what becomes a part of a line of the script, which a newline would end."""
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} has a newline or another unprintable character")
+    return text
+
+
+def job_name(text: str) -> str:
+    """Argument type of a job's name. Slurm puts it into the name of the log, as `submit` does into the script's."""
+    if not text or "/" in text or text[0] in ".-":
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; --output takes a path"
+        )
+    return one_line(text)
+
+
+def check_words(config: str, overrides: Sequence[str]) -> None:
+    """Check what argparse doesn't: the configuration's flags, and the file's name, which may become the job's.
+
+    Raises:
+        ConfigError: what can't stand in one line of the script.
+    """
+    problems, flag = [], "the configuration's file"
+    for word in [config, *overrides]:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+        try:
+            one_line(word)
+        except argparse.ArgumentTypeError as error:
+            problems.append(f"{flag}: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def nodes_and_ranks(config: Config, per_node: int, nodes: tuple[int, int] | None) -> tuple[tuple[int, int], int]:
+    """Fewest and most nodes, and the ranks on each.
+
+    Args:
+        nodes: as given; None: as the layout's degrees need.
+
+    Raises:
+        ConfigError: the layout leaves the number of nodes open, or doesn't fill whole nodes.
+    """
+    if nodes is not None:
+        return nodes, per_node
+    if config.parallelism.data_parallel_shard_degree < 1:
+        raise ConfigError(
+            ["--nodes: parallelism.data_parallel_shard_degree = -1 uses all ranks; give the number of nodes"]
+        )
+    world = math.prod(axis_degrees(config.parallelism).values())
+    if world > per_node and world % per_node:
+        raise ConfigError(
+            [
+                f"--gpus-per-node: the degrees of [parallelism] make {world} ranks, which don't fill nodes of "
+                f"{per_node}; set data_parallel_shard_degree so that they do, or give a divisor of {world}"
+            ]
+        )
+    needed = max(1, world // per_node)
+    return (needed, needed), min(world, per_node)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script asks Slurm for."""
+
+    name: str
+    nodes: tuple[int, int]
+    """Fewest and most."""
+    ranks: int
+    """On a node."""
+    options: argparse.Namespace
+    """Those of `add_job_options`."""
+    log: str | None = None
+    """File of the output, with Slurm's `%` patterns."""
+
+
+def script(job: Job, config: str, overrides: Sequence[str]) -> str:
+    """The script of a job that trains a configuration."""
+    return _filled(job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])])
+
+
+def array_script(job: Job, config: str, runs: Sequence[Sequence[str]], at_most: int | None) -> str:
+    """The script of a job array with a task for each run.
+
+    Args:
+        runs: the overrides of each.
+        at_most: tasks that run at once.
+    """
+    file = _config_file(job, config)
+    limit = f"%{at_most}" if at_most else ""
+    body = ["case $SLURM_ARRAY_TASK_ID in"]
+    body += [f"    {i}) {shlex.join(['set', '--', file, *words])} ;;" for i, words in enumerate(runs)]
+    body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
+    return _filled(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
+
+
+def _config_file(job: Job, config: str) -> str:
+    file = find_config(config).resolve()
+    # A container has its own installation, with the shipped files elsewhere.
+    shipped = job.options.container and not CHECKOUT and file.is_relative_to(ASSETS)
+    return config if shipped else str(file)
+
+
+def _filled(job: Job, header: Sequence[str], body: Sequence[str]) -> str:
+    fewest, most = job.nodes
+    settings = {
+        "job-name": job.name,
+        "output": job.log,
+        "nodes": most,
+        "gpus-per-node": job.ranks,
+        "time": job.options.time,
+        "partition": job.options.partition,
+        "account": job.options.account,
+    }
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
+    lines += ["--no-kill"] if fewest < most else []
+    environment = {
+        "TORCHTITAN_ROOT": CHECKOUT,
+        "TORCHTITAN_PYTHON": None if CHECKOUT or job.options.container else sys.executable,
+        "NGPU": job.ranks,
+        "NNODES": f"{fewest}:{most}" if fewest < most else most,
+        "CONTAINER": job.options.container,
+    }
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items() if value is not None]
+    inserted = [f"#SBATCH {line}" for line in [*lines, *header, *job.options.sbatch]] + [*exports, *body]
+    return TEMPLATE.read_text().replace(MARK, "\n".join(inserted) + "\n")

@@ -1,0 +1,235 @@
+"""Jobs of the scheduler: submitted, listed by squeue and sacct, and their logs."""
+
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.text import aligned, plural
+
+RECORD = "job.json"
+_TIMEOUT = 60
+_JOB = re.compile(r"(\d+)(?:_(\d+))?")
+_QUEUED = "%i|%T|%M|%l|%N|%r|%j"
+"""squeue's codes of `Entry`'s fields."""
+_PATTERNS = {"%": "%", "j": r"(\d+)", "A": r"(\d+)", "a": r"\d+"}
+"""Slurm's patterns in the name of a log, as regular expressions."""
+_ENDED = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode,JobName"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `submit` leaves in the folder of what it submits."""
+
+    name: str
+    """Of the job."""
+    log: str
+    """File of the output, with Slurm's `%` patterns."""
+    runs: list[str]
+    """Names of an array's runs, by task; empty for one job."""
+    jobs: list[int] = field(default_factory=list)
+    """Jobs that were submitted, the newest last."""
+
+    def encode(self) -> bytes:
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    def run(self, task: str | None) -> str:
+        """The name of a task's run."""
+        number = int(task) if task else -1
+        return self.runs[number] if 0 <= number < len(self.runs) else ""
+
+    def known(self) -> list[int]:
+        """Jobs that were submitted, also those by hand that have left a log; the newest last."""
+        folder, _, name = self.log.rpartition("/")
+        folder = folder.replace("%%", "%")
+        pattern = re.sub("%([%xjAa])", lambda m: _PATTERNS.get(m[1], re.escape(self.name)), re.escape(name))
+        files = os.listdir(folder) if os.path.isdir(folder) else []
+        return sorted({*self.jobs, *(int(m[1]) for file in files if (m := re.fullmatch(pattern, file)))})
+
+    def logs(self, job: int, task: str | None = None) -> list[Path]:
+        """The files that a job's output, or that of one of its tasks, goes to."""
+        tasks = [task] if task else [str(i) for i in range(len(self.runs))] or [""]
+        known = {"%": "%", "x": self.name, "j": str(job), "A": str(job)}
+        paths = [re.sub("%([%xjAa])", lambda m: (known | {"a": t})[m[1]], self.log) for t in tasks]  # noqa: B023
+        return [Path(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A job, or a task of an array, as the scheduler describes it."""
+
+    job: str
+    state: str
+    elapsed: str
+    limit: str
+    nodes: str
+    why: str
+    """It waits, or its exit code and signal."""
+    name: str
+
+
+def read_record(folder: Path) -> Record:
+    """
+    Raises:
+        UserError: the folder has none.
+    """
+    try:
+        return TypeAdapter(Record).validate_python(read_json_object(folder / RECORD))
+    except (OSError, ValueError) as error:
+        what = "is damaged" if isinstance(error, ValidationError) else str(error)
+        raise UserError(
+            f"{folder} is not the folder of a submitted grid or job: {RECORD}: {what}; give the number of a job"
+        ) from None
+
+
+def submit(script: Path, record: Record, folder: Path) -> None:
+    """Submit a job and remember its number in `folder`.
+
+    Raises:
+        UserError: there is no Slurm here, or it refuses the job.
+    """
+    answer = _ask(["sbatch", "--parsable", str(script)], f"--submit: submit {script} on a machine that has Slurm")
+    match = re.match(r"\d+", answer)
+    if match is None:
+        raise UserError(f"--submit: sbatch answered {answer[:200]!r} instead of a job's number")
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [*_earlier(folder), int(match[0])]
+    write_whole(folder / RECORD, Record(record.name, record.log, record.runs, jobs).encode())
+    print(f"Submitted job {match[0]}; `torchtitan jobs {folder}` shows its state")
+
+
+def _earlier(folder: Path) -> list[int]:
+    try:
+        return read_record(folder).jobs
+    except UserError:
+        return []
+
+
+def _ask(command: Sequence[str], without: str) -> str:
+    """What a command of Slurm prints.
+
+    Args:
+        without: the end of the message if there is no such command.
+
+    Raises:
+        UserError: there is none, or it fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except FileNotFoundError:
+        raise UserError(f"this machine has no {command[0]}; {without}") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} did not answer within {_TIMEOUT} s; try again later") from None
+    if done.returncode:
+        raise UserError(f"{command[0]}: {done.stderr.strip()[:500] or f'exit status {done.returncode}'}")
+    return done.stdout.strip()
+
+
+# ---- state
+
+
+def find(target: str | None) -> tuple[list[int], str | None, Record | None]:
+    """The jobs that a number (`123`, `123_4`) or a folder names, the task, and the record; all jobs if None.
+
+    Raises:
+        UserError: it names none.
+    """
+    if target is None:
+        return [], None, None
+    if match := _JOB.fullmatch(target):
+        return [int(match[1])], match[2], None
+    record = read_record(Path(target))
+    return record.known(), None, record
+
+
+def entries(jobs: Sequence[int], task: str | None, record: Record | None) -> tuple[list[Entry], str | None]:
+    """What the scheduler knows of the jobs, or of all the user's that haven't ended; and why it may not be all.
+
+    A job that was submitted by hand from a record's script is found by its name, until it ends.
+
+    Raises:
+        UserError: there is no Slurm here.
+    """
+    answer = _ask(["squeue", "--noheader", "--array", "--me", "-o", _QUEUED], "ask on a machine of the cluster")
+    queued = [entry for line in answer.splitlines() if (entry := _entry(line))]
+    wanted = {str(job) for job in jobs}
+    if wanted:
+        queued = [entry for entry in queued if entry.job.partition("_")[0] in wanted]
+    elif record:
+        queued = [entry for entry in queued if entry.name == record.name]
+        wanted = {entry.job.partition("_")[0] for entry in queued}
+    ended, note = _ended(wanted) if wanted else ([], None)
+    running = {entry.job for entry in queued}
+    found = queued + [entry for entry in ended if entry.job not in running and "[" not in entry.job]
+    if task:
+        found = [entry for entry in found if entry.job.partition("_")[2] == task]
+    return sorted(found, key=lambda entry: [int(n) for n in re.findall(r"\d+", entry.job)]), note
+
+
+def _ended(jobs: set[str]) -> tuple[list[Entry], str | None]:
+    """Jobs in the accounting, which not every cluster has."""
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(sorted(jobs))}"]
+    try:
+        answer = _ask([*command, f"--format={_ENDED}"], "")
+    except UserError as error:
+        return [], f"jobs that have ended are not shown, since there is no accounting ({error})".replace("; )", ")")
+    return [entry for line in answer.splitlines() if (entry := _entry(line))], None
+
+
+def _entry(line: str) -> Entry | None:
+    """A job from a line of squeue or sacct. A name may hold the separator."""
+    parts = line.split("|", 6)
+    return Entry(*(part.strip() for part in parts)) if len(parts) == 7 else None
+
+
+def state_table(found: Sequence[Entry], record: Record | None) -> str:
+    """The jobs in a table, and how many are in which state."""
+    runs = bool(record and record.runs)
+    rows = [["job", "run" if runs else "name", "state", "elapsed", "limit", "nodes", "why"]]
+    for entry in found:
+        name = record.run(entry.job.partition("_")[2]) if record and runs else entry.name
+        why = "" if entry.why in ("None", "0:0") else entry.why
+        rows.append([entry.job, name, entry.state.lower(), entry.elapsed, entry.limit, entry.nodes, why])
+    states = Counter(entry.state.partition(" ")[0].lower() for entry in found)
+    total = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
+    return f"{aligned(rows)}\n{plural(len(found), 'job')}: {total}"
+
+
+# ---- logs
+
+
+def log_files(jobs: Sequence[int], task: str | None, record: Record | None) -> list[Path]:
+    """The logs that exist of the newest of these jobs.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not jobs:
+        raise UserError("--logs: name a job, or the folder of one that `torchtitan submit --submit` submitted")
+    job = jobs[-1]
+    if record:
+        files = record.logs(job, task)
+    else:
+        name = f"{job}_{task}" if task else str(job)
+        answer = _ask(["scontrol", "show", "job", name], "ask on a machine of the cluster")
+        files = [Path(path) for path in dict.fromkeys(re.findall(r"^\s*StdOut=(.+)$", answer, re.M))]
+    if found := [file for file in files if file.is_file()]:
+        return found
+    raise UserError(f"--logs: job {job} has no log yet (looked for {files[0] if files else 'StdOut'})")
+
+
+def show_logs(files: Sequence[Path], lines: int, *, follow: bool) -> int:
+    """Print the ends of logs, and with `follow` what is added to them until Ctrl-C. The exit status."""
+    command = ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), "--", *map(str, files)]
+    if follow:
+        os.execvp(command[0], command)
+    return subprocess.run(command).returncode
