@@ -263,7 +263,11 @@ class Reader(FileSystemReader):
         return list(self.read_metadata().state_dict_metadata[key].chunks)
 
     def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
-        """A box of a tensor. Beside it, one part of the tensor is in memory at a time."""
+        """A box of a tensor. Beside it, one part of the tensor is in memory at a time.
+
+        Raises:
+            DamageError: it can't be read.
+        """
         about = self.read_metadata().state_dict_metadata[key]
         self.storage_data = self.read_metadata().storage_data
         out = torch.empty(box.sizes, dtype=about.properties.dtype)
@@ -271,7 +275,12 @@ class Reader(FileSystemReader):
         def fill(item: ReadItem, value: Tensor) -> None:
             narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
 
-        self._read(create_read_items_for_chunk_list(key, about, [box]), fill)
+        try:
+            self._read(create_read_items_for_chunk_list(key, about, [box]), fill)
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
         return out
 
     def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:

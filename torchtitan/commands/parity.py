@@ -59,7 +59,8 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
     init_logging(rank)
     config = resolve(config_argv, world).config
     preflight(config, output=False)
-    logger.setLevel("ERROR")  # hides the log of the runs
+    for handler in logger.handlers:
+        handler.setLevel("ERROR")  # hides the log of the runs
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         configure_flight_recorder(config.comm, folder)
         init_distributed(config.comm, current_device())

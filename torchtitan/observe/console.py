@@ -64,11 +64,18 @@ class _Bar:
     """A live line at the bottom of the terminal: how far the run is, its last loss and rate, and when it ends."""
 
     def __init__(self, total_steps: int, start_step: int):
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         words = (f"{{task.fields[{name}]}}" for name in ("figures", "left"))
         columns = [BarColumn(bar_width=None), MofNCompleteColumn(), *map(TextColumn, words)]
-        self._progress = Progress(*columns, transient=True, expand=True, refresh_per_second=4)
+        self._progress = Progress(
+            *columns,
+            console=Console(),  # the one that rich shares shows nothing below another live line
+            transient=True,
+            expand=True,
+            refresh_per_second=4,
+        )
         self._task = self._progress.add_task(
             "training", total=total_steps, completed=start_step, figures="", left=_left(None)
         )

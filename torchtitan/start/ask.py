@@ -48,7 +48,7 @@ class Asker:
         if given is None and (self.accept or not question.required):
             given = question.default
         elif given is None:
-            self._missing.append(f"{question.flag}: {question.choices}")
+            self._missing.append(f"{question.flag} is missing: {question.choices}")
         if given is None:
             return None
         try:
@@ -64,8 +64,7 @@ class Asker:
         """
         problems = list(self._wrong)
         if self._missing:
-            asked = "name these, or run it on a terminal to be asked; --yes takes all defaults"
-            problems.append("\n".join([asked, *(f"  {line}" for line in self._missing)]))
+            problems += [*self._missing, "on a terminal it asks for what is missing; --yes takes all defaults"]
         if problems:
             raise ConfigError(problems)
 

@@ -9,7 +9,7 @@ from torchtitan.plan.proposals import Proposal
 from torchtitan.plan.report import band_ends, likelihood, run_of
 from torchtitan.start.recipe import Wish, as_flags, draft, steps_of
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.text import aligned, plural, show_duration, show_tokens
+from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_rate, show_tokens
 
 SHOWN = 3
 _LEGEND = "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank (docs/init.md)."
@@ -52,13 +52,13 @@ def table(proposals: Sequence[Proposal], seen: int, wish: Wish) -> str:
                 layout_name(plan.layout) + (f", {plan.schedule}" if plan.schedule else ""),
                 batch,
                 {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
-                f"{plan.tokens_per_second:,.0f} ({ends[0]:,.0f} to {ends[1]:,.0f})",
+                f"{show_rate(plan.tokens_per_second)} ({show_rate(ends[0])} to {show_rate(ends[1])})",
                 "{:.1f} ({:.1f} to {:.1f})".format(plan.peak_gib, *band_ends(plan.peak_gib, plan.memory_band)),
                 likelihood(plan.chance_to_fit),
                 length,
                 proposal.why,
             ]
         )
-    hardware = f"{wish.devices} x {wish.hardware.name}, {wish.hardware.usable_gib:.1f} GiB each"
+    hardware = f"{wish.devices} x {wish.hardware.name}, {show_gib(wish.hardware.usable_gib)} each"
     best = f"The best of {plural(seen, 'legal layout')}" if seen > 1 else "The layout"
     return f"{best} on {hardware}:\n{aligned(rows)}\n{_LEGEND}"
