@@ -67,7 +67,8 @@ def _toml(wish: Wish, plan: Plan, settings: Settings, command: str) -> str:
     head = [
         f"{wish.model.name} on {wish.devices} x {wish.hardware.description}. Written by:",
         f"  {command}",
-        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device ({show_rate(speed[0])} to {show_rate(speed[1])}), "
+        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device "
+        f"({show_rate(speed[0])} to {show_rate(speed[1])}), "
         f"{plan.peak_gib:.1f} of {wish.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to {memory[1]:.1f}),",
         f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
         f"{show_duration(run.hours * 3600)}. 9 of 10 runs are within the ranges (docs/plan.md).",
