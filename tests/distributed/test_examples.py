@@ -1,7 +1,6 @@
 """The examples of the documentation: one file each, that changes one thing without a fork."""
 
 import csv
-import logging
 import math
 import pickle
 from pathlib import Path
@@ -43,15 +42,10 @@ ALL = [
 TP = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]
 
 
-def check(argv):
-    logging.getLogger("torchtitan").setLevel("ERROR")
-    return parity.check(argv)
-
-
 @pytest.mark.parametrize(("world", "axes"), [(2, ["tensor"]), (4, ["tensor", "pipeline"])])
 def test_gated_attention_trains_as_on_one_process(ranks, world, axes):
     degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in axes]
-    for passed, text in ranks(world, check, [*GATED, *degrees, "--training.local_batch_size=2"], timeout=240):
+    for passed, text in ranks(world, parity.check, [*GATED, *degrees, "--training.local_batch_size=2"], timeout=240):
         assert passed, text
 
 
@@ -183,7 +177,7 @@ def test_z_loss_is_its_formula():
 
 def test_z_loss_has_the_gradients_of_one_process(ranks):
     argv = [*ALL[:1], *ALL[4:5], "--custom.z_loss.coefficient=1.0", *TP]
-    for passed, text in ranks(2, check, argv, timeout=240):
+    for passed, text in ranks(2, parity.check, argv, timeout=240):
         assert passed, text
 
 

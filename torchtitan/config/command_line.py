@@ -4,7 +4,6 @@ Flags are `--section.key value`, `--section.key=value`, or a bare `--section.fla
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
@@ -124,8 +123,7 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
     if section or whole:
         from torchtitan.config.render import help_text
 
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-        print(help_text(section))
+        print(help_text(section), flush=True)  # now: `run_main` ends quietly if `head` has seen enough
         sys.exit(0)
 
 
