@@ -12,6 +12,7 @@ from tests.faults.week import Week
 from torchtitan.report.live import Live
 from torchtitan.report.serve import Server, serving
 
+STEPS_PER_DAY = 24
 SHOWN = {
     "preempted": "preempted", "resumed": "resumed at step", "rewound": "rewind", "stage": "stage of data",
     "finished": "completed",
@@ -40,7 +41,7 @@ def test_a_week_is_shown_as_it_happens(tmp_path):
             assert time.monotonic() < deadline, f"{kind} for the {happened[kind]}. time is not in\n{text}"
             time.sleep(0.2)
 
-    week = Week(tmp_path, 12, look)
+    week = Week(tmp_path, STEPS_PER_DAY, look)
     with ExitStack() as stack:
         week.run()
         deadline = time.monotonic() + 30
@@ -50,7 +51,7 @@ def test_a_week_is_shown_as_it_happens(tmp_path):
         shown = tab.evaluate("[report.runs[0].axes.step, report.runs[0].metrics.loss, report.runs[0].starts.length]")
         own = [url for url in tab.problems if not url.startswith("http://127.0.0.1")]
     records = [record for record in week.lines("metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in records] == list(range(1, 7 * 12 + 1))
+    assert [record["step"] for record in records] == list(range(1, 7 * STEPS_PER_DAY + 1))
     assert shown[0] == [record["step"] for record in records]
     assert shown[1] == [record["loss"] for record in records]
     assert shown[2] == len(json.loads((week.dump / "run.json").read_text())["starts"]) == 6

@@ -84,7 +84,7 @@ steps = 4
 [guard]
 policy = "rewind"
 window = 16
-warmup_steps = 20
+warmup_steps = 8
 loss_threshold = 20.0
 grad_norm_threshold = 0.0
 [experimental]
@@ -164,7 +164,7 @@ class Week:
     def wait(self, what: str, condition: Callable[[], bool], process: subprocess.Popen) -> None:
         deadline = time.monotonic() + 600
         while not condition():
-            assert process.poll() in (None, 0, os.EX_TEMPFAIL), f"{what}: not reached\n{self.log()}"
+            assert process.poll() is None or condition(), f"{what}: not reached\n{self.log()}"
             assert time.monotonic() < deadline, f"{what}: not reached\n{self.log()}"
             time.sleep(0.1)
 
