@@ -9,9 +9,6 @@ What a fenced block is for:
 """
 
 import contextlib
-import functools
-import importlib
-import io
 import math
 import multiprocessing as mp
 import os
@@ -27,13 +24,13 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.commands import COMMANDS, main
-from torchtitan.config import resolve
-from torchtitan.config.command_line import split_args
+from tests.doc_commands import check_command, options_of, parser_of, script_options
+from torchtitan.commands import main
 from torchtitan.config.compat import UNSUPPORTED
 from torchtitan.config.keys import FIELDS
 from torchtitan.config.load import load_config
 from torchtitan.start.grid import read_runs
+from torchtitan.utils.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 NAV = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
@@ -251,93 +248,6 @@ def test_commands_run(ran):
 
 # ---- ```sh: commands are right as far as this machine can tell
 
-OTHERS = {
-    "echo",
-    "export",
-    "pip",
-    "source",
-    "kill",
-    "ssh",
-    "sbatch",
-    "torchfrtrace",
-    "git",
-    "cd",
-    "mkdir",
-    "./scripts/test.sh",
-}
-
-
-@functools.cache
-def help_of(*command: str) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        importlib.import_module(f"torchtitan.commands.{command[0]}").main([*command[1:], "--help"])
-    return printed.getvalue()
-
-
-def torchrun_options() -> set[str]:
-    from torch.distributed.run import get_args_parser
-
-    return {option for action in get_args_parser()._actions for option in action.option_strings}
-
-
-def value_of(words: list[str], flag: str, default: str = "1") -> int:
-    """An option's number; the larger end of a range."""
-    text = words[words.index(flag) + 1] if flag in words else default
-    return int(text.split(":")[-1])
-
-
-def check_torchtitan(words: list[str], launched: int = 1) -> None:
-    """`words` after `torchtitan`: the command and its options exist, its configuration resolves."""
-    command, *rest = words
-    assert command in COMMANDS, command
-    own, flags = split_args(rest)
-    names = (command, rest[0]) if command == "ckpt" else (command,)
-    known = set(re.findall(r"--?[a-z][\w-]*", help_of(*names))) | (torchrun_options() if command == "train" else set())
-    for word in own:
-        assert not word.startswith("-") or word.partition("=")[0] in known, f"{command} has no {word}"
-    world = launched * value_of(own, "--world") * value_of(own, "--nproc-per-node") * value_of(own, "--nnodes")
-    if command == "submit":
-        world = value_of(own, "--gpus-per-node") * value_of(own, "--nodes")
-    if command in ("train", "plan", "config", "parity", "submit"):
-        resolve(["--job.config_file", rest[0], *flags] if not rest[0].startswith("-") else flags, world)
-    if command == "init":
-        Path(own[0]).mkdir()
-        Path(own[0], "train.toml").write_text('extends = "../train_configs/debug_model.toml"\n')
-    if "--write" in own:  # for the commands that follow
-        Path(own[own.index("--write") + 1]).write_text(f'extends = "train_configs/{rest[0]}.toml"\n')
-    if rest[:1] == ["from-hf"]:
-        Path(rest[2]).mkdir(exist_ok=True)
-        Path(rest[2], "train.toml").write_text('extends = "../train_configs/debug_model.toml"\n')
-
-
-def check_command(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    env = {}
-    while re.match(r"[A-Z_]+=", words[0]):
-        name, _, env[name] = words.pop(0).partition("=")
-    program, rest = words[0], words[1:]
-    if program == "./run_train.sh":
-        world = value_of([], "", env.get("NGPU", "1")) * value_of([], "", env.get("NNODES", "1"))
-        resolve(["--job.config_file", env.get("CONFIG_FILE", "debug_model"), *rest], world)
-    elif program == "torchtitan":
-        check_torchtitan(rest)
-    elif program == "torchrun":
-        module = rest[rest.index("-m") + 1]
-        options, rest = rest[: rest.index("-m")], rest[rest.index("-m") + 2 :]
-        assert {w for w in options if w.startswith("-")} <= torchrun_options(), options
-        ranks = value_of(options, "--nproc-per-node")
-        if module == "torchtitan":
-            check_torchtitan(rest, ranks)
-        else:
-            assert module == "torchtitan.train"
-            resolve(rest, ranks)
-    elif program == "python" and rest[0] != "-m":
-        source = (ROOT / rest[0]).read_text()
-        assert [w for w in rest if w.startswith("--") and f'"{w}"' not in source] == []
-    else:
-        assert program in OTHERS or rest[:1] == ["-m"], program
-
 
 @pytest.mark.parametrize("page", sorted({block.page for block in CHECKED}))
 def test_commands_that_need_more_are_right(page, tmp_path, monkeypatch):
@@ -349,20 +259,62 @@ def test_commands_that_need_more_are_right(page, tmp_path, monkeypatch):
                 check_command(command)
 
 
+WRONG_COMMANDS = {
+    "torchtitan eval --checkpoint outputs/debug_model --task hellaswag": "--tasks",
+    "torchtitan eval --checkpoint outputs/debug_model --tasks helaswag": "helaswag",
+    "torchtitan eval --tasks hellaswag": "--checkpoint",
+    "torchtitan ckpt form-hf exported started": "form-hf",
+    "torchtitan ckpt from-hf exported": "target",
+    "torchtitan ckpt mrege a/checkpoint b/checkpoint --output merged/": "mrege",
+    "torchtitan init my-8b --model llama3/8B --data c4 --hardware h100-smx": "h100-smx",
+    "torchtitan init my-8b --model lama3/8B --data c4 --hardware h100-sxm": "lama3/8B",
+    "torchtitan init my-8b --model llama3/8B --data c44 --hardware h100-sxm": "c44",
+    "torchtitan plan llama3_70b --world 64 --hardware h100-smx --search": "h100-smx",
+    "torchtitan rehearse llama3_504b --world 512": "llama3_504b",
+    "torchtitan report outputs/base --plot loss --axis tokenz": "tokenz",
+    "torchtitan runs outputs --state runing": "runing",
+    "torchtitan runs outputs --sort los": "los",
+    "torchtitan train debug_model --nproc-per-node 8 --training.stpes 100": "training.stpes",
+    "torchtitan train debug_model --nproc-per-node 8 --tea 2": "--tea",
+    "torchtitan train debug_model --nproc-per-nod 8": "--nproc-per-nod",
+    "torchrun --nproc-per-node 8 -m torchtitan.train --training.stpes 100": "training.stpes",
+    "torchrun --nproc-per-nodes 8 -m torchtitan.train": "--nproc-per-nodes",
+    "NGPUS=8 CONFIG_FILE=debug_model ./run_train.sh": "NGPUS",
+    "NGPU=8 CONFIG_FILE=debug_modle ./run_train.sh": "debug_modle",
+    "python scripts/download_hf_assets.py --repo_id Qwen/Qwen3-0.6B-Base": "--repo_id",
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm.sbtach debug_model": "",
+    "sbatch --nodes 4 --gpus-per-nod 8 scripts/slurm.sbatch debug_model": "--gpus-per-nod",
+    "sbatch --nodes 1 --gpus-per-node 1 scripts/slurm.sbatch debug_model --training.stpes 9": "training.stpes",
+    "./scripts/test.sh --torch 2.15.0 --cornr": "--cornr",
+    "pip install 'titan-pretrain[evals]'": "evals",
+    "torchfrtrace outputs/run/comm_traces -p rank_ --nonsense": "--nonsense",
+    "kill -USR3 PID": "USR3",
+    "torchtitna train debug_model": "torchtitna",
+}
+"""Commands that a page must not show, and what is wrong with each."""
+
+
+@pytest.mark.parametrize("line", WRONG_COMMANDS)
+def test_mistakes_in_commands_are_found(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace(tmp_path))
+    with pytest.raises((AssertionError, UserError, StopIteration)) as caught:
+        check_command(line)
+    assert WRONG_COMMANDS[line] in str(caught.value)
+
+
 def test_commands_in_sentences_exist():
     """`torchtitan X --flag` and `python FILE --flag` within a line."""
     for page in PAGES:
         for code in re.findall(r"(?<!`)`((?:torchtitan|python) [^`\n]+)`", page.read_text()):
             words = [word.strip("[]") for word in code.split()]
-            flags = [word.partition("=")[0] for word in words if word.startswith("--") and "." not in word]
+            flags = {word.partition("=")[0] for word in words if word.startswith("--") and "." not in word}
             if words[0] == "torchtitan" and words[1] not in ("X", "--help"):
-                assert words[1] in COMMANDS, f"{page.name}: {code}"
-                known = help_of(*words[1 : 3 if words[1] == "ckpt" and len(words) > 2 else 2])
+                known = options_of(parser_of(words[1]))
             elif words[0] == "python" and words[1] != "-m":
-                known = "".join(path.read_text() for path in (ROOT / words[1]).parent.glob("*.py"))
+                known = set().union(*map(script_options, (ROOT / words[1]).parent.glob("*.py")))
             else:
                 continue
-            assert all(flag in known or flag == "--help" for flag in flags), f"{page.name}: {code}"
+            assert flags <= known | {"--help"}, f"{page.name}: {code}"
 
 
 # ---- the rest

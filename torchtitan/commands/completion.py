@@ -11,7 +11,7 @@ from torchtitan.commands import COMMANDS
 from torchtitan.config.keys import FIELDS
 from torchtitan.utils.assets import shipped_configs
 
-CONFIGURED = ("init", "train", "plan", "config", "parity", "submit")
+CONFIGURED = ("init", "train", "plan", "rehearse", "config", "parity", "submit")
 """Commands that take a configuration."""
 
 SCRIPT = """\
