@@ -35,6 +35,7 @@ from torchtitan.utils.torch_faults import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/faults/test_hang.py"
+pytestmark = pytest.mark.clock
 
 
 @contextmanager

@@ -133,6 +133,7 @@ def slowed(argv, done):
     return lines
 
 
+@pytest.mark.clock
 def test_a_slow_rank_is_named(ranks, tmp_path):
     extra = ["--guard.straggler_factor=2", "--guard.straggler_records=3"]
     lines = ranks(2, slowed, arguments(tmp_path, *extra, steps=8), tmp_path / "done")[0]

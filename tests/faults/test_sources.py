@@ -134,6 +134,7 @@ def stalled(argv):
     train(argv)
 
 
+@pytest.mark.clock
 def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, tmp_path):
     argv = arguments(tmp_path, "--training.dataloader.timeout_seconds=2", "--comm.init_timeout_seconds=20", steps=500)
     with pytest.raises(AssertionError, match=r"rank 1 of 2 failed") as error:
@@ -143,6 +144,7 @@ def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, 
     assert "training.dataloader.timeout_seconds" in str(error.value)
 
 
+@pytest.mark.clock
 def test_a_worker_that_hangs_is_an_error(corpora):  # noqa: F811
     others = set(multiprocessing.active_children())
     batches = iter(loader(corpora["jsonl"], num_workers=1, timeout_seconds=2.0))

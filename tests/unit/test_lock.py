@@ -31,6 +31,34 @@ def short_expiry(monkeypatch):
     monkeypatch.setattr(lock, "EXPIRY_SECONDS", 0.3)
 
 
+class Clock:
+    """A clock that only `sleep` advances."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.due = []
+
+    def at(self, time, action):
+        self.due.append((time, action))
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        for time, action in self.due:
+            if time <= self.now:
+                action()
+        self.due = [(time, action) for time, action in self.due if time > self.now]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(lock, "time", clock)
+    return clock
+
+
 def hold(folder, **changes):
     """Write the lock of another run."""
     holder = current_holder().model_copy(update={"run": "other"} | changes)
@@ -52,15 +80,15 @@ def test_a_living_run_on_this_machine_keeps_its_folder_until_it_dies(tmp_path, s
     assert not (tmp_path / lock.NAME).exists()
 
 
-def test_a_run_on_another_machine_is_watched_for_a_sign_of_life(tmp_path, short_expiry):
-    hold(tmp_path, place="elsewhere", host="node7")
-    FolderLock(tmp_path).release()  # gave no sign
-    hold(tmp_path, place="elsewhere", host="node7")
-    renewal = threading.Timer(0.1, hold, [tmp_path], {"place": "elsewhere", "host": "node7", "beat": 1})
-    renewal.start()
+def test_a_run_on_another_machine_is_watched_for_a_sign_of_life(tmp_path, clock):
+    other = {"place": "elsewhere", "host": "node7"}
+    hold(tmp_path, **other)
+    FolderLock(tmp_path).release()
+    assert lock.EXPIRY_SECONDS <= clock.now < 1.1 * lock.EXPIRY_SECONDS, "it gave no sign"
+    hold(tmp_path, **other)
+    clock.at(clock.now + 0.9 * lock.EXPIRY_SECONDS, lambda: hold(tmp_path, **other, beat=1))
     with pytest.raises(UserError, match="on node7"):
         FolderLock(tmp_path)
-    renewal.join()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"pid": -1}', "\x00\xff"])

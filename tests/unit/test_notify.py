@@ -98,6 +98,7 @@ def test_a_command_gets_the_event_without_a_shell(tmp_path):
     assert environment == ["spike", "1200", "run: spike at step 1,200: loss; rm -rf $(x)"]
 
 
+@pytest.mark.clock
 def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypatch, caplog):
     """Each receiver is reported once, without the secret of the URL."""
     monkeypatch.setattr(post.retry, "stop", lambda _: True)

@@ -107,6 +107,7 @@ def test_a_tracker_that_fails_warns_once_and_others_go_on(tmp_path, caplog, monk
     assert warning.startswith("metrics.sinks: broken: ConnectionError: service is down. The run continues")
 
 
+@pytest.mark.clock
 def test_a_tracker_that_hangs_delays_nothing_and_keeps_the_newest(monkeypatch, caplog):
     """While its service does not answer, as many calls wait as may; the end does not wait for it forever."""
     monkeypatch.setattr(background, "QUEUED", 5)
@@ -252,6 +253,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 def test_wandb_out_of_reach_neither_stops_nor_delays(tmp_path):
     """Nothing listens on this port. W&B's own code at the exit of a process would wait for it, too."""
     pytest.importorskip("wandb")

@@ -1,0 +1,91 @@
+"""What the gate lets through: `.ci/run` and `scripts/test.sh`, with stand-ins for the programs that they call."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETUP = """#!/bin/sh
+case "$*" in *--torch*) {newest} ;; esac
+echo "$PWD/python"
+"""
+PYTHON = """#!/bin/sh
+case "$*" in
+    *TESTED_TORCH*) echo 9.9.9; exit ;;
+esac
+echo "$*" >> "$CALLS"
+case "$*" in {cases} esac
+"""
+
+
+class Gate:
+    """A copy of the scripts. Each program is a stand-in, which records its arguments and fails if told to."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.calls = folder / "calls"
+        for script in (".ci/run", "scripts/test.sh"):
+            (folder / script).parent.mkdir()
+            shutil.copy(ROOT / script, folder / script)
+
+    def run(self, script, *arguments, newest="", **statuses):
+        """The exit status of a script, and what was run.
+
+        Args:
+            newest: what the set-up of the newest torch does.
+            statuses: exit status of Python when its arguments contain this word.
+        """
+        cases = " ".join(f"*{word}*) exit {status} ;;" for word, status in statuses.items())
+        for name, text in {
+            "scripts/setup.sh": SETUP.format(newest=newest or "true"),
+            "python": PYTHON.format(cases=cases),
+            "chromium": "#!/bin/sh\n",
+        }.items():
+            (self.folder / name).write_text(text)
+            (self.folder / name).chmod(0o755)
+        self.calls.write_text("")
+        env = os.environ | {"CALLS": str(self.calls), "PATH": f"{self.folder}:{os.environ['PATH']}"}
+        done = subprocess.run([self.folder / script, *arguments], cwd=self.folder, env=env, capture_output=True)
+        return done.returncode, self.calls.read_text().splitlines()
+
+
+@pytest.fixture
+def gate(tmp_path):
+    return Gate(tmp_path)
+
+
+def test_the_gate_opens_when_all_passes(gate):
+    status, calls = gate.run(".ci/run")
+    assert status == 0
+    tests = [call for call in calls if "pytest" in call]
+    assert ["not clock" in call for call in tests] == [True, False, True, False]
+    assert "test_corner" in tests[2]
+
+
+@pytest.mark.parametrize("step", ["ruff", "format", "mypy", "clock", "corner"])
+def test_one_failure_closes_the_gate_and_is_not_tried_again(gate, step):
+    status, calls = gate.run(".ci/run", **{step: 1})
+    assert status != 0
+    assert len(calls) == len(set(calls))
+
+
+def test_a_newest_torch_that_cannot_be_installed_closes_the_gate(gate):
+    status, calls = gate.run(".ci/run", newest="exit 1")
+    assert status != 0
+    assert any("pytest" in call for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ({"'not clock'": 5}, 0),  # only tests of clocks were chosen
+        ({"clock": 5}, 5),  # none was chosen
+        ({"worksteal": 2}, 2),  # interrupted
+    ],
+)
+def test_no_test_chosen_is_told_from_a_failure(gate, statuses, expected):
+    cases = {word.strip("'").replace(" ", "?"): status for word, status in statuses.items()}
+    assert gate.run("scripts/test.sh", **cases)[0] == expected
