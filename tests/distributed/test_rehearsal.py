@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,9 @@ from torchtitan.config import resolve
 from torchtitan.rehearse.agree import Counts
 from torchtitan.rehearse.cast import Cast, coordinates, corners, rank_at
 from torchtitan.rehearse.events import Creation, Group, Message, Post, Record, Wait
-from torchtitan.rehearse.rehearsal import Rehearsal, few_layers, rehearse
+from torchtitan.rehearse.recorder import EndlessLoopError, Recorder
+from torchtitan.rehearse.rehearsal import Rehearsal, few_layers, few_ranks, rehearse
+from torchtitan.rehearse.report import as_text
 from torchtitan.rehearse.startup import startup
 from torchtitan.rehearse.waits import check_circles
 from torchtitan.train.build import build
@@ -56,6 +59,7 @@ WHAT = {
         r"rank 1 depends on a value of its own data, which it reads at {}: .* barrier #\d+ of all .*{}",
     ),
     "raises": ("error", 1, r"rank 1 raised ValueError: boom, at {}"),
+    "loop": ("loop", 1, r"rank 1 loops without end at {}: the loop waits for a tensor's value to change"),
     "unreceived": ("messages", 1, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives"),
     "unsent": ("messages", 0, r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends"),
     "size": ("messages", 0, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]"),
@@ -163,11 +167,45 @@ def test_a_layout_cannot_hang(tmp_path, name):
 def test_ranks_that_stand_for_others():
     degrees = {"pp": 2, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 8}
     ranks = corners(degrees)
-    assert ranks == [0, 7, 24, 31, 32, 63]
+    assert ranks == [0, 4, 7, 16, 24, 31, 32, 63]
     assert all(rank_at(coordinates(rank, degrees), degrees) == rank for rank in range(64))
     cast = Cast(ranks, degrees)
-    assert [cast.stands_for(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [0, 7, 24, 31, 32, 32, 63]
+    assert [cast.stands_for(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [0, 4, 16, 31, 32, 32, 63]
     assert all(cast.stands_for(rank) // 32 == rank // 32 for rank in range(64))
+
+
+def test_the_verdict_claims_no_more_than_was_rehearsed():
+    config = resolve([f"{P}data_parallel_shard_degree=8", "--training.dataset=demo"], 8).config
+
+    def verdict(ranks):
+        records = {rank: Record(rank, groups=[Group(tuple(range(8)), "all ranks", "")]) for rank in ranks}
+        text = as_text(Rehearsal(config, 8, None, records, Counts(), []))
+        return text.splitlines()[-1], "every rank" in text
+
+    assert verdict(range(8)) == (
+        "No rank can wait for another forever: groups, collectives, messages and their order agree",
+        True,
+    )
+    text, whole = verdict(corners({"pp": 1, "dp_shard": 8}))
+    assert not whole
+    assert "nor can the 5 other ranks if each does what the rank that stands for it does" in text
+    assert "singles out one of the others is not seen" in text
+
+
+def test_all_of_a_few_ranks_are_rehearsed():
+    assert [few_ranks(world) for world in (1, 63, 64, 512)] == [True, True, False, False]
+
+
+def halve_without_end():
+    total = torch.empty(())
+    while total.item() > 0.5:
+        total = total / 2
+
+
+def test_a_loop_that_a_rehearsal_never_ends_is_named():
+    recorder = Recorder(0, {"dp_shard": 2}, large=True)
+    with FakeTensorMode(), recorder, pytest.raises(EndlessLoopError, match=r"test_rehearsal.py:\d+ in halve"):
+        halve_without_end()
 
 
 # ---- circles

@@ -47,6 +47,12 @@ def data(trainer):
         dist.barrier()
 
 
+def loop(trainer):
+    total = next(trainer.parts.models[0].parameters()).to_local().sum()
+    while total.item() > 100:
+        total = total / 2
+
+
 def raises(trainer):
     if last():
         raise ValueError("boom")

@@ -1,4 +1,4 @@
-"""Run every kind of rank of a cluster on this machine, without a GPU, and check that the ranks can't hang.
+"""Run the ranks of a cluster on this machine, without a GPU, and check that they can't hang.
 
 Each rank runs a step, its report, a validation, a save and a resume on a process group without a network. Their groups,
 collectives, sends and receives are then compared. Refuses what the trainer refuses, in the same words. Exits with 1 if
@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan.config import resolve
 from torchtitan.config.command_line import parse_args
 from torchtitan.plan.planner import without_missing_files
-from torchtitan.rehearse.rehearsal import few_layers, rehearse
+from torchtitan.rehearse.rehearsal import few_layers, few_ranks, rehearse
 from torchtitan.rehearse.report import as_data, as_text
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
@@ -28,7 +28,11 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     add("--ranks", type=int, nargs="+", default=[], metavar="RANK", help="rehearse these ranks, too")
-    add("--every-rank", action="store_true", help="rehearse all ranks; takes seconds for each")
+    add(
+        "--every-rank",
+        action=argparse.BooleanOptionalAction,
+        help="rehearse all ranks; takes seconds for each (default: below 64 ranks)",
+    )
     add("--layers", type=count, metavar="N", help="layers of each stage that run (default: 1; 2 without a pipeline)")
     add("--every-layer", action="store_true", help="run all layers")
     add("--json", metavar="FILE", help="write the result as JSON")
@@ -45,7 +49,8 @@ def main(argv: list[str]) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     config, _ = without_missing_files(resolved.config)
     preflight(config, output=False)
-    ranks = range(options.world) if options.every_rank else options.ranks
+    every_rank = few_ranks(options.world) if options.every_rank is None else options.every_rank
+    ranks = range(options.world) if every_rank else options.ranks
     layers = None if options.every_layer else options.layers or few_layers(config)
     result = rehearse(config, options.world, ranks=ranks, layers=layers)
     if options.json:

@@ -12,7 +12,7 @@ from torchtitan.utils.phase import Exchange
 
 _ALIKE = 4
 """Equal collectives after one that differs by which it counts as left out."""
-Kind = Literal["error", "groups", "collectives", "messages", "exchanges", "circle", "data"]
+Kind = Literal["error", "loop", "groups", "collectives", "messages", "exchanges", "circle", "data"]
 
 
 class Fault(NamedTuple):
@@ -45,7 +45,18 @@ def describe(event: Collective, group: Group) -> str:
 
 
 def errors(records: Mapping[int, Record]) -> list[Fault]:
-    return [Fault("error", r, f"rank {r} raised {record.error}") for r, record in records.items() if record.error]
+    """Ranks that did not reach the end."""
+    faults = []
+    for rank, record in records.items():
+        if record.error:
+            faults.append(Fault("error", rank, f"rank {rank} raised {record.error}"))
+        if record.loop:
+            text = (
+                f"rank {rank} loops without end at {record.loop}: the loop waits for a tensor's value to change, and "
+                "the values of a rehearsal are made up. Bound the number of its turns"
+            )
+            faults.append(Fault("loop", rank, text))
+    return faults
 
 
 # ---- groups

@@ -106,6 +106,8 @@ class Record:
     """Rows that it sent to experts, and expected from them."""
     error: str | None = None
     """The exception that ended it, with its place."""
+    loop: str | None = None
+    """The line of a loop that its values never end."""
     broadcasts: list[Any] = field(default_factory=list)
     """Objects that it told all others, in order."""
     layers: tuple[int, int] = (1, 1)

@@ -51,7 +51,7 @@ from torchtitan.parallel.mesh import build_mesh
 from torchtitan.plan.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.rehearse.events import Record
 from torchtitan.rehearse.network import recording
-from torchtitan.rehearse.recorder import Recorder
+from torchtitan.rehearse.recorder import EndlessLoopError, Recorder
 from torchtitan.train import build, restore, trainer
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import RunState
@@ -85,6 +85,8 @@ def rehearse_rank(
             try:
                 with mode, recorder:
                     _run(config, setup, recorder)
+            except EndlessLoopError as loop:
+                recorder.record.loop = str(loop)
             except Exception as error:
                 frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)][::-1]
                 frames = [f for f in frames if "torchtitan/rehearse/" not in f[0] and not is_library(f[0])] or frames

@@ -45,6 +45,14 @@ _HELPERS = ("all_reduce", "gather", "from_rank_0", "together", "redistribute_and
 """Functions that communicate for others: the place of a collective is their caller's."""
 
 
+_MOST_READS = 20_000
+"""Reads of values by one line, above which it is taken for a loop. The optimizer reads a few per parameter."""
+
+
+class EndlessLoopError(Exception):
+    """A loop waits for a value to change, which the values of a rehearsal never do. Its text is the loop's line."""
+
+
 class Recorder(TorchDispatchMode):
     """Fills the `Record` of one rank."""
 
@@ -164,12 +172,19 @@ class Recorder(TorchDispatchMode):
     # ---- values
 
     def _read(self, tensor: Tensor) -> bool | int | float:
-        """A value for the host: the same on all ranks if all are known to compute the same, else this rank's own."""
+        """A value for the host: the same on all ranks if all are known to compute the same, else this rank's own.
+
+        Raises:
+            EndlessLoopError: this line reads values without end.
+        """
         if not isinstance(tensor, FakeTensor):
             return tensor.item()
         shared = _shared([tensor]) >= self._all
         read = Read(self.at(), shared)
-        self.record.reads[read] = self.record.reads.get(read, 0) + 1
+        count = self.record.reads.get(read, 0) + 1
+        self.record.reads[read] = count
+        if count > _MOST_READS:
+            raise EndlessLoopError(read.at)
         if not shared:
             self.record.own_reads.append((len(self.record.events), read.at))
         large = self.large and not shared

@@ -24,6 +24,9 @@ from torchtitan.rehearse.cast import Cast, corners
 from torchtitan.rehearse.events import Record
 from torchtitan.rehearse.waits import check_circles
 
+_EVERY_RANK_BELOW = 64
+"""Number of ranks. Each takes seconds of CPU time."""
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -71,6 +74,11 @@ def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: i
             for fault in faults
         ]
     return Rehearsal(config, world, layers, records, counts, faults)
+
+
+def few_ranks(world: int) -> bool:
+    """Whether all ranks are rehearsed by default."""
+    return world < _EVERY_RANK_BELOW
 
 
 def few_layers(config: Config) -> int:

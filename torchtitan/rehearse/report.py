@@ -18,7 +18,7 @@ def as_text(rehearsal: Rehearsal) -> str:
     lines = [
         f"{model.name} {model.flavor} on {plural(rehearsal.world, 'rank')}: "
         f"{layout_name(layout_degrees(rehearsal.config.parallelism))}",
-        f"Rehearsed {name_ranks(records)}, which stand for all; {layers}; {', '.join(_parts(rehearsal))}",
+        f"Rehearsed {_who(rehearsal)}; {layers}; {', '.join(_parts(rehearsal))}",
         "",
         aligned(_table(rehearsal)),
         "",
@@ -35,8 +35,34 @@ def as_text(rehearsal: Rehearsal) -> str:
     if rehearsal.faults:
         lines += [f"FAULT ({fault.kind}): {fault.text}" for fault in rehearsal.faults]
     else:
-        lines += ["No rank can wait for another forever: groups, collectives, messages and their order agree"]
+        lines.append(_verdict(rehearsal))
     return "\n".join(lines)
+
+
+def _is_whole(rehearsal: Rehearsal) -> bool:
+    return len(rehearsal.records) == rehearsal.world
+
+
+def _who(rehearsal: Rehearsal) -> str:
+    """Which ranks ran, and why these."""
+    if _is_whole(rehearsal):
+        return "every rank"
+    return (
+        f"{name_ranks(rehearsal.records)}: at each place of the pipeline the first and the last rank, and along each "
+        "axis one at its end and one in its middle"
+    )
+
+
+def _verdict(rehearsal: Rehearsal) -> str:
+    agree = "groups, collectives, messages and their order agree"
+    if _is_whole(rehearsal):
+        return f"No rank can wait for another forever: {agree}"
+    others = plural(rehearsal.world - len(rehearsal.records), "other rank")
+    return (
+        f"None of these ranks can wait for another forever, nor can the {others} if each does what the rank that "
+        f"stands for it does: {agree}. Code that singles out one of the others is not seen; --ranks and --every-rank "
+        "rehearse more"
+    )
 
 
 def _parts(rehearsal: Rehearsal) -> list[str]:
