@@ -42,14 +42,14 @@ def best_maximum(costs, count):
     return min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, len(costs)])) for c in cuts)
 
 
-@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("head", [0.3, 1.0, 2.4, 5.5])
 def test_balance_is_the_best_there_is(count, head):
     flops = {"tok_embeddings": 0.0, **{f"layers.{i}": 1.0 for i in range(6)}, "norm": 0.0, "output": head}
     stages = balanced(flops, count)
     assert [name for stage in stages for name in stage] == list(flops)
     assert len(stages) == count
-    costs = [1.0] * 6 + [head]
+    costs = [0.0] + [1.0] * 6 + [head]
     assert max(sum(flops[m] for m in stage) for stage in stages) == pytest.approx(best_maximum(costs, count))
 
 
@@ -99,6 +99,11 @@ def test_other_ways_to_cut(extra, expected):
              "--parallelism.pipeline_parallel_last_stage_less_layers=0"], [[], [0, 1, 2, 3, 4, 5]]),
         (4, ["--parallelism.pipeline_parallel_layers_per_stage=1",
              "--parallelism.pipeline_parallel_schedule=LoopedBFS"], [[], [0], [1], [2], [3], [4], [5], []]),
+        (4, ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], [[], [0], [1], [2], [3], [4], [5], []]),
+        (4, ["--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
+         [[], [0], [1], [2], [3], [4], [5], []]),
+        (8, [], [[], [0], [1], [2], [3], [4], [5], []]),
+        (7, [], [[0], [1], [2], [3], [4], [5], []]),
         (3, ["--parallelism.module_fqns_per_model_part=layers.0,norm"], [[], [0, 1, 2, 3, 4, 5], []]),
     ],
 )  # fmt: skip
@@ -126,8 +131,8 @@ REFUSED = [
      "can't run 5 microbatches on 2 ranks in 2 equal rounds", ["--training.local_batch_size=6"]),
     (["--parallelism.pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=3"], {},
      "needs at least as many microbatches as its 4 stages, got 3", ["--training.local_batch_size=4"]),
-    (["--parallelism.pipeline_parallel_schedule=LoopedBFS"], {"degree": 4}, "8 stages for 6 layers; at most 7",
-     ["--model.overrides.n_layers=7"]),
+    (["--parallelism.pipeline_parallel_schedule=LoopedBFS"], {"degree": 5}, "10 stages for 6 layers; at most 8",
+     ["--model.overrides.n_layers=8"]),
     (["--parallelism.pipeline_parallel_layers_per_stage=2"], {},
      "gives 4 stages on 2 ranks, but schedule 1F1B takes 1 stage per rank (2 stages)",
      ["--parallelism.pipeline_parallel_layers_per_stage=4"]),
