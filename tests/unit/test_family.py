@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from tests.examples import gated_attention, relu_squared, soft_cap
+from torchtitan.commands import config as config_command
+from torchtitan.commands import plan
 from torchtitan.config import resolve
 from torchtitan.models import families, get_spec
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.layers import FeedForward, attention_backend
 from torchtitan.models.moe import Experts
-from torchtitan.train.family import check_family
+from torchtitan.train.family import Findings, check_family
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
@@ -242,3 +244,11 @@ def test_preflight_checks_families_with_code_of_their_own(monkeypatch):
         with pytest.raises(ConfigError, match="no gradient"):
             preflight(resolve(argv, 1).config, output=False)
     assert len(checked) == 2
+
+
+def test_warnings_are_printed(monkeypatch, capsys):
+    found = Findings([], ["model.name llama3_gated: MFU is off"])
+    monkeypatch.setattr("torchtitan.train.family.check_family", lambda *about: found)
+    argv = [f"--experimental.custom_import={gated_attention.__name__}", "--model.name=llama3_gated"]
+    assert config_command.main(argv) == plan.main(["--fast", "--world=1", "--hardware=h100-sxm", *argv]) == 0
+    assert capsys.readouterr().err.count("warning: model.name llama3_gated: MFU is off") == 2
