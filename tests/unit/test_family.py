@@ -70,6 +70,28 @@ def test_a_forward_that_projects_otherwise_than_project():
     assert warnings == []
 
 
+class Standalone(nn.Module):
+    """No `Decoder`, and without all that one has."""
+
+    def __init__(self, args, attend):
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+
+    def init_buffers(self):
+        pass
+
+    def forward(self, tokens, positions, mask, project=True):
+        x = self.tok_embeddings(tokens)
+        return self.output(x) if project else x
+
+
+def test_a_family_that_lacks_project():
+    (problem,), _ = check(variant(Standalone))
+    assert "project(forward(tokens, project=False), output_weight) doesn't run: AttributeError" in problem
+
+
 def test_logits_changed_in_project_are_those_of_forward():
     spec = get_spec("llama3_capped")
     assert check(spec, "--model.overrides.cap=0.5", PP, world=2) == ([], [])

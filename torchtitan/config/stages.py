@@ -139,8 +139,8 @@ def _split(
         return _by_layer_count(names, layers, count, *_less(config))
     if count > (most := _most_stages(flops)):
         return (), [
-            f"{key}: {count} stages for {len(layers)} layers; at most {most} are possible, with embedding and output alone "
-            f"on theirs: lower {_P}_degree, or choose a schedule with fewer stages"
+            f"{key}: {count} stages for {len(layers)} layers; at most {most} are possible, embedding and output being "
+            f"alone on theirs; lower {_P}_degree, or choose a schedule with fewer stages"
         ]
     return balanced(flops, count), []
 

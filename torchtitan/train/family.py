@@ -55,12 +55,13 @@ def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
     try:
         small = _SmallCopy(config, spec, args)
         logits = small.run(small.model, small.tokens)
+        F.cross_entropy(logits.float().flatten(0, 1), small.tokens.flatten()).backward()
     except Exception as error:  # it may need a GPU
         warnings.append(f"{name}: not checked, because a small copy of it doesn't run on the CPU: {_text(error)}")
     else:
         problems += small.buffer_problems
         problems += _projection_problems(small, logits)
-        problems += _gradient_problems(small, logits)
+        problems += _gradient_problems(small)
         if config.parallelism.pipeline_parallel_degree > 1:
             problems += _stage_problems(small, logits)
         if config.parallelism.expert_parallel_degree > 1:
@@ -110,9 +111,13 @@ def _buffer_problems(model: Any) -> Iterator[str]:
 
 
 def _projection_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
-    with torch.no_grad():
-        hidden = small.run(small.model, small.tokens, project=False)
-        projected = small.model.project(hidden, small.model.output_weight)
+    try:
+        with torch.no_grad():
+            hidden = small.run(small.model, small.tokens, project=False)
+            projected = small.model.project(hidden, small.model.output_weight)
+    except Exception as error:
+        yield f"project(forward(tokens, project=False), output_weight) doesn't run: {_text(error)}"
+        return
     if off := _difference(projected, logits):
         yield (
             f"forward returns other logits than project() makes of its hidden states, off by {off}; a loss in chunks "
@@ -121,8 +126,7 @@ def _projection_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
         )
 
 
-def _gradient_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
-    F.cross_entropy(logits.float().flatten(0, 1), small.tokens.flatten()).backward()
+def _gradient_problems(small: _SmallCopy) -> Iterator[str]:
     params = dict(small.model.named_parameters())
     unused = [name for name, param in params.items() if param.requires_grad and param.grad is None]
     if unused:
