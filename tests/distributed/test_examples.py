@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.examples import all_at_once, arithmetic, characters, gated_attention, z_loss
+from tests.examples import (
+    all_at_once,
+    arithmetic,
+    characters,
+    gated_attention,
+    relu_squared,
+    soft_cap,
+    z_loss,
+)
 from tests.runs import SAVE, SCHEDULE, arguments, losses, train
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.report import settings
@@ -46,6 +54,19 @@ TP = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]
 def test_gated_attention_trains_as_on_one_process(ranks, world, axes):
     degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in axes]
     for passed, text in ranks(world, parity.check, [*GATED, *degrees, "--training.local_batch_size=2"], timeout=240):
+        assert passed, text
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "flags"),
+    [
+        (relu_squared, "qwen3_moe_relu2", ["--parallelism.expert_parallel_degree=2"]),
+        (soft_cap, "llama3_capped", ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]),
+    ],
+)
+def test_other_parts_of_the_model_train_as_on_one_process(ranks, module, family, flags):
+    argv = [f"--experimental.custom_import={module.__name__}", f"--model.name={family}", *flags]
+    for passed, text in ranks(2, parity.check, argv, timeout=240):
         assert passed, text
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.runs import arguments, losses, train, write_corpus
+from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
 from torchtitan.commands import schedule
 from torchtitan.config import resolve
 from torchtitan.config.stages import SCHEDULES as SCHEDULE_NAMES
@@ -73,6 +73,18 @@ def test_cuts_and_microbatches(ranks, one_process, tmp_path, name):
         argv = ["--model.overrides.n_layers=4", f"--job.dump_folder={tmp_path / 'one'}"]
         one_process = ranks(1, train, arguments(tmp_path, *argv, global_batch=6, local_batch=6))[0]
     assert_same(run, one_process)
+
+
+def test_the_ends_are_alone_where_a_schedule_has_more_stages_than_layers(ranks, tmp_path, uninterrupted):
+    """Two layers on four stages of two ranks each, FSDP over both; the steps in between run on one process."""
+    interleaved = ["--parallelism.pipeline_parallel_degree=2", f"{P}schedule=Interleaved1F1B"]
+    runs = []
+    for world, extra, steps in ((4, interleaved, 3), (1, [], 5), (4, interleaved, 8)):
+        argv = arguments(tmp_path, *SAVE, SCHEDULE, *extra, steps=steps, local_batch=4)
+        runs.append(ranks(world, train, argv, timeout=120)[0])
+    for name, weight in uninterrupted["initial"].items():
+        assert torch.equal(runs[0]["initial"][name], weight), name
+    assert_continues(runs[-1], uninterrupted)
 
 
 def test_a_schedule_from_a_file(ranks, one_process, tmp_path):

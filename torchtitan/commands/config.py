@@ -60,6 +60,8 @@ def main(argv: list[str]) -> int:
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     setup = preflight(resolved.config, output=False)
+    for warning in setup.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if options.shown == "--explain":
         print(explain(resolved))
     elif options.shown == "--toml":

@@ -137,10 +137,10 @@ def _split(
     by_layers = (p.pipeline_parallel_layers_per_stage, *_less_layers(config)) != (None, None, None)
     if by_layers:
         return _by_layer_count(names, layers, count, *_less(config))
-    if count > len(layers) + 1:
+    if count > (most := _most_stages(flops)):
         return (), [
-            f"{key}: {count} stages for {len(layers)} layers; at most {len(layers) + 1} are possible, or one more, "
-            f"with the embedding alone on the first, by {_P}_layers_per_stage or parallelism.module_fqns_per_model_part"
+            f"{key}: {count} stages for {len(layers)} layers; at most {most} are possible, embedding and output being "
+            f"alone on theirs; lower {_P}_degree, or choose a schedule with fewer stages"
         ]
     return balanced(flops, count), []
 
@@ -243,13 +243,20 @@ def _by_layer_count(
 def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], ...]:
     """Split modules into `count` stages, minimizing the cost of the slowest, then the sum of squares of all.
 
-    Modules that cost nothing (embedding, norm) stay with their neighbour, so there are at most `layers + 1` stages.
+    Modules that cost nothing (embedding, norm) stay with the next one that does. Only if there are too few of those
+    for `count` stages, the embedding is alone on the first.
     """
     return _balanced(tuple(flops.items()), count)
 
 
-@cache  # a search asks for the same split thousands of times
-def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[str, ...], ...]:
+def _most_stages(flops: Mapping[str, float]) -> int:
+    """How many stages `balanced` can make."""
+    costs = list(flops.values())
+    return sum(cost > 0 for cost in costs) + (costs[0] == 0)
+
+
+def _units(flops: tuple[tuple[str, float], ...], count: int) -> tuple[list[list[str]], list[float]]:
+    """The smallest parts that stages consist of, at least `count`, and their costs."""
     units: list[list[str]] = []
     costs: list[float] = []
     waiting: list[str] = []
@@ -260,6 +267,16 @@ def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[s
             costs.append(cost)
             waiting = []
     units[-1] += waiting
+    if len(units) < count:
+        first, *rest = units
+        units = [first[:-1], first[-1:], *rest]
+        costs = [0.0, *costs]
+    return units, costs
+
+
+@cache  # a search asks for the same split thousands of times
+def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[str, ...], ...]:
+    units, costs = _units(flops, count)
     sums = [0.0, *itertools.accumulate(costs)]
     limit = _least_maximum(costs, count)
     # best[k][i]: the least sum of squares of k stages, each within `limit`, that hold the first i units.

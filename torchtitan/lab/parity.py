@@ -56,9 +56,10 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
         or p.pipeline_parallel_first_stage_less_layers
         or p.pipeline_parallel_last_stage_less_layers
     )
-    layers = (
-        setup.args.n_layers if pp > 1 and split_by_hand else max(2, len(setup.stages.modules) if setup.stages else 2)
-    )
+    layers = 2
+    if setup.stages is not None:
+        with_layers = sum(any(name.startswith("layers.") for name in stage) for stage in setup.stages.modules)
+        layers = setup.args.n_layers if split_by_hand else max(2, with_layers)
     tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
     if "n_experts" in tiny:
         tiny["n_experts"] = math.lcm(tiny["n_experts"], dist.get_world_size())  # divides under every layout tried

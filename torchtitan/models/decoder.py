@@ -58,14 +58,16 @@ class Block(nn.Module):
     """Pre-norm transformer block: `[b, s, dim] -> [b, s, dim]`."""
 
     attention_class: type[Attention] = Attention
-    """For a variant to replace."""
+    """Built from `(args, attend)`. Subclasses replace it."""
+    feed_forward_class: type[nn.Module] = FeedForward
+    """Built from `(dim, ffn_dim)`. Subclasses replace it."""
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = self.attention_class(args, attend)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
@@ -78,12 +80,17 @@ class MoEBlock(nn.Module):
     In three parts, because the middle one has shapes that depend on the data if the experts are on several ranks.
     """
 
+    attention_class: type[Attention] = Attention
+    """Built from `(args, attend)`. Subclasses replace it."""
+    moe_class: type[MoE] = MoE
+    """Built from `(args)`. Subclasses replace it."""
+
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args, attend)
+        self.attention = self.attention_class(args, attend)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.moe = MoE(args)
+        self.moe = self.moe_class(args)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, token_weights: Tensor | None
@@ -121,7 +128,9 @@ class Decoder(nn.Module):
     """
 
     block_class: type[nn.Module] = Block
-    """For a variant to replace."""
+    """The blocks without experts. Built from `(args, attend)`. Subclasses replace it."""
+    moe_block_class: type[MoEBlock] = MoEBlock
+    """The blocks with experts, likewise."""
     cos: Tensor
     sin: Tensor
 
@@ -130,8 +139,10 @@ class Decoder(nn.Module):
         self.args = args
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary, because a layer keeps its index on every pipeline stage.
-        kinds = [MoEBlock if args.has_experts(i) else self.block_class for i in range(args.n_layers)]
-        self.layers = nn.ModuleDict({str(i): kind(args, attend) for i, kind in enumerate(kinds)})
+        self.layers = nn.ModuleDict()
+        for i in range(args.n_layers):
+            kind = self.moe_block_class if args.has_experts(i) else self.block_class
+            self.layers[str(i)] = kind(args, attend)
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Linear | TiedOutput | None = (
             TiedOutput() if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -164,7 +175,10 @@ class Decoder(nn.Module):
         return owner.weight
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, with `weight` as the output projection."""
+        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, with `weight` as the output projection.
+
+        All logits come from here: those of `forward`, of a chunked loss and of generation.
+        """
         assert self.output is not None
         if isinstance(self.output, TiedOutput):
             return self.output(x, weight)
@@ -201,4 +215,4 @@ class Decoder(nn.Module):
         x = self.norm(x) if self.norm is not None else x
         if not project or self.output is None:
             return x
-        return self.output(x, self.output_weight) if isinstance(self.output, TiedOutput) else self.output(x)
+        return self.project(x, self.output_weight)

@@ -36,6 +36,11 @@ def register_decoder(name: str, flavors: Mapping[str, DecoderArgs], hf: type[HFC
     )
 
 
+def is_decoder(spec: ModelSpec) -> bool:
+    """Whether a family is the decoder itself, with sizes and flags of its own, but no code."""
+    return spec.build is _build and spec.module_flops is module_flops
+
+
 def _build(args: DecoderArgs, attend: Any) -> Any:
     from torchtitan.models.decoder import Decoder  # imports torch, which a configuration is checked without
 

@@ -253,12 +253,20 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm
-        """For low precision to replace."""
+        """Low precision replaces it."""
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return self.compute(rows, ends, self.w1, self.w2, self.w3)
+        return self.compute(rows, ends, *self.parameters())
 
-    def compute(self, rows: Tensor, ends: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        """The experts' networks. Subclasses override this, not `forward`, which expert parallelism replaces.
+
+        Args:
+            rows: `[n, dim]`, sorted by expert.
+            ends: `[e]` int32, the index after each expert's last row.
+            weights: the module's parameters, in order; under expert parallelism, those of this rank's experts.
+        """
+        w1, w2, w3 = weights
         if self.product is grouped_mm:
             return grouped_swiglu(rows, w1, w2, w3, ends)
         hidden = F.silu(self.product(rows, w1, ends)) * self.product(rows, w3, ends)
@@ -268,10 +276,15 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """The router and the experts of a block."""
 
+    router_class: type[Router] = Router
+    """Built from `(args)`. Subclasses replace it."""
+    experts_class: type[Experts] = Experts
+    """Built from `(n_experts, dim, expert_dim)`. Subclasses replace it."""
+
     def __init__(self, args: DecoderArgs):
         super().__init__()
-        self.router = Router(args)
-        self.experts = Experts(args.n_experts, args.dim, args.expert_dim)
+        self.router = self.router_class(args)
+        self.experts = self.experts_class(args.n_experts, args.dim, args.expert_dim)
 
     def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routed:
         """Choose experts for the tokens of `x` `[b, s, dim]`, and sort a row for each by expert."""

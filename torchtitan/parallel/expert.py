@@ -5,6 +5,7 @@ The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have differ
 the host waits once for the device in each forward.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,7 +39,7 @@ class ShardedExperts(Experts):
         theirs, ours = _splits(sent.view_as(received), received, len(rows))
         arrived = self._exchange(rows, theirs, ours)
         order, place = _by_expert(received, sum(ours))
-        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
         own_ends = received.sum(0).cumsum(0).to(torch.int32)
         own = permute(arrived, order, place)
         torch._dynamo.maybe_mark_dynamic(own, 0)  # one graph for any number of rows
@@ -127,5 +128,11 @@ def _sum_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]
 def _shard(experts: Experts, mesh: DeviceMesh) -> None:
     for name, weight in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)))
-    experts.__class__ = ShardedExperts
+    experts.__class__ = _sharded(type(experts))  # type: ignore[arg-type]  # mypy doubts that classes are hashable
     experts.group = mesh.get_group()
+
+
+@functools.cache
+def _sharded(kind: type) -> type:
+    """`kind`, whose networks are computed by the ranks that hold them."""
+    return type(f"Sharded{kind.__name__}", (ShardedExperts, kind), {})

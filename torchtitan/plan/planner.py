@@ -72,6 +72,8 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
         print(f"warning: {warning}", file=sys.stderr)
     here, notes = without_missing_files(resolved.config)
     setup = preflight(here, output=False)
+    for warning in setup.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     check_device(resolved.config, hardware.accelerator)
     return predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware), tuple(notes)
 

@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
     if untested := too_new(installed_torch()):
         logger.warning(untested)
     setup = preflight(resolved.config)
+    for warning in setup.warnings:
+        logger.warning(warning)
     job = resolved.config.job
     logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")
 

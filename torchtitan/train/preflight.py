@@ -19,6 +19,7 @@ from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, get_spec
+from torchtitan.models.decoder_spec import is_decoder
 from torchtitan.observe.delivery import unreachable
 from torchtitan.observe.sinks.chosen import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
@@ -41,6 +42,8 @@ class Setup:
     tokenizer: Tokenizer
     stages: PipelineStages | None
     """None without pipeline parallelism."""
+    warnings: tuple[str, ...] = ()
+    """About the model."""
 
     @property
     def n_experts(self) -> int:
@@ -59,6 +62,7 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     """
     problems = [*_check_paths(config), *_check_packages(config), *_check_backend(config)]
     spec = args = tokenizer = stages = None
+    warnings: list[str] = []
     try:
         spec = get_spec(config.model.name)
         lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
@@ -68,6 +72,8 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         problems += check_quantized_experts(config, spec.expert_sizes(args), spec.hf.names(args))
         problems += _check_patterns(config, spec.hf.names(args))
         stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+        wrong, warnings = _check_own_code(config, spec, args)
+        problems += wrong
     except ConfigError as error:
         problems += error.problems
     try:
@@ -90,7 +96,17 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         problems += _check_dump_folder(config)
     if problems or spec is None or tokenizer is None:
         raise ConfigError(problems)
-    return Setup(spec, args, tokenizer, stages)
+    return Setup(spec, args, tokenizer, stages, tuple(warnings))
+
+
+def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
+    """Problems and warnings of a family that isn't the decoder as it ships. Imports torch for such a family alone."""
+    if is_decoder(spec):
+        return [], []
+    from torchtitan.train.family import check_family
+
+    found = check_family(config, spec, args)
+    return found.problems, found.warnings
 
 
 def _check_prompts(config: Config, tokenizer: Tokenizer, longest: int) -> Iterator[str]:

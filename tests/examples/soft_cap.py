@@ -1,0 +1,31 @@
+"""Llama 3 with capped logits (Gemma 2, arXiv:2408.00118): they stay between -cap and cap.
+
+torchtitan train CONFIG.toml --experimental.custom_import soft_cap --model.name llama3_capped
+"""
+
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from torchtitan.models import llama3, register
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.decoder_args import DecoderArgs
+
+
+class CappedArgs(DecoderArgs):
+    cap: Annotated[float, Field(gt=0)] = 30.0
+    """Largest absolute logit."""
+
+
+class CappedLlama(Decoder):
+    args: CappedArgs
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.args.cap * torch.tanh(super().project(x, weight) / self.args.cap)
+
+
+flavors = {name: CappedArgs(**args.model_dump()) for name, args in llama3.FLAVORS.items()}
+register(replace(llama3.spec, name="llama3_capped", flavors=flavors, build=CappedLlama))
