@@ -154,6 +154,6 @@ def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str
         # transformers 5 has types of models, such as qwen2, whose tokenizer it builds without asking the folder.
         return (
             f"Warning: AutoTokenizer takes {type(loaded).__name__} for every model of type {kind}, whatever its files "
-            "say, and gives other token ids than training; load the tokenizer with PreTrainedTokenizerFast.from_pretrained"
+            "say, and gives other token ids than training; load it with PreTrainedTokenizerFast.from_pretrained"
         )
     raise CheckpointError(f"transformers' tokenizer gives other ids than training: {problem}")
