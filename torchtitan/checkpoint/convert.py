@@ -27,6 +27,7 @@ from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
 from torchtitan.utils.errors import ConfigError, DamageError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
+from torchtitan.utils.text import brief
 
 
 def model_of(step: Path, manifest: Manifest, custom_import: str | None = None) -> tuple[ModelSpec, Any, str]:
@@ -175,7 +176,7 @@ def from_hf(
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     if dropout := config.get("attention_dropout"):
         print(
-            f"warning: config.json: attention_dropout is {dropout}: transformers drops that share of the attention "
+            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that share of the attention "
             "weights in training, this trainer drops none; evaluation is the same"
         )
     if without:

@@ -148,7 +148,8 @@ class HFExport:
         for rank, text in enumerate(problems):
             if text:
                 raise CheckpointError(
-                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left of the export"
+                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left of the export; "
+                    f"{self.reader.path} stays"
                 )
 
     def _prepare(self) -> None:
