@@ -176,8 +176,8 @@ def from_hf(
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     if dropout := config.get("attention_dropout"):
         print(
-            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that share of the attention "
-            "weights in training, this trainer drops none; evaluation is the same"
+            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that share of the "
+            "attention weights in training, this trainer drops none; evaluation is the same"
         )
     if without:
         print(f"{source} has no tokenizer: set model.hf_assets_path in {file} to the folder of the model's")
