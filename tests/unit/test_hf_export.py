@@ -153,6 +153,10 @@ def test_a_derived_family_has_no_class_unless_it_states_one(tmp_path):
         with pytest.raises(ConfigError, match=f"checkpoint.{key}: the model family 'llama3_gated' names no class"):
             preflighted("llama3_gated", {}, custom, "--checkpoint.enable", f"--checkpoint.{key}")
     assert "layers.5.attention.gate.weight" in parameter_names(gated, gated.flavors["debugmodel"])
+    group = '--optimizer.param_groups=[{{pattern = "*.{}.weight", lr_scale = 0.5}}]'
+    preflighted("llama3_gated", {}, custom, group.format("gate"))
+    with pytest.raises(ConfigError, match=r"\*.gait.weight' matches no parameter"):
+        preflighted("llama3_gated", {}, custom, group.format("gait"))
 
 
 def test_a_stated_class_is_compared(tmp_path):

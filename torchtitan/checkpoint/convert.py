@@ -117,9 +117,17 @@ def to_hf(
         spec = replace(spec, hf=get_spec(family).hf)  # which is None if that family has other code
     make = recorded_tokenizer(manifest.settings(), step)
     tokenizer = _tokenizer(assets or recorded, make, given=assets is not None)
-    wanted = getattr(torch, dtype) if dtype else None
-    about = step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9)
-    export = HFExport(*about, averaged=averaged, check=check)
+    export = HFExport(
+        step,
+        target,
+        spec,
+        args,
+        getattr(torch, dtype) if dtype else None,
+        tokenizer,
+        int(max_file_gb * 1e9),
+        averaged=averaged,
+        check=check,
+    )
     export.write()
     print(f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary {args.vocab_size}")
     for note in export.notes:

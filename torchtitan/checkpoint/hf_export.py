@@ -77,7 +77,8 @@ class HFExport:
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata
-        self.names = names = self.hf.names(args)
+        names = self.hf.names(args)
+        self.names = names
         self._check(names, averaged)
         self.tensors: dict[str, Tensor] = {}
         """What is written, on the meta device."""

@@ -153,8 +153,16 @@ class Checkpointer:
 
         def export() -> HFExport:
             averaged = self.exports_average and not read_manifest(source).model_only
-            about = source, folder, spec, args, dtype, tokenizer
-            return HFExport(*about, averaged=averaged, most_compared=MOST_IN_A_RUN)
+            return HFExport(
+                source,
+                folder,
+                spec,
+                args,
+                dtype,
+                tokenizer,
+                averaged=averaged,
+                most_compared=MOST_IN_A_RUN,
+            )
 
         exported = together(export)
         exported.write(self._group)

@@ -65,7 +65,8 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
         problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
         problems += check_experts(config, spec.expert_sizes(args))
-        names = parameter_names(spec, args)
+        asked = config.optimizer.param_groups or config.model.converters
+        names = parameter_names(spec, args) if asked else []
         problems += check_quantized_experts(config, spec.expert_sizes(args), names)
         problems += _check_patterns(config, names)
         problems += _check_hugging_face(config, spec, args)
