@@ -1,6 +1,8 @@
 """Stop anywhere and resume under another layout: the loss curve is unchanged."""
 
 import json
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,7 +26,9 @@ from tests.runs import (
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.staging import Stager
 from torchtitan.config import resolve
+from torchtitan.models import get_spec, register
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import CheckpointError
 
 AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
@@ -285,3 +289,29 @@ def test_a_copy_waits_for_the_update(monkeypatch):
     monkeypatch.setattr(DefaultStager, "stage", lambda *_: order.append("copied"))
     stager.stage({})
     assert order == ["after the update", "copied"]
+
+
+def train_with_swapped_names(argv):
+    """A run whose export gives queries and keys each other's names."""
+    llama = get_spec("llama3")
+
+    def names(args):
+        own = llama.hf.names(args)
+        other = {"wq": "wk", "wk": "wq"}
+        return {name: own[re.sub(r"w[qk]\b", lambda found: other[found[0]], name)] for name in own}
+
+    register(replace(llama, hf=replace(llama.hf, names=names)))
+    try:
+        return train(argv)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        register(llama)
+
+
+def test_a_wrong_export_at_the_end_of_a_run_is_deleted(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    extra = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_kv_heads=4"]
+    for text in ranks(2, train_with_swapped_names, arguments(tmp_path, *extra, steps=2)):
+        assert text.startswith("can't export to Hugging Face: rank 0: transformers computes other logits")
+    assert [path.name for path in (tmp_path / "out/checkpoint").iterdir()] == ["step-2"]

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.hf_folders import write_tiktoken
 from torchtitan.data.documents import DemoDocuments
 from torchtitan.data.tokenizer import LLAMA3_SPECIAL, build_tokenizer
 from torchtitan.utils.assets import find_asset
@@ -20,23 +21,12 @@ TEXTS = [
 ]
 
 
-def byte_alphabet():
-    """GPT-2's printable stand-ins for bytes, inverted."""
-    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in keep]
-    return {chr(b): b for b in keep} | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory):
     """The shipped vocabulary as a Llama-3 style `original/tokenizer.model`."""
     folder = tmp_path_factory.mktemp("llama")
-    vocab = json.loads((find_asset(SHIPPED) / "tokenizer.json").read_text())["model"]["vocab"]
-    alphabet, names = byte_alphabet(), sorted(vocab, key=vocab.get)
-    ranks = [bytes(alphabet[c] for c in name) for name in names if not name.startswith("<|")]
     (folder / "original").mkdir()
-    lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
-    (folder / "original/tokenizer.model").write_bytes(b"".join(lines))
+    write_tiktoken(folder / "original")
     return folder
 
 

@@ -3,16 +3,18 @@
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 from pydantic import ValidationError
 
 from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_folder, versions
-from torchtitan.checkpoint.dcp_storage import Reader, alone, load
-from torchtitan.checkpoint.hf import HFExport, import_hf
+from torchtitan.checkpoint.dcp_storage import Reader
+from torchtitan.checkpoint.hf import import_hf
+from torchtitan.checkpoint.hf_export import HFExport
 from torchtitan.checkpoint.hf_folder import read_hf_config
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.checkpoint.state import check_own_model
@@ -20,18 +22,12 @@ from torchtitan.config.extend import recorded_tokenizer
 from torchtitan.config.load import load_config
 from torchtitan.config.registry import import_custom
 from torchtitan.config.render import to_toml_value
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models import ModelSpec, get_spec, spec_of_hf
-from torchtitan.models.layers import attention_backend
-from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
+from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
+from torchtitan.utils.errors import ConfigError, DamageError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
-from torchtitan.utils.torch_faults import silence_false_alarms
-
-PROMPT = 64
-"""Tokens in the prompt that an export and the original are compared on."""
-_LOGITS_AGREE = 1e-3
-"""Largest difference of logits that rounding explains, relative to the largest logit."""
+from torchtitan.utils.text import brief
 
 
 def model_of(step: Path, manifest: Manifest, custom_import: str | None = None) -> tuple[ModelSpec, Any, str]:
@@ -87,24 +83,29 @@ def to_hf(
     check: bool | None,
     custom_import: str | None = None,
     *,
+    family: str | None = None,
     averaged: bool = False,
 ) -> None:
-    """Export a checkpoint, then compare the logits of transformers' model with ours.
+    """Export a checkpoint, and compare what was written with it and with transformers' model.
 
     Args:
         source: a checkpoint, or a folder of which the newest is taken.
         dtype: of the exported weights; None: as stored.
         assets: folder of the tokenizer; None: that of the run.
-        check: whether to compare; None: if transformers is installed and memory suffices.
+        check: whether to compare; None: as far as transformers is installed and memory suffices.
         custom_import: module that registers the model's family.
+        family: export as the Hugging Face class of this family of the same code; None: of the model's own.
         averaged: export the average of the weights.
 
     Raises:
-        UserError: no such checkpoint, average or tokenizer, `target` exists, or the logits differ.
+        UserError: no such checkpoint, average or tokenizer, `target` exists, the class can't express the model, or what
+            was written isn't the model; nothing is left of it.
     """
     step = checkpoints_at(source)[-1]
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} exists; delete it, or choose another folder")
+    if check and importlib.util.find_spec("transformers") is None:
+        raise UserError("--check needs the package transformers: pip install transformers")
     manifest = read_manifest(step)
     if averaged:
         check_averaged(step, manifest)
@@ -112,16 +113,25 @@ def to_hf(
     spec, args, recorded = model_of(step, manifest, custom_import)
     with torch.device("meta"):
         check_own_model(spec.build(args, None), Reader(step))
+    if family:
+        spec = replace(spec, hf=get_spec(family).hf)  # which is None if that family has other code
     make = recorded_tokenizer(manifest.settings(), step)
     tokenizer = _tokenizer(assets or recorded, make, given=assets is not None)
-    wanted = getattr(torch, dtype) if dtype else None
-    export = HFExport(step, target, spec, args, wanted, tokenizer, int(max_file_gb * 1e9), averaged=averaged)
+    export = HFExport(
+        step,
+        target,
+        spec,
+        args,
+        getattr(torch, dtype) if dtype else None,
+        tokenizer,
+        int(max_file_gb * 1e9),
+        averaged=averaged,
+        check=check,
+    )
     export.write()
     print(f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary {args.vocab_size}")
-    if reason := None if check else _reason_not_to_compare(step, target):
-        print(f"Not compared with transformers: {reason}")
-    elif check is not False:
-        _compare(step, target, spec, args, export.dtype, averaged)
+    for note in export.notes:
+        print(note)
 
 
 def _tokenizer(assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool) -> Tokenizer | None:
@@ -134,64 +144,31 @@ def _tokenizer(assets: str, make: Callable[[Path], Tokenizer] | None, *, given: 
         return None
 
 
-def _reason_not_to_compare(step: Path, target: Path) -> str | None:
-    if is_remote(target):
-        return "it is not on this machine"
-    if importlib.util.find_spec("transformers") is None:
-        return "pip install transformers"
-    about = Reader(step).read_metadata().state_dict_metadata
-    count = sum(value.size.numel() for key, value in about.items() if key.startswith("model."))
-    needed = 5 * count  # one model in float32 at a time
-    free = psutil.virtual_memory().available
-    return f"needs {needed / 1e9:.0f} GB of memory (--check compares anyway)" if needed > free else None
-
-
-def _compare(step: Path, target: Path, spec: ModelSpec, args: Any, dtype: torch.dtype, averaged: bool) -> None:
-    """Print the largest difference of our model's and transformers' logits, both with the exported weights in float32.
-
-    Raises:
-        CheckpointError: it is more than rounding.
-    """
-    silence_false_alarms()  # transformers imports torchao
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    silence_false_alarms()
-    with torch.device("meta"):
-        ours = spec.build(args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu"))
-    ours.to_empty(device="cpu")
-    with alone():
-        load({"ema" if averaged else "model": dict(ours.named_parameters())}, Reader(step), no_dist=True)
-    ours.to(dtype).float().init_buffers()
-    tokens = torch.arange(PROMPT)[None] * 7919 % args.vocab_size
-    with torch.no_grad():
-        expected = ours(tokens)
-        del ours
-        theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-        gap, size = (theirs(tokens).logits - expected).abs().max().item(), expected.abs().max().item()
-    print(f"Largest logit difference to transformers: {gap:.2g} (logits up to {size:.3g})")
-    if not gap <= _LOGITS_AGREE * size:
-        raise CheckpointError(f"{target}: transformers computes different logits than this project's model")
-
-
-def from_hf(source: Path, target: Path, family: str | None, toml: str | None) -> None:
+def from_hf(
+    source: Path, target: Path, family: str | None, toml: str | None, check: Callable[[list[str]], object]
+) -> None:
     """Convert a Hugging Face folder to the checkpoint `target/step-0`, and write a TOML that trains from it.
 
     Args:
         family: None: that of its `config.json`.
+        check: gets the arguments of a run; raises a ConfigError if it couldn't start.
 
     Raises:
-        UserError: `source` is not a model of this family, or the checkpoint exists.
+        UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't start from it.
+            Nothing is written.
     """
     config = read_hf_config(source)
     if 0 in committed_steps(target):
         raise UserError(f"{step_folder(target, 0)} exists; delete it, or choose another folder")
     spec = get_spec(family) if family else spec_of_hf(config)
-    args = spec.hf.args(config)
+    args = hf_map(spec).args(config)
     file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
     step = step_folder(target, 0)
     text = _recipe(source, step, spec, args)
+    with TemporaryDirectory() as folder:
+        draft = Path(folder, file.name)
+        draft.write_text(text)
+        without = _check_recipe(draft, source, spec, args, check)
     manifest = {
         "step": 0,
         "model_only": True,
@@ -204,9 +181,41 @@ def from_hf(source: Path, target: Path, family: str | None, toml: str | None) ->
     count = import_hf(source, step, spec, args, manifest)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
-    load_config(["--config", str(file)])  # raises if the file isn't valid
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
-    print(f"Train from it: torchtitan train {file} --training.dataset ...")
+    if dropout := config.get("attention_dropout"):
+        print(
+            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that share of the "
+            "attention weights in training, this trainer drops none; evaluation is the same"
+        )
+    if without:
+        print(f"{source} has no tokenizer: set model.hf_assets_path in {file} to the folder of the model's")
+    else:
+        print(f"Train from it: torchtitan train {file} --training.dataset ...")
+
+
+def _check_recipe(file: Path, source: Path, spec: ModelSpec, args: Any, check: Callable[[list[str]], object]) -> bool:
+    """Check that a run could start from the TOML, but for the checkpoint, which doesn't exist yet.
+
+    Returns:
+        Whether the tokenizer is missing, which the user then has to name.
+
+    Raises:
+        ConfigError: it couldn't.
+    """
+    argv = ["--config", str(file), f"--checkpoint.initial_load_path={source}"]
+    model = load_config(argv).config.model
+    own = spec.args(model.flavor, model.overrides, max_seq_len=args.max_seq_len)
+    assert own == args, f"{file} describes another model: {own}, not {args}"
+    without = tokenizer_file(source) is None
+    try:
+        check(argv)
+    except ConfigError as error:
+        problems = [
+            problem for problem in error.problems if not (without and problem.startswith("model.hf_assets_path"))
+        ]
+        if problems:
+            raise ConfigError(problems) from None
+    return without
 
 
 def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:

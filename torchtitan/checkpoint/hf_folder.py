@@ -39,7 +39,7 @@ DTYPES = {
 """The names that safetensors gives dtypes of weights."""
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
-_MAPPED_BYTES = 32 * 2**20
+MAPPED_BYTES = 32 * 2**20
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
             files.setdefault(entry.file, []).append((piece, size))
         for file, sized in files.items():
             # The pages that are read of a mapped file are this process's memory until it is closed.
-            for batch in batches(sized, _MAPPED_BYTES):
+            for batch in batches(sized, MAPPED_BYTES):
                 self._fill_from(file, batch)
 
     def _fill_from(self, file: str, pieces: list[_Piece]) -> None:

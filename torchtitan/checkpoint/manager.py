@@ -25,7 +25,8 @@ from torchtitan.checkpoint.commit import (
     unknown,
 )
 from torchtitan.checkpoint.dcp_storage import CommittingWriter, describe
-from torchtitan.checkpoint.hf import HFExport
+from torchtitan.checkpoint.hf_check import MOST_IN_A_RUN
+from torchtitan.checkpoint.hf_export import HFExport
 from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
 from torchtitan.checkpoint.planning import Plans
 from torchtitan.checkpoint.resume import (
@@ -140,7 +141,11 @@ class Checkpointer:
             self._upload.add_done_callback(lambda _: uploader.wake())
 
     def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
-        """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder."""
+        """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder.
+
+        Raises:
+            CheckpointError: on every rank, if it failed on any, or if what was written isn't the model.
+        """
         self.wait()
         source, folder = step_folder(self.folder, step), self.folder / f"step-{step}-hf"
         dtype = getattr(torch, self.config.export_dtype)
@@ -148,9 +153,21 @@ class Checkpointer:
 
         def export() -> HFExport:
             averaged = self.exports_average and not read_manifest(source).model_only
-            return HFExport(source, folder, spec, args, dtype, tokenizer, averaged=averaged)
+            return HFExport(
+                source,
+                folder,
+                spec,
+                args,
+                dtype,
+                tokenizer,
+                averaged=averaged,
+                most_compared=MOST_IN_A_RUN,
+            )
 
-        together(export).write(self._group)
+        exported = together(export)
+        exported.write(self._group)
+        for note in exported.notes:
+            logger.info(note)
         return folder
 
     def wait_staged(self) -> None:

@@ -128,6 +128,7 @@ def to_hf(options: argparse.Namespace) -> int:
         options.max_file_gb,
         options.check,
         options.custom_import,
+        family=options.model,
         averaged=options.ema,
     )
     return 0
@@ -135,8 +136,13 @@ def to_hf(options: argparse.Namespace) -> int:
 
 def from_hf(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint import convert
+    from torchtitan.config import resolve
+    from torchtitan.train.preflight import preflight
 
-    convert.from_hf(options.source, options.target, options.model, options.toml)
+    def check(argv: list[str]) -> None:
+        preflight(resolve(argv, 1).config, output=False)
+
+    convert.from_hf(options.source, options.target, options.model, options.toml, check)
     return 0
 
 
@@ -208,8 +214,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="compare the logits of transformers' model (default: if it is installed and memory suffices)",
+        help="read the export back, and compare logits and token ids with those of transformers (default: as far as it "
+        "is installed and memory suffices)",
     )
+    command.add_argument("--model", help="export as the class of this family, which has the same code (default: own)")
     command.add_argument(
         "--custom-import", metavar="MODULE", help="module that registers the model's family or its tokenizer"
     )

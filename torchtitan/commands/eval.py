@@ -57,7 +57,8 @@ def _eval(argv: list[str], rank: int) -> int:
         )
         sizes = {"rows": options.batch_size, "max_seq_len": options.max_length, "dtype": options.dtype}
         probe = load_probe(source, tokenizer, layout, **sizes)
-        results = tasks.run(probe, tokenizer, bootstrap=_BOOTSTRAP if rank == 0 else 0)
+        bootstrap = _BOOTSTRAP if rank == 0 else 0
+        results = tasks.run(probe, tokenizer, bootstrap=bootstrap, by_file=source.hugging_face)
     if rank == 0:
         _report(str(source.folder), results, scores(results), options.output)
     return 0

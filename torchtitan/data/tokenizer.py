@@ -272,17 +272,21 @@ def build_tokenizer(hf_assets_path: str, make: Callable[[Path], Tokenizer] | Non
             raise UserError(f"model.tokenizer: {type(made).__name__} {problem}")
         made._origin = hf_assets_path, make
         return made
-    folders = [path, path / "original"] if path.is_dir() else []
-    found = [path] if path.is_file() else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
-    for file in found:
-        if file.is_file():
-            return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+    if file := tokenizer_file(path):
+        return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
     reason = "holds neither tokenizer.json nor a tiktoken .model file" if path.is_dir() else "does not exist"
     raise UserError(
         f"model.hf_assets_path: {hf_assets_path} {reason}; "
         "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; ./tests/assets/tokenizer ships "
         "with the package"
     )
+
+
+def tokenizer_file(path: Path) -> Path | None:
+    """The tokenizer's file in a folder or its `original/`, or the file at `path`; None if there is none."""
+    folders = [path, path / "original"] if path.is_dir() else []
+    found = [path] if path.is_file() else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
+    return next((file for file in found if file.is_file()), None)
 
 
 def _incomplete(made: Any) -> str | None:

@@ -50,9 +50,15 @@ class Logits(Protocol):
 class HarnessModel(TemplateLM):
     """Scores and continues texts for lm-eval."""
 
-    def __init__(self, logits: Logits, tokenizer: Tokenizer):
+    def __init__(self, logits: Logits, tokenizer: Tokenizer, *, by_file: bool = False):
+        """
+        Args:
+            by_file: as for `EvalTokenizer`.
+        """
         super().__init__()
-        self.logits, self.texts, self.vocab_size = logits, EvalTokenizer(tokenizer), tokenizer.vocab_size
+        self.logits = logits
+        self.texts = EvalTokenizer(tokenizer, by_file=by_file)
+        self.vocab_size = tokenizer.vocab_size
 
     @property
     def eot_token_id(self) -> int:

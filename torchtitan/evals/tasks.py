@@ -75,11 +75,12 @@ class Tasks:
             task.set_fewshot_seed(seed=SEED)
         return loaded
 
-    def run(self, logits: Any, tokenizer: Tokenizer, *, bootstrap: int = 0) -> dict[str, Any]:
+    def run(self, logits: Any, tokenizer: Tokenizer, *, bootstrap: int = 0, by_file: bool = False) -> dict[str, Any]:
         """Results as lm-eval returns them, the same on every rank.
 
         Args:
             logits: reads the model, as `harness.Logits`.
+            by_file: add the special tokens that the tokenizer's files ask for, not those of training.
             bootstrap: samples for the errors of metrics that are no mean; 0: without.
         """
         from lm_eval.api import task
@@ -91,7 +92,7 @@ class Tasks:
             random.seed(0)
             np.random.seed(SEED)
             found = evaluate(
-                HarnessModel(logits, tokenizer),
+                HarnessModel(logits, tokenizer, by_file=by_file),
                 self.loaded,
                 limit=self.limit,
                 bootstrap_iters=bootstrap,

@@ -23,7 +23,7 @@ from torchtitan.config.registry import import_custom
 from torchtitan.config.schema import Comm
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import TextGenerator
-from torchtitan.models import ModelSpec, spec_of_hf
+from torchtitan.models import ModelSpec, hf_map, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -92,9 +92,9 @@ def _hugging_face(folder: Path, custom_import: str | None) -> Source:
     try:
         config = read_hf_config(folder)
         spec = spec_of_hf(config)
-        args = spec.hf.args(config)
+        args = hf_map(spec).args(config)
         check_hf(
-            SafetensorsReader(folder, spec.hf.names(args)), spec, args
+            SafetensorsReader(folder, hf_map(spec).names(args)), spec, args
         )  # before memory for weights of these sizes is allocated
     except UserError as error:
         raise ConfigError([f"--checkpoint: {folder}: {line}" for line in str(error).splitlines()]) from None
@@ -136,7 +136,7 @@ def load_weights(source: Source, models: Sequence[nn.Module]) -> None:
     """Fill the weights of a model, sharded or not, or of this rank's pipeline stages."""
     with alone():
         if source.hugging_face:
-            load_hf(models, source.folder, source.spec.hf.names(source.args))
+            load_hf(models, source.folder, hf_map(source.spec).names(source.args))
         else:
             read_weights(models, source.folder, averaged=source.averaged)
 

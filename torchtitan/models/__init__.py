@@ -1,5 +1,17 @@
 """Model families. A family is a folder that registers a `ModelSpec`; nothing outside the folder names it."""
 
+from torchtitan.models.hf import export_problems, hf_map, parameter_names
 from torchtitan.models.spec import HFMap, HFNames, ModelSpec, families, get_spec, register, spec_of_hf
 
-__all__ = ["HFMap", "HFNames", "ModelSpec", "families", "get_spec", "register", "spec_of_hf"]
+__all__ = [
+    "HFMap",
+    "HFNames",
+    "ModelSpec",
+    "export_problems",
+    "families",
+    "get_spec",
+    "hf_map",
+    "parameter_names",
+    "register",
+    "spec_of_hf",
+]

@@ -4,9 +4,9 @@ A family is a set of such hyper-parameters and a map to Hugging Face's names. Im
 """
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from torchtitan.config.types import Heads, Layers, LayersOrZero, SeqLen, VocabSize, Width
 from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
@@ -51,7 +51,7 @@ class DecoderArgs(ModelArgs):
     n_kv_heads: Heads
     """Number of key and value heads (grouped-query attention)."""
     head_size: Width | None = None
-    """Width of a head. Default: `dim / n_heads`."""
+    """Width of a head. `"none"`: `dim / n_heads`."""
     ffn_dim: Width
     """Inner width of the feed-forward network."""
     norm_eps: float = Field(default=1e-5, gt=0, le=1)
@@ -84,11 +84,6 @@ class DecoderArgs(ModelArgs):
     def has_experts(self, layer: int) -> bool:
         """Whether the block of this index is a mixture of experts."""
         return self.n_experts > 0 and layer >= self.n_dense_layers
-
-    @field_validator("rope_scaling", mode="before")
-    @classmethod
-    def _plain_rope(cls, value: Any) -> Any:
-        return None if value == "none" else value  # TOML has no null
 
     @model_validator(mode="after")
     def _divisible(self) -> "DecoderArgs":

@@ -72,19 +72,22 @@ class Rope(BaseModel):
 
 def _number_of_first(layers: Any) -> int:
     layers = [] if layers is None else layers
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise ValueError(f"got {brief(layers)}, must be a list of the first layers: 0, 1, ...")
-    return len(layers)
+    if isinstance(layers, list) and all(type(layer) is int for layer in layers):
+        count = len(set(layers))
+        if set(layers) == set(range(count)):
+            return count
+    raise ValueError(f"got {brief(layers)}, must be a list of the first layers: 0, 1, ...")
 
 
 FirstLayers = Annotated[int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))]
-"""How many of the first layers are in a list of indices, which may hold no others."""
+"""How many of the first layers are in a list of indices, in any order, which may hold no others."""
 
 
 class HFConfig(BaseModel):
     """The keys of a `config.json` that matter to a family, with their defaults in transformers.
 
-    A type with a single value means that the family can represent no other.
+    A type with a single value means that the family can represent no other. A hyper-parameter without a key has one
+    value in all models of the class: that of the attribute of its name here, else its default.
     """
 
     model_config = {"strict": True}
@@ -116,7 +119,16 @@ class HFConfig(BaseModel):
 
     @classmethod
     def map(cls) -> HFMap:
-        return HFMap(cls.model_type, names, cls.write, cls.read)
+        return HFMap(cls.model_type, names, cls.write, cls.read, cls.fixed)
+
+    @classmethod
+    def fixed(cls, args: DecoderArgs) -> dict[str, Any]:
+        """The hyper-parameters that `config.json` has no key for, also those of a subclass, and the value of each."""
+        keys = {ours for ours, theirs in _KEYS.items() if theirs in cls.model_fields} | {"rope_scaling"}
+        if "n_experts" not in keys:
+            keys |= _OF_EXPERTS
+        fields = type(args).model_fields
+        return {name: getattr(cls, name, about.default) for name, about in fields.items() if name not in keys}
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
@@ -184,6 +196,8 @@ _KEYS = {
     "n_dense_layers": "mlp_only_layers",
 }
 """Our names of hyper-parameters to Hugging Face's."""
+_OF_EXPERTS = {"experts_per_token", "expert_dim", "normalize_expert_weights", "n_dense_layers"}
+"""Hyper-parameters that matter only where `n_experts` isn't 0."""
 _ROPE_KEYS = {key: key for key in RopeScaling.model_fields} | {
     "original_max_seq_len": "original_max_position_embeddings"
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from torchtitan.config.messages import explain_errors
 from torchtitan.config.registry import Registry
@@ -33,6 +33,15 @@ class ModelArgs(BaseModel):
     """Width of the hidden states that blocks and pipeline stages pass on."""
     max_seq_len: SeqLen
     """Longest row the model supports. Set from `training.seq_len`, or `validation.seq_len` if that is longer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, values: Any) -> Any:
+        """TOML has no null, so an optional value that is unset is written as `"none"`."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, about in cls.model_fields.items() if type(None) in get_args(about.annotation)}
+        return {key: None if key in optional and value == "none" else value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,22 @@ class HFMap:
     """`config(args, dtype)`: the contents of Hugging Face's `config.json`."""
     args: Callable[[dict[str, Any]], Any]
     """`args(config)`: the hyper-parameters of a `config.json`; ConfigError if this family can't represent it."""
+    fixed: Callable[[Any], dict[str, Any]] = lambda args: {}
+    """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, each with the only value that
+    the class computes with. A model with another value is not exported."""
+    build: Callable[..., nn.Module] | None = field(default=None, init=False, compare=False)
+    """The `ModelSpec.build` whose models this describes. Set by the first spec that it is given to; a copy made by
+    `dataclasses.replace` belongs to none yet."""
+
+    def of(self, build: Callable[..., nn.Module]) -> HFMap | None:
+        """This map for the models of `build`; None if it was written for other ones."""
+        if self.build is build:
+            return self
+        if self.build is not None:
+            return None
+        own = replace(self)
+        object.__setattr__(own, "build", build)
+        return own
 
 
 ShardingStyle = Literal[
@@ -84,7 +109,8 @@ ShardingStyle = Literal[
 class ModelSpec:
     """A model family: how to build the module for one device, and what is known about it without building it.
 
-    `dataclasses.replace(spec, name=..., build=...)` and `register` make a variant of a family.
+    `dataclasses.replace(spec, name=..., build=...)` and `register` make a variant of a family. With another `build` it
+    has no `hf`, unless it states one: `hf=dataclasses.replace(spec.hf, ...)`.
     """
 
     name: str
@@ -106,10 +132,15 @@ class ModelSpec:
     tiny: Callable[[Any, int, int], dict[str, Any]]
     """`tiny(args, layers, heads)`: overrides for a small model with the same architecture, for `torchtitan parity`.
     `heads` is a multiple of the tensor-parallel degree."""
-    hf: HFMap
+    hf: HFMap | None
+    """The family in transformers. None, also after `build` was replaced: there is no such class."""
     expert_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
     """`expert_sizes(args)`: sizes of the stacked weights of a mixture of experts, by hyper-parameter: first the number
     of experts, which the expert-parallel degree must divide, then their widths. Empty for a dense model."""
+
+    def __post_init__(self) -> None:
+        if self.hf is not None:
+            object.__setattr__(self, "hf", self.hf.of(self.build))
 
     def flops_per_token(self, args: Any, seq_len: int) -> float:
         """FLOPs per token of the model's forward and backward, without recomputation."""
@@ -174,8 +205,8 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     if kind is None:
         raise ConfigError(["config.json: model_type is missing"])
     specs = families()
-    for spec in specs:
-        if spec.hf.model_type == kind:
-            return spec
-    known = ", ".join(sorted({repr(spec.hf.model_type) for spec in specs}))
+    types = [spec.hf.model_type if spec.hf else None for spec in specs]
+    if kind in types:
+        return specs[types.index(kind)]
+    known = ", ".join(sorted({repr(name) for name in types if name}))
     raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be one of {known}"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.schema import Config
-from torchtitan.models import ModelSpec, families, get_spec, spec_of_hf
+from torchtitan.models import ModelSpec, families, get_spec, hf_map, spec_of_hf
 from torchtitan.plan.predict import derived_workload
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.json_files import read_json_object
@@ -119,7 +119,7 @@ def _of_folder(folder: Path) -> Model:
 
     try:
         spec = spec_of_hf(config)
-        flavor, overrides = nearest_flavor(spec, spec.hf.args(config))
+        flavor, overrides = nearest_flavor(spec, hf_map(spec).args(config))
     except ConfigError as error:
         raise ConfigError([f"--model: {folder}: {problem}" for problem in error.problems]) from None
     return Model(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(folder)))

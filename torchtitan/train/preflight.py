@@ -18,7 +18,7 @@ from torchtitan.config.schema import Config, MoE, Training, Validation
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models import ModelSpec, get_spec
+from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_names
 from torchtitan.models.decoder_spec import is_decoder
 from torchtitan.observe.delivery import unreachable
 from torchtitan.observe.sinks.chosen import missing_packages
@@ -69,8 +69,11 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
         problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
         problems += check_experts(config, spec.expert_sizes(args))
-        problems += check_quantized_experts(config, spec.expert_sizes(args), spec.hf.names(args))
-        problems += _check_patterns(config, spec.hf.names(args))
+        asked = config.optimizer.param_groups or config.model.converters
+        names = parameter_names(spec, args) if asked else []
+        problems += check_quantized_experts(config, spec.expert_sizes(args), names)
+        problems += _check_patterns(config, names)
+        problems += _check_hugging_face(config, spec, args)
         stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
         wrong, warnings = _check_own_code(config, spec, args)
         problems += wrong
@@ -202,6 +205,16 @@ def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
         if not fnmatch.filter(names, group.pattern):
             hint = did_you_mean(group.pattern, kinds, cutoff=0.3)
             yield f"optimizer.param_groups: pattern {brief(group.pattern)} matches no parameter{hint}"
+
+
+def _check_hugging_face(config: Config, spec: ModelSpec, args: Any) -> Iterator[str]:
+    """Weights that the family can't exchange with Hugging Face's transformers."""
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_in_hf and spec.hf is None:
+        yield f"checkpoint.initial_load_in_hf: {export_problems(spec, args)[0]}"
+    if checkpoint.last_save_in_hf:
+        for problem in export_problems(spec, args):
+            yield f"checkpoint.last_save_in_hf: {problem}; or set checkpoint.last_save_in_hf = false"
 
 
 def _check_paths(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from torch import nn
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf import load_hf
 from torchtitan.config.schema import Config
+from torchtitan.models import hf_map
 from torchtitan.observe.ledger import changed_settings
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import RunState
@@ -32,7 +33,7 @@ def restore(
             logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
     elif section.enable and section.initial_load_in_hf:
         folder = Path(section.initial_load_path or find_asset(config.model.hf_assets_path))
-        load_hf(models, folder, setup.spec.hf.names(setup.args))
+        load_hf(models, folder, hf_map(setup.spec).names(setup.args))
         logger.info(f"Starting from the Hugging Face weights in {folder}")
     elif section.enable and section.initial_load_path:
         if initial := checkpointer.load_initial(storage_path(section.initial_load_path)):
