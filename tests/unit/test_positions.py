@@ -168,6 +168,11 @@ def mixtures(draw, kind):
 LAYOUTS = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 
 
+def counts_of(state):
+    """What two positions have in common that give the same rows."""
+    return state.step, state.shares, {name: (source.rows, source.skipped) for name, source in state.sources.items()}
+
+
 RARE = {
     "long": lambda lane: lane.position > 0,
     "generated": lambda lane: lane.position > 0,
@@ -194,13 +199,14 @@ def test_a_manifest_keeps_every_position(folder, kind):
         sources, stages, skip, epochs = mixture
         tables = [source(folder, kind, weight, epochs if kind == "tokens" else None) for kind, weight in sources]
         reading = loader(tables, stages, skip=skip)
-        whole = [rows for rows, _ in read(reading, reading.start, 1, 1, STEPS)]
+        whole = list(read(reading, reading.start, 1, 1, STEPS))
         done = 0
         for steps, layout in zip((*counts, STEPS - sum(counts)), layouts, strict=True):
             found = list(read(reading, reading.start, *layout, steps))
-            for rows, _ in found:
+            for rows, state in found:
                 note(f"step {done}")
-                assert np.array_equal(rows, whole[done])
+                assert np.array_equal(rows, whole[done][0])
+                assert counts_of(state) == counts_of(whole[done][1])
                 done += 1
             state = found[-1][1]
             kept = parse(manifest_bytes(state)).state()["data"]
