@@ -262,7 +262,7 @@ def numbered_rows():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.ones(1), r"a value of type torch\.Tensor at \.examples_iterable\.mine\[0\]\.seen, so no checkpoint"),
+        (torch.ones(1), r"a value of type torch\.Tensor at \.examples_iterable\.mine\[0\]\.seen, which a checkpoint"),
         (np.int64(3), r"a value of type numpy\.int64 at .*\.seen,"),
         (np.float64(3), r"a value of type numpy\.float64 at .*\.seen,"),
         (float("nan"), r"the number nan at .*\.seen,"),

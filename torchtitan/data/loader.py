@@ -84,12 +84,11 @@ class StepLoader:
         self.retries = {source.name: spec.retry(source) for source in spec.sources}
         self.sources = {source.name: open_source(spec, source, self.retries[source.name]) for source in spec.sources}
         self._warn_of_shared_lanes()
-        contents = {name: source.fingerprint for name, source in self.sources.items()}
         self.fingerprint = DataFingerprint(
             sources={
                 source.name: SourceFingerprint(
                     dataset=source.dataset_path or source.dataset,
-                    contents=contents[source.name],
+                    contents=self.sources[source.name].fingerprint,
                 )
                 for source in spec.sources
             },
