@@ -1,6 +1,7 @@
 """`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each of its files.
 
-The models below are the format. The file's last line is the SHA-256 of all before it, so every flipped bit is found.
+The models below are the format, with those of the data position in `torchtitan.data.positions`. The file's last line
+is the SHA-256 of all before it, so every flipped bit is found.
 """
 
 import hashlib
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, ValidationError, model_validator
 
-from torchtitan.utils.errors import DamageError
+from torchtitan.data.positions import DataState
+from torchtitan.utils.errors import DamageError, FormatBugError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
+from torchtitan.utils.strict import Count, Strict
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -23,22 +26,10 @@ _DEEPEST = 8
 """Levels of tables in a configuration."""
 _SEAL = b',\n "sha256": '
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
 """CRC-32."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 """Plain and relative: no slash, and more than dots."""
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        hide_input_in_errors=True,
-    )
 
 
 class FileEntry(Strict):
@@ -64,74 +55,6 @@ class GuardState(Strict):
     calm: Count
     rows: Count
     skipped: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-
-
-class DocumentPosition(Strict):
-    position: Count
-
-
-class StreamPosition(Strict):
-    epoch: Count
-    stream: dict[str, Any] | None
-
-
-class LanePosition(Strict):
-    cursor: DocumentPosition | StreamPosition
-    offset: Annotated[int, Field(ge=-1, lt=2**63)]
-
-
-class SourcePosition(Strict):
-    """Rows that were read from a source, and of text, the position in each of its lanes."""
-
-    contents: str
-    """Fingerprint of the source."""
-    rows: Count
-    lane_count: Count | None = None
-    lanes: dict[str, LanePosition] | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        lanes = self.lanes or {}
-        if len(lanes) != (self.lane_count or 0) or lanes.keys() != {str(index) for index in range(len(lanes))}:
-            raise ValueError("lanes are missing")
-        return self
-
-
-class SharesState(Strict):
-    """How the rows since the last change of weights were divided among the sources."""
-
-    weights: dict[str, Annotated[int, Field(ge=1)]]
-    rows: Count
-    counts: dict[str, Count]
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.weights.keys() != self.counts.keys():
-            raise ValueError("counts are missing")
-        return self
-
-
-class SourceFingerprint(Strict):
-    dataset: str
-    contents: str
-
-
-class DataFingerprint(Strict):
-    """What a position is valid for."""
-
-    sources: dict[str, SourceFingerprint]
-    tokenizer: str
-    seq_len: Count
-    seed: Count
-
-
-class DataState(Strict):
-    """The data position."""
-
-    fingerprint: DataFingerprint
-    step: Count
-    shares: SharesState
-    sources: dict[str, SourcePosition]
 
 
 class AverageState(Strict):
@@ -217,8 +140,10 @@ class Manifest(Strict):
         return self
 
     def state(self) -> dict[str, Any]:
-        """`train_state` as the run gathered it."""
-        return {} if self.train_state is None else self.train_state.model_dump(exclude_unset=True)
+        """`train_state` as the run gathered it, with a model of the data position."""
+        if self.train_state is None:
+            return {}
+        return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {"data": self.train_state.data}
 
     def settings(self) -> dict[str, Any]:
         """The configuration, as sections."""
@@ -226,10 +151,28 @@ class Manifest(Strict):
 
 
 def render(content: dict[str, Any]) -> bytes:
-    """The file with this content, which must be valid."""
-    body = json.dumps({"format": FORMAT, **content}, indent=1).encode().removesuffix(b"\n}")
-    Manifest.model_validate_json(body + b"\n}")
+    """The file with this content, of which models are written without their defaults.
+
+    Raises:
+        FormatBugError: `parse` would refuse the file.
+    """
+    problem = ""
+    try:
+        body = json.dumps({"format": FORMAT, **content}, indent=1, default=_plain).encode().removesuffix(b"\n}")
+        Manifest.model_validate_json(body + b"\n}")
+    except ValidationError as error:
+        problem = first_problem(error)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem:  # raised here, so that no other error is its context
+        raise FormatBugError(f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line")
     return body + _SEAL + _checksum(body)
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    if not isinstance(model, BaseModel):
+        raise TypeError(f"a value of type {type(model).__name__}")
+    return model.model_dump(exclude_defaults=True)
 
 
 def parse(file: bytes) -> Manifest:

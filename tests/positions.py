@@ -1,0 +1,26 @@
+"""Data positions as checkpoints keep them."""
+
+from tests.checkpoints import ABOUT, train_state
+from torchtitan.checkpoint.manifest import parse, render
+from torchtitan.data.loader import StepLoader
+from torchtitan.data.positions import DataPosition, DataState
+
+MINIMAL = {
+    "saved": "",
+    "model_only": False,
+    "parameters": 0,
+    "tensor_bytes": {},
+    "files": {"x": {"bytes": 0, "crc32": 0}},
+}
+"""What a manifest needs beside what is known of the run."""
+
+
+def manifest_bytes(state: DataState) -> bytes:
+    """A manifest with this data position."""
+    whole = train_state(state.step) | {"data": state}
+    return render({**ABOUT, **MINIMAL, "step": state.step, "train_state": whole})
+
+
+def saved(loader: StepLoader, *parts: DataPosition) -> DataState:
+    """The position that the parts of all ranks make up, written to a manifest and read again."""
+    return parse(manifest_bytes(loader.state(parts))).state()["data"]

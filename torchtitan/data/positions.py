@@ -1,0 +1,175 @@
+"""The position in the data after a step, as readers hold it and as checkpoints record it.
+
+DataState
+    fingerprint: DataFingerprint              what the position is valid for
+    step
+    shares: SharesState                       how the rows were divided among the sources
+    sources: name -> SourcePosition
+        lanes: index -> LanePosition          only of text
+            cursor: DocumentPosition | StreamPosition
+
+These models are the only definition of the format. Imports no torch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from torchtitan.utils.strict import Count, Strict
+
+_DEEPEST = 100
+"""Levels of lists and objects in a stream's own state; pydantic's parser accepts about 200."""
+
+
+class DocumentPosition(Strict):
+    """The next document of a lane, among documents that can be read in any order."""
+
+    position: Count
+
+
+class StreamPosition(Strict):
+    """The next document of a lane of a stream."""
+
+    epoch: Count
+    stream: dict[str, JsonValue] | None
+    """The stream's own state; None at the beginning of an epoch."""
+    skipped: dict[str, Count] = Field(default={})
+    """Bad documents that were passed over since the first step, by kind."""
+
+
+class LanePosition(Strict):
+    """The next row of a lane."""
+
+    cursor: DocumentPosition | StreamPosition
+    """Position before the current document."""
+    offset: Annotated[int, Field(ge=-1, lt=2**63)]
+    """The next id of the current document, or of the piece of it; -1 between two documents."""
+    position: Count = 0
+    """Where the current piece of a long document starts."""
+
+
+class SourcePosition(Strict):
+    """Rows that were read from a source, and of text, the position in each of its lanes."""
+
+    contents: str
+    """Fingerprint of the source."""
+    rows: Count
+    lane_count: Count | None = None
+    lanes: dict[str, LanePosition] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no lane is missing."""
+        lanes = self.lanes or {}
+        return lanes.keys() == {str(index) for index in range(len(lanes))} and len(lanes) == (self.lane_count or 0)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Bad documents that the lanes have passed over, by kind."""
+        found = Counter[str]()
+        for lane in (self.lanes or {}).values():
+            if isinstance(lane.cursor, StreamPosition):
+                found.update(lane.cursor.skipped)
+        return found
+
+
+class SharesState(Strict):
+    """How the rows since the last change of weights were divided among the sources."""
+
+    weights: dict[str, Annotated[int, Field(ge=1)]]
+    rows: Count
+    counts: dict[str, Count]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.weights.keys() != self.counts.keys():
+            raise ValueError("counts are missing")
+        return self
+
+
+class DataPosition(Strict):
+    """The position of one reader, with only its own lanes, or of all readers together."""
+
+    step: Count
+    shares: SharesState
+    sources: dict[str, SourcePosition]
+
+
+class SourceFingerprint(Strict):
+    dataset: str
+    contents: str
+
+
+class DataFingerprint(Strict):
+    """What a position is valid for."""
+
+    sources: dict[str, SourceFingerprint]
+    tokenizer: str
+    seq_len: Count
+    seed: Count
+
+
+class DataState(DataPosition):
+    """The data position that a checkpoint records: complete, and the same for any number of readers."""
+
+    fingerprint: DataFingerprint
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for name, source in self.sources.items():
+            if not source.is_complete:
+                raise ValueError(f"sources.{name}: lanes are missing")
+        return self
+
+
+def joined(parts: Sequence[DataPosition]) -> DataPosition:
+    """The position that the positions of several readers make up, each of which has some of the lanes."""
+    first = parts[0]
+    sources = {}
+    for name, source in first.sources.items():
+        lanes: dict[str, LanePosition] = {}
+        for part in parts:
+            lanes |= part.sources[name].lanes or {}
+        sources[name] = source.model_copy(update={"lanes": lanes}) if source.lanes is not None else source
+    return DataPosition(step=first.step, shares=first.shares, sources=sources)
+
+
+def json_fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
+    """What would not come back from JSON as it is: its place in `value`, and what it is; None if all would."""
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str:
+                return "", f"a key of type {_name(type(key))}"
+            if fault := _scalar_fault(key):
+                return "", f"as a key, {fault}"
+        parts = [(f".{key}", inner) for key, inner in value.items()]
+    elif type(value) is list:
+        parts = [(f"[{index}]", inner) for index, inner in enumerate(value)]
+    else:
+        fault = _scalar_fault(value)
+        return ("", fault) if fault else None
+    if depth == _DEEPEST:
+        return "", f"more than {_DEEPEST} levels of lists and dicts"
+    for place, inner in parts:
+        if found := json_fault(inner, depth + 1):
+            return place + found[0], found[1]
+    return None
+
+
+def _scalar_fault(value: Any) -> str | None:
+    if type(value) is float and not math.isfinite(value):
+        return f"the number {value}"
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "a string with a lone surrogate"
+    plain = value is None or type(value) in (bool, int, float, str)
+    return None if plain else f"a value of type {_name(type(value))}"
+
+
+def _name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
