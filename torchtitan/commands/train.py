@@ -1,8 +1,8 @@
 """Train on this machine, or on this node of several.
 
 Starts the ranks through torchrun, and adds to it: the configuration is checked before any rank starts, for every number
-of nodes that may join; restarts get a fresh store; SIGTERM and SIGUSR1 make the ranks save and exit with status 75; and
-a failure is reported as its cause in one sentence. Options that are not listed here are passed to torchrun.
+of nodes that may join; restarts get a fresh store; SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit with status
+75; and a failure is reported as its cause in one sentence. Options that are not listed here are passed to torchrun.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -36,7 +36,7 @@ from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
 from torchtitan.utils.last_word import REPORTER_ENV
 from torchtitan.utils.lock import used_by_a_neighbor
-from torchtitan.utils.signals import STOP_SIGNALS
+from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
 from torchtitan.utils.text import brief, count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
@@ -47,6 +47,8 @@ SECRET_ENV = "RDZV_SECRET"
 MIN_SECRET = 16
 _MOST_RANKS_PER_NODE = 1024
 _MOST_NODES = 100_000
+_LAST_WORDS_SECONDS = 5.0
+"""For ranks to say what is lost, after a second Ctrl-C."""
 _WIDEST_RANGE = 2000
 """The configuration is checked for every number of nodes in the range."""
 
@@ -211,24 +213,31 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
 
 
 class _Stop:
-    """Handles SIGTERM and SIGUSR1. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
+    """Handles signals that ask to stop. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
 
     def __init__(self, grace: float):
         self.grace = grace
         self.running = False
         """Whether torchrun has been started."""
         self.requested = False
+        self.since = 0.0
+        """When the first signal came, by `time.monotonic`."""
         self.statuses: list[int] = []
         """Exit statuses of the ranks; a signal is a negative number."""
-        for number in STOP_SIGNALS:
+        for number in heeded():
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
         if self.requested:
+            if number == signal.SIGINT and time.monotonic() - self.since >= AGAIN_SECONDS:
+                self._end_at_once()
             return
         self.requested = True
+        self.since = time.monotonic()
         if not self.running:
             os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
+        if number == signal.SIGINT:
+            print(STOPPING, file=sys.stderr, flush=True)
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._stop_ranks()
@@ -240,15 +249,24 @@ class _Stop:
         ranks = psutil.Process().children()
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.grace
-        for rank in ranks:
-            while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
-                time.sleep(0.05)
+        for rank, ended in _wait(ranks, self.grace):
             if ended is None:
                 print(f"error: killed a rank that did not save within --grace {self.grace:g} s", file=sys.stderr)
                 rank.kill()
                 ended = -signal.SIGKILL
             self.statuses.append(ended)
+
+    def _end_at_once(self) -> None:
+        """End the ranks without a save; rank 0 says what is lost."""
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        statuses = [ended for _, ended in _wait(ranks, _LAST_WORDS_SECONDS)]
+        if statuses and set(statuses) <= {os.EX_TEMPFAIL}:  # they have saved meanwhile
+            os._exit(os.EX_TEMPFAIL)
+        if INTERRUPTED not in statuses:
+            print("interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)  # the kernel kills ranks that are left
 
     def status(self) -> int:
         """Exit status of this process, once torchrun has returned."""
@@ -258,6 +276,15 @@ class _Stop:
         if status != os.EX_TEMPFAIL:
             print(f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75", file=sys.stderr)
         return status
+
+
+def _wait(ranks: Sequence[psutil.Process], seconds: float) -> Iterator[tuple[psutil.Process, int | None]]:
+    """The ranks and their exit statuses as they end; None for one that still runs when the time is over."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield rank, ended
 
 
 def _ended(pid: int) -> int | None:
@@ -273,7 +300,7 @@ def _ended(pid: int) -> int | None:
 
 def _common_status(statuses: list[int]) -> int:
     """75 if every rank saved, or was stopped before it installed its handlers; else 1."""
-    return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, -signal.SIGTERM, -signal.SIGUSR1} else 1
+    return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, *(-number for number in STOP_SIGNALS)} else 1
 
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
@@ -350,7 +377,7 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",  # _Stop handles the others
+        "--signals-to-handle=SIGHUP,SIGQUIT",  # _Stop handles the others
     ]
 
 
