@@ -164,6 +164,9 @@ lr = 1
 [lr_scheduler]
 decay_type = "cosin"
 min_lr_factor = 1.5
+
+[model]
+name = "lama3"
 """
     )
     found = problems("--config", file, "--metrics.log_frq=3", "--training.max_norm", "abc", "--optimizer.lr", "stray")
@@ -175,6 +178,7 @@ min_lr_factor = 1.5
         f"{file}:12: optimzer: unknown section; did you mean 'optimizer'?",
         f"{file}:15: lr_scheduler.decay_type: got 'cosin', must be 'linear', 'sqrt' or 'cosine'; did you",
         f"{file}:16: lr_scheduler.min_lr_factor: got 1.5: input should be less than or equal to 1",
+        f"{file}:19: model.name: no model family 'lama3'; known: llama3, ",
         "--metrics.log_frq: unknown key; did you mean 'metrics.log_freq'?",
         "--training.max_norm: got 'abc', must be a number",
         "--optimizer.lr: got 'stray', must be a number",
@@ -302,7 +306,7 @@ def test_flavors_that_name_an_attention_kernel_mean_a_document_mask(toml, flavor
     off = load_config(["--config", file, "--training.document_mask=false"])
     assert not off.config.training.document_mask
     assert off.warnings[0].endswith("because training.document_mask is false (--training.document_mask)")
-    own = load(f"--model.flavor={flavor}", "--model.name=mine")  # another family's flavors have names of their own
+    own = load(f"--model.flavor={flavor}", "--model.name=qwen3")  # another family's flavors have names of their own
     assert (own.model.flavor, own.training.document_mask) == (flavor, False)
 
 

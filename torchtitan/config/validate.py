@@ -15,6 +15,7 @@ from torchtitan.config.derive import (
     expert_ranks,
 )
 from torchtitan.config.metrics import Notifications, Prometheus
+from torchtitan.config.registry import unknown_dataset
 from torchtitan.config.schema import Config, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
@@ -248,6 +249,18 @@ def validation_sets_are_distinct(config: Config, world: int) -> Iterator[str]:
             yield f"validation.{key} and validation.sets can't both be set; move {key} to a [[validation.sets]] table"
 
 
+def datasets_are_known(config: Config, world: int) -> Iterator[str]:
+    """With a path, the name of a data set is only a name."""
+    t, v = config.training, config.validation
+    named = [("training.dataset", t), *((f"training.sources: {brief(one.name)}: dataset", one) for one in t.sources)]
+    if v.enable:
+        sets = [("validation.dataset", v)] if not v.sets else []
+        named += [*sets, *((f"validation.sets: {brief(one.name)}: dataset", one) for one in v.sets)]
+    for key, data in named:
+        if data.dataset_path is None and (problem := unknown_dataset(data.dataset)):
+            yield f"{key}: {problem}"
+
+
 def evals_have_tasks(config: Config, world: int) -> Iterator[str]:
     if config.eval.enable and not config.eval.tasks:
         yield "eval.tasks: eval.enable = true needs the name of at least one task"
@@ -310,6 +323,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     notifications_have_a_receiver,
     validation_sets_are_distinct,
     evals_have_tasks,
+    datasets_are_known,
     *mixtures.RULES,
 )
 
