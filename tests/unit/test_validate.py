@@ -160,7 +160,7 @@ CASES = {
     ],
     "uploads_go_elsewhere": [
         (1, ["--checkpoint.upload_folder=s3://a/b"], "without checkpoint.enable = true", ["--checkpoint.enable"]),
-        (1, ["--checkpoint.enable", "--checkpoint.upload_folder=/tmp/b"], "'/tmp/b' is no URL",
+        (1, ["--checkpoint.enable", "--checkpoint.upload_folder=/tmp/b"], "'/tmp/b' is a local folder; set a URL",
          ["--checkpoint.upload_folder=s3://a/b"]),
         (1, ["--checkpoint.enable", "--checkpoint.folder=s3://a/c", "--checkpoint.upload_folder=s3://a/b"],
          "checkpoint.folder is a URL already", ["--checkpoint.folder=checkpoint"]),

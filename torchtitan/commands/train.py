@@ -125,8 +125,20 @@ def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple
     return own, torchruns
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("-n", "-np", "--np", "--nprocs", "--ngpus", "--gpus", "--num-gpus", "--num-processes", "--devices"),
+        "--nproc-per-node",
+    ),
+    **dict.fromkeys(("--nodes", "--num-nodes", "--num-machines"), "--nnodes"),
+}
+"""Options of other launchers, which torchrun doesn't have, and their names here."""
+
+
 def _misspelt(name: str, known: list[str]) -> str:
     """A hint if `name` abbreviates or nearly matches an option; torchrun would accept the abbreviation as its own."""
+    if name in _ELSEWHERE:
+        return f"; did you mean {_ELSEWHERE[name]!r}?"
     longer = [option for option in known if option.startswith(name)]
     return f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, known, cutoff=0.9)
 
