@@ -391,7 +391,7 @@ class Trainer:
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
-        self.events.end(self.progress.step, reason)
+        self.events.end(self.progress.step, reason, self.progress.last_loss)
         self.metrics.close(reason or ("completed" if error is None else "failed"))
         self.ledger.save_trackers()
         if self.notifier is not None:
