@@ -146,6 +146,31 @@ def test_a_file_that_extends_itself_is_refused(toml):
     assert "extends itself: run.toml -> base.toml -> run.toml" in problem
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (["--model.overrides.experts_per_token=1"], False),
+        (["--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0"], True),
+        (["--moe.global_balance_loss=0"], False),
+        (
+            ["--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0", "--moe.sequence_balance_loss=1"],
+            False,
+        ),
+        (
+            [
+                "--model.overrides.experts_per_token=1",
+                "--moe.global_balance_loss=0",
+                "--model.overrides.normalize_expert_weights=false",
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_router_that_learns_nothing_is_a_warning(capsys, flags, warned):
+    assert config_tool.main(["qwen3_moe_debug", *flags]) == 0
+    assert ("the router learns nothing; set it to false" in capsys.readouterr().err) == warned
+
+
 def test_all_mistakes_at_once_each_with_its_place(toml):
     file = toml(
         """
@@ -186,6 +211,14 @@ name = "lama3"
     for text in expected:
         assert any(problem.startswith(text) for problem in found), (text, found)
     assert len(found) == len(expected)
+
+
+def test_a_file_that_is_not_there_may_be_another(toml):
+    (problem,) = problems("--config", "llama3_1")
+    assert problem.endswith("No such file or directory; did you mean 'llama3_1b'?")
+    file = toml("", "narrow.toml")
+    (problem,) = problems("--config", file.replace("narrow", "narow"))
+    assert problem.endswith(f"; did you mean {file!r}?")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torchtitan.config import Resolved, gradient_accumulation_steps, resolve
 from torchtitan.config.command_line import parse_args
 from torchtitan.config.keys import FIELDS
 from torchtitan.config.render import json_schema, markdown, to_toml, to_toml_value
-from torchtitan.train.preflight import preflight
+from torchtitan.train.preflight import doubts, preflight
 from torchtitan.utils.text import aligned, count, plural
 
 
@@ -60,6 +60,8 @@ def main(argv: list[str]) -> int:
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     setup = preflight(resolved.config, output=False)
+    for doubt in doubts(resolved.config, setup.args):
+        print(f"warning: {doubt}", file=sys.stderr)
     if options.shown == "--explain":
         print(explain(resolved))
     elif options.shown == "--toml":

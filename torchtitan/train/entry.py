@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config import Resolved, resolve
 from torchtitan.observe.notify import report_error
-from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.preflight import Setup, doubts, preflight
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
     if untested := too_new(installed_torch()):
         logger.warning(untested)
     setup = preflight(resolved.config)
+    for doubt in doubts(resolved.config, setup.args):
+        logger.warning(doubt)
     job = resolved.config.job
     logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")
 

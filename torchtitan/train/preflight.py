@@ -93,6 +93,20 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     return Setup(spec, args, tokenizer, stages)
 
 
+def doubts(config: Config, args: Any) -> Iterator[str]:
+    """What is legal, but probably a mistake.
+
+    Args:
+        args: the model's hyper-parameters.
+    """
+    one = getattr(args, "experts_per_token", 0) == 1 and args.normalize_expert_weights
+    if one and not config.moe.global_balance_loss and not config.moe.sequence_balance_loss:
+        yield (
+            "model.overrides.normalize_expert_weights: with one expert per token its weight is always 1, so without a "
+            "balance loss the router learns nothing; set it to false, or moe.global_balance_loss above 0"
+        )
+
+
 def _check_prompts(config: Config, tokenizer: Tokenizer, longest: int) -> Iterator[str]:
     for prompt in config.sampling.prompts:
         if (tokens := len(tokenizer.encode(prompt, bos=True))) >= longest:
