@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from torchtitan.config import checkpoints, lr_schedule, mixtures
-from torchtitan.config.data import ValidationSet
+from torchtitan.config.data import Source, ValidationSet
 from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
@@ -16,7 +16,7 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.metrics import Notifications, Prometheus
 from torchtitan.config.registry import unknown_dataset
-from torchtitan.config.schema import Config, Validation
+from torchtitan.config.schema import Config, Training, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief, listed
@@ -252,10 +252,11 @@ def validation_sets_are_distinct(config: Config, world: int) -> Iterator[str]:
 def datasets_are_known(config: Config, world: int) -> Iterator[str]:
     """With a path, the name of a data set is only a name."""
     t, v = config.training, config.validation
-    named = [("training.dataset", t), *((f"training.sources: {brief(one.name)}: dataset", one) for one in t.sources)]
+    named: list[tuple[str, Training | Source | Validation | ValidationSet]] = [("training.dataset", t)]
+    named += [(f"training.sources: {brief(source.name)}: dataset", source) for source in t.sources]
     if v.enable:
-        sets = [("validation.dataset", v)] if not v.sets else []
-        named += [*sets, *((f"validation.sets: {brief(one.name)}: dataset", one) for one in v.sets)]
+        named += [(f"validation.sets: {brief(one.name)}: dataset", one) for one in v.sets]
+        named += [] if v.sets else [("validation.dataset", v)]
     for key, data in named:
         if data.dataset_path is None and (problem := unknown_dataset(data.dataset)):
             yield f"{key}: {problem}"
