@@ -330,6 +330,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path, ranks_):
         (57, 40, "steps 41 to 57 are lost. To resume after step 40:"),
         (41, 40, "step 41 is lost. To resume after step 40:"),
         (40, 40, "no finished step is lost. To resume after step 40:"),
+        (0, None, "no finished step is lost. To start again:"),
         (3, 0, "steps 1 to 3 are lost. To start again:"),
         (3, None, "steps 1 to 3 are lost, as checkpoint.enable = false or load_only = true. To start again:"),
     ],

@@ -114,11 +114,10 @@ def _lost(step: int, saved: int | None) -> str:
         saved: the newest checkpoint's step, 0 if there is none; None if the run saves none.
     """
     first = (saved or 0) + 1
+    what = f"step {step} is lost" if step == first else f"steps {first} to {step} are lost"
     if step < first:
         what = "no finished step is lost"
-    else:
-        what = f"step {step} is lost" if step == first else f"steps {first} to {step} are lost"
-    if saved is None:
+    elif saved is None:
         what += ", as checkpoint.enable = false or load_only = true"
     return f"{what}. To resume after step {saved}:" if saved else f"{what}. To start again:"
 
