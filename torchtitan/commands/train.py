@@ -10,18 +10,14 @@ import importlib
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from torchtitan.config import complete, load_config
 from torchtitan.config.command_line import parse_args, show_help, split_args
@@ -29,6 +25,7 @@ from torchtitan.config.schema import Config
 from torchtitan.observe.diagnosis import diagnose, killed
 from torchtitan.observe.evidence import read_case
 from torchtitan.observe.notify import report_failure
+from torchtitan.start.ranks import Stop, common_status
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
@@ -36,7 +33,7 @@ from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
 from torchtitan.utils.last_word import REPORTER_ENV
 from torchtitan.utils.lock import used_by_a_neighbor
-from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
+from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
@@ -47,8 +44,6 @@ SECRET_ENV = "RDZV_SECRET"
 MIN_SECRET = 16
 _MOST_RANKS_PER_NODE = 1024
 _MOST_NODES = 100_000
-_LAST_WORDS_SECONDS = 5.0
-"""For ranks to say what is lost, after a second Ctrl-C."""
 _WIDEST_RANGE = 2000
 """The configuration is checked for every number of nodes in the range."""
 
@@ -221,98 +216,7 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
     return config
 
 
-# ---- stopping and failing
-
-
-class _Stop:
-    """Handles signals that ask to stop. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
-
-    def __init__(self, grace: float):
-        self.grace = grace
-        self.running = False
-        """Whether torchrun has been started."""
-        self.requested = False
-        self.since = 0.0
-        """When the first signal came, by `time.monotonic`."""
-        self.statuses: list[int] = []
-        """Exit statuses of the ranks; a signal is a negative number."""
-        for number in heeded():
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _: Any) -> None:
-        if self.requested:
-            if number == signal.SIGINT and time.monotonic() - self.since >= AGAIN_SECONDS:
-                self._end_at_once()
-            return
-        self.requested = True
-        self.since = time.monotonic()
-        if not self.running:
-            os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
-        if number == signal.SIGINT:
-            print(STOPPING, file=sys.stderr, flush=True)
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        self._stop_ranks()
-        # As torchrun's own handler does: this node leaves the rendezvous, which stays open to the others.
-        raise SignalException("asked to stop", signal.Signals(number))
-
-    def _stop_ranks(self) -> None:
-        """Ask the ranks of this node to save and exit, and wait until they have."""
-        ranks = psutil.Process().children()
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        for rank, ended in _wait(ranks, self.grace):
-            if ended is None:
-                print(f"error: killed a rank that did not save within --grace {self.grace:g} s", file=sys.stderr)
-                rank.kill()
-                ended = -signal.SIGKILL
-            self.statuses.append(ended)
-
-    def _end_at_once(self) -> None:
-        """End the ranks without a save; rank 0 says what is lost."""
-        ranks = psutil.Process().children()
-        for rank in ranks:
-            rank.send_signal(signal.SIGINT)
-        statuses = [ended for _, ended in _wait(ranks, _LAST_WORDS_SECONDS)]
-        if statuses and set(statuses) <= {os.EX_TEMPFAIL}:  # they have saved meanwhile
-            os._exit(os.EX_TEMPFAIL)
-        if INTERRUPTED not in statuses:
-            print("interrupted", file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)  # the kernel kills ranks that are left
-
-    def status(self) -> int:
-        """Exit status of this process, once torchrun has returned."""
-        if self.statuses and not any(self.statuses):
-            return 0
-        status = _common_status(self.statuses)
-        if status != os.EX_TEMPFAIL:
-            print(f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75", file=sys.stderr)
-        return status
-
-
-def _wait(ranks: Sequence[psutil.Process], seconds: float) -> Iterator[tuple[psutil.Process, int | None]]:
-    """The ranks and their exit statuses as they end; None for one that still runs when the time is over."""
-    deadline = time.monotonic() + seconds
-    for rank in ranks:
-        while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        yield rank, ended
-
-
-def _ended(pid: int) -> int | None:
-    """A child's exit status, which torchrun can still collect; None while it runs."""
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # torchrun collected it
-        return os.EX_TEMPFAIL
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-
-
-def _common_status(statuses: list[int]) -> int:
-    """75 if every rank saved, or was stopped before it installed its handlers; else 1."""
-    return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, *(-number for number in STOP_SIGNALS)} else 1
+# ---- failing
 
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
@@ -337,7 +241,7 @@ def _what_lowers_memory(config: Config, world: int) -> str:
 
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
-    stop = _Stop(options.grace)
+    stop = Stop(options.grace)
     config = check(config_argv, options.nnodes, options.nproc_per_node)
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes it.
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
@@ -389,12 +293,12 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGHUP,SIGQUIT",  # _Stop handles the others
+        "--signals-to-handle=SIGHUP,SIGQUIT",  # Stop handles the others
     ]
 
 
 def _run_torchrun(
-    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: _Stop
+    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: Stop
 ) -> int:
     """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -414,7 +318,7 @@ def _run_torchrun(
     try:
         torchrun(arguments)
     except ChildFailedError as error:
-        if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
+        if common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
         cause = _cause(config, rank, error.failures)
