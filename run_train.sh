@@ -13,10 +13,10 @@
 #   MAX_RESTARTS   restarts after a failure (0; 10 with MIN:MAX nodes)
 #   LOG_RANK       ranks that log, comma-separated (0)
 #   TORCHTITAN_PYTHON  interpreter to use instead of the environment in .venv
-# Exit status 75: stopped by SIGTERM or SIGUSR1 and everything is saved; the same command resumes.
+# Exit status 75: stopped by SIGTERM, SIGUSR1 or Ctrl-C and everything is saved; the same command resumes.
 
 set -euo pipefail
-trap 'exit 75' TERM USR1
+trap 'exit 75' TERM USR1 INT
 command=
 for name in CONFIG_FILE NGPU LOG_RANK NNODES RDZV_ENDPOINT MAX_RESTARTS; do
     [[ -n ${!name:-} ]] && command+="$name=$(printf '%q' "${!name}") "
@@ -31,7 +31,7 @@ if [[ ${!#} == --help || ${!#} == -h ]]; then
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 # Python handles a signal that arrives while it starts later, if this is GNU env.
-blocked=(env --block-signal=TERM --block-signal=USR1)
+blocked=(env --block-signal=TERM --block-signal=USR1 --block-signal=INT)
 "${blocked[@]}" true 2>/dev/null || blocked=(env)
 exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node="$NGPU"} \
     --nnodes="${NNODES:-1}" --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} -- \

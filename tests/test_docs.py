@@ -29,12 +29,28 @@ from torchtitan.commands import main
 from torchtitan.config.compat import UNSUPPORTED
 from torchtitan.config.keys import FIELDS
 from torchtitan.config.load import load_config
+from torchtitan.models import families as model_families
 from torchtitan.start.grid import read_runs
+from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 NAV = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAV)]
+
+
+def test_every_configuration_that_ships_is_listed():
+    page = (ROOT / "docs/command-line.md").read_text()
+    assert [name for name in shipped_configs() if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/index.md", "docs/from-hf-trainer.md", "mkdocs.yml", "pyproject.toml"]
+)
+def test_every_family_is_named_where_the_project_is_introduced(name):
+    families = {re.match("[a-z]+", spec.name)[0] for spec in model_families()}
+    text = (ROOT / name).read_text().lower()
+    assert [family for family in families if family not in text] == []
 
 
 @dataclass(frozen=True)

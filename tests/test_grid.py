@@ -241,11 +241,14 @@ def test_runs_here_go_on_after_a_failure(tmp_path, monkeypatch, capfd):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         assert run_in_turn(["1", "2", "3"], [["train", "one"], ["train", "two"], ["train", "three"]], tmp_path) == 1
+        assert log.read_text().splitlines() == [f"-m torchtitan train {name}" for name in ("one", "two", "three")]
+        assert "failed: 2 (status 3)" in capfd.readouterr().err
+        fake.write_text("#!/bin/sh\nexit 130\n")
+        assert run_in_turn(["1", "2"], [["train", "one"], ["train", "two"]], tmp_path) == 130
+        assert "Interrupted in run 1 of 2; the same command resumes" in capfd.readouterr().err
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert log.read_text().splitlines() == [f"-m torchtitan train {name}" for name in ("one", "two", "three")]
-    assert "failed: 2 (status 3)" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -55,6 +55,53 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
     assert run["goodput"]["seconds"]["steps"] == first["seconds"]["steps"] + second["seconds"]["steps"]
 
 
+def kinds(folder):
+    events = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
+    return [(event["kind"], event["step"]) for event in events]
+
+
+def look_after_each_commit(argv, folder, fail):
+    """What is on record once a save in the background is committed, before the next one or after an error."""
+    config = resolve(argv, dist.get_world_size()).config
+    trainer = Trainer(config, preflight(config))
+    seen = []
+
+    def look(_):
+        upload = trainer.checkpointer._upload
+        if fail and trainer.progress.step == 2:
+            raise ValueError("bad row")
+        if upload is not None:
+            upload.result()
+            seen.append(kinds(folder))
+
+    trainer.after_step = (*trainer.after_step, look)
+    error = None
+    try:
+        trainer.train()
+    except ValueError as problem:
+        error = problem
+    trainer.close(error)
+    return seen
+
+
+BACKGROUND = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"]
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_a_commit_in_the_background_is_on_record_when_it_happens(ranks, tmp_path, mode):
+    argv = arguments(tmp_path, *BACKGROUND, f"--checkpoint.async_mode={mode}", steps=6)
+    seen = ranks(2, look_after_each_commit, argv, tmp_path, False)[0]
+    saved = [("started", 0), ("saved", 2), ("saved", 4)]
+    assert seen[:3] == [saved[:2], saved[:2], saved], "after steps 2, 3 and 4"
+    assert kinds(tmp_path) == [*saved, ("saved", 6), ("deleted", 6), ("finished", 6)]
+
+
+def test_a_commit_is_on_record_though_the_run_fails_meanwhile(ranks, tmp_path):
+    argv = arguments(tmp_path, *BACKGROUND, "--checkpoint.async_mode=async", steps=6)
+    ranks(2, look_after_each_commit, argv, tmp_path, True)
+    assert kinds(tmp_path) == [("started", 0), ("saved", 2), ("failed", 2)]
+
+
 def fail_on_rank_1(argv):
     """What `torchtitan.train` does when one rank fails and the others learn of it from their collectives."""
     config = resolve(argv, dist.get_world_size()).config

@@ -1,5 +1,6 @@
-"""SIGTERM and SIGUSR1, to the launcher or to one rank: all ranks save after the same step and end with 75."""
+"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one rank: all ranks save after the same step and end with 75."""
 
+import json
 import os
 import shlex
 import signal
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from tests.runs import arguments, losses, read_metrics, train, weights
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.config import resolve
+from torchtitan.train.entry import _lost
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.signals import StopRequest
+from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -111,9 +113,26 @@ def test_without_checkpoints_the_loss_is_said(ranks, tmp_path):
 
 
 def launch(*command, **env):
+    """Start a process group, as a shell at a terminal does."""
     return subprocess.Popen(
-        [str(c) for c in command], env=ENV | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [str(c) for c in command],
+        env=ENV | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=heed_ctrl_c,
     )
+
+
+def heed_ctrl_c():
+    """Undo what a shell does to commands in the background, in which these tests may run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def ctrl_c(launcher):
+    """What a terminal does: a signal to every process of the group."""
+    os.killpg(launcher.pid, signal.SIGINT)
 
 
 def wait_for_step(process, folder, step, timeout=120):
@@ -187,7 +206,7 @@ libc.pthread_mutex_lock(lock), libc.pthread_mutex_lock(lock)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_before_training_a_blocked_rank_leaves_at_once(number):
     """As in a rendezvous that waits for another node: the main thread never runs a Python handler."""
     process = launch(sys.executable, "-c", BLOCKED)
@@ -231,3 +250,106 @@ def test_a_signal_in_the_first_moments(tmp_path, seconds):
     assert status == os.EX_TEMPFAIL, err
     assert "Traceback" not in err
     assert not (tmp_path / "out/checkpoint").exists()
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ranks_", [1, 2])
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, ranks_):
+    """One rank by the shell script; two, each in a session of its own, by the launcher, which must wait for them."""
+    command = [ROOT / "run_train.sh"]
+    if ranks_ == 2:
+        command = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", "--"]
+    argv = slow(tmp_path, "--training.dataloader.num_workers=1", "--validation.enable=false")
+    launcher = launch(*command, *argv, NGPU="1")
+    wait_for_step(launcher, tmp_path, 2)
+    ctrl_c(launcher)
+    out, err, status = finish(launcher)
+    assert status == os.EX_TEMPFAIL, err
+    (step,) = committed_steps(tmp_path / "out/checkpoint")
+    assert f"Stopped after step {step}, as asked. To resume:" in err
+    assert STOPPING in err
+    assert f"Saved {tmp_path}/out/checkpoint/step-{step}\n" in out
+    assert "Traceback" not in out + err
+    run = json.loads((tmp_path / "out/run.json").read_text())
+    assert run["starts"][0]["end"] == "preempted"
+
+
+STUCK = """
+import os
+import time
+from pathlib import Path
+from torchtitan.config.registry import schedules
+
+def factor(step):
+    if step == 7:
+        Path(os.environ["STUCK"]).touch()
+        time.sleep(3600)
+    return 1.0
+
+@schedules.register("stuck")
+def stuck(lr_scheduler):
+    return factor
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ranks_", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path, ranks_):
+    """In a step that never ends, the eighth, after a save of the sixth."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    flags = ["--experimental.custom_import=stuck", "--lr_scheduler.name=stuck", "--checkpoint.interval=3"]
+    module = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", ranks_, "--"]
+    argv = slow(tmp_path, *flags)
+    launcher = launch(*module, *argv, PYTHONPATH=f"{ROOT}:{tmp_path}", STUCK=f"{tmp_path}/stuck")
+    wait_for_step(launcher, tmp_path, 7)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "stuck").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ctrl_c(launcher)
+    assert launcher.stderr.readline() == f"{STOPPING}\n"
+    ctrl_c(launcher)  # too early to be another one
+    time.sleep(AGAIN_SECONDS)
+    ctrl_c(launcher)
+    _, err, status = finish(launcher)
+    assert status == 130, err
+    lines = err.splitlines()
+    assert lines[0] == "interrupted: step 7 is lost. To resume after step 6:"
+    assert shlex.split(lines[1])[1:4] == ["-m", "torchtitan", "train"]
+    assert len(lines) == 2, err
+    start = json.loads((tmp_path / "out/run.json").read_text())["starts"][0]
+    assert (start["step"], start["end"]) == (7, "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "text"),
+    [
+        (57, 40, "steps 41 to 57 are lost. To resume after step 40:"),
+        (41, 40, "step 41 is lost. To resume after step 40:"),
+        (40, 40, "no finished step is lost. To resume after step 40:"),
+        (0, None, "no finished step is lost. To start again:"),
+        (3, 0, "steps 1 to 3 are lost. To start again:"),
+        (3, None, "steps 1 to 3 are lost, as checkpoint.enable = false or load_only = true. To start again:"),
+    ],
+)
+def test_what_a_second_ctrl_c_loses(step, saved, text):
+    assert _lost(step, saved) == text
+
+
+def test_only_a_later_ctrl_c_is_a_second_one(capsys):
+    """Wrappers such as srun pass on what the terminal has sent already."""
+    times = iter([10.0, 10.0 + AGAIN_SECONDS / 2, 10.0 + AGAIN_SECONDS])
+    stop = StopRequest(clock=lambda: next(times))
+    ended = []
+    stop.abandon = lambda: ended.append(True)
+    stop.defer()
+    stop.ask(signal.SIGTERM)
+    stop.ask(signal.SIGUSR1)
+    stop.ask(signal.SIGINT)
+    assert stop.requested
+    assert not ended
+    stop.ask(signal.SIGINT)
+    assert ended

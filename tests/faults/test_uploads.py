@@ -264,5 +264,5 @@ def test_a_run_resumes_from_the_copies(ranks, tmp_path, mode):
 
 
 def test_only_urls(folders):
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is a folder of this machine"):
         ckpt.main(["upload", str(folders[0]), str(Path("/tmp/elsewhere"))])

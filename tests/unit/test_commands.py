@@ -88,6 +88,8 @@ def test_a_flag_of_torchrun_does_not_take_a_configuration_for_its_value():
     [
         (["--nproc-per-nod", "8"], "did you mean '--nproc-per-node'?"),
         (["--max-restart=1"], "did you mean '--max-restarts'?"),
+        (["--nprocs", "2"], "did you mean '--nproc-per-node'?"),
+        (["--num-nodes=2"], "did you mean '--nnodes'?"),
         (["--nproc-per-node", "0"], "must be 1 or more"),
         (["--nnodes", "2:1"], "neither a number of nodes nor MIN:MAX"),
         (["--nnodes", "2"], "--rdzv-endpoint: with several nodes"),

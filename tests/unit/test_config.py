@@ -146,6 +146,31 @@ def test_a_file_that_extends_itself_is_refused(toml):
     assert "extends itself: run.toml -> base.toml -> run.toml" in problem
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (["--model.overrides.experts_per_token=1"], False),
+        (["--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0"], True),
+        (["--moe.global_balance_loss=0"], False),
+        (
+            ["--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0", "--moe.sequence_balance_loss=1"],
+            False,
+        ),
+        (
+            [
+                "--model.overrides.experts_per_token=1",
+                "--moe.global_balance_loss=0",
+                "--model.overrides.normalize_expert_weights=false",
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_router_that_learns_nothing_is_a_warning(capsys, flags, warned):
+    assert config_tool.main(["qwen3_moe_debug", *flags]) == 0
+    assert ("the router learns nothing; set it to false" in capsys.readouterr().err) == warned
+
+
 def test_all_mistakes_at_once_each_with_its_place(toml):
     file = toml(
         """
@@ -164,6 +189,9 @@ lr = 1
 [lr_scheduler]
 decay_type = "cosin"
 min_lr_factor = 1.5
+
+[model]
+name = "lama3"
 """
     )
     found = problems("--config", file, "--metrics.log_frq=3", "--training.max_norm", "abc", "--optimizer.lr", "stray")
@@ -175,6 +203,7 @@ min_lr_factor = 1.5
         f"{file}:12: optimzer: unknown section; did you mean 'optimizer'?",
         f"{file}:15: lr_scheduler.decay_type: got 'cosin', must be 'linear', 'sqrt' or 'cosine'; did you",
         f"{file}:16: lr_scheduler.min_lr_factor: got 1.5: input should be less than or equal to 1",
+        f"{file}:19: model.name: no model family 'lama3'; known: llama3, ",
         "--metrics.log_frq: unknown key; did you mean 'metrics.log_freq'?",
         "--training.max_norm: got 'abc', must be a number",
         "--optimizer.lr: got 'stray', must be a number",
@@ -182,6 +211,14 @@ min_lr_factor = 1.5
     for text in expected:
         assert any(problem.startswith(text) for problem in found), (text, found)
     assert len(found) == len(expected)
+
+
+def test_a_file_that_is_not_there_may_be_another(toml):
+    (problem,) = problems("--config", "llama3_1")
+    assert problem.endswith("No such file or directory; did you mean 'llama3_1b'?")
+    file = toml("", "narrow.toml")
+    (problem,) = problems("--config", file.replace("narrow", "narow"))
+    assert problem.endswith(f"; did you mean {file!r}?")
 
 
 @pytest.mark.parametrize(
@@ -302,7 +339,7 @@ def test_flavors_that_name_an_attention_kernel_mean_a_document_mask(toml, flavor
     off = load_config(["--config", file, "--training.document_mask=false"])
     assert not off.config.training.document_mask
     assert off.warnings[0].endswith("because training.document_mask is false (--training.document_mask)")
-    own = load(f"--model.flavor={flavor}", "--model.name=mine")  # another family's flavors have names of their own
+    own = load(f"--model.flavor={flavor}", "--model.name=qwen3")  # another family's flavors have names of their own
     assert (own.model.flavor, own.training.document_mask) == (flavor, False)
 
 

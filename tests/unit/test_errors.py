@@ -54,6 +54,37 @@ def test_a_reader_that_ends_is_no_error():
     assert tool.wait() == 141
 
 
+@pytest.mark.e2e
+def test_a_command_that_explains_errors_of_files_ends_quietly_too(tmp_path):
+    """`ckpt` makes a UserError of every OSError; its output is more than a pipe holds."""
+    code = """
+import sys
+from torchtitan.utils.errors import UserError, run_main
+
+def main(argv):
+    try:
+        print("x" * 99999)
+    except OSError as error:
+        raise UserError(str(error)) from error
+
+sys.exit(run_main(main))
+"""
+    tool = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    tool.stdout.close()
+    assert tool.stderr.read() == b""
+    assert tool.wait() == 141
+
+
+def test_advice_is_no_problem(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHTITAN_DEBUG", raising=False)
+    error = ConfigError(["--a is missing", "--b is missing"], where="on the command line", advice="Pass --yes")
+    assert run_main(failing(error), []) == 2
+    shown = "error: 2 problems on the command line\n  - --a is missing\n  - --b is missing\nPass --yes\n"
+    assert capsys.readouterr().err == shown
+    assert run_main(failing(ConfigError(["--a is missing"], advice="Pass --yes")), []) == 2
+    assert capsys.readouterr().err == "error: --a is missing\n       Pass --yes\n"
+
+
 def test_another_broken_pipe_is():
     assert run_main(failing(BrokenPipeError()), []) == 1
 

@@ -230,6 +230,8 @@ def test_without_a_terminal_every_missing_flag_is_named():
         assert flag in str(error.value)
     assert "llama3/8B" in str(error.value)
     assert "mi300x" in str(error.value)
+    assert len(error.value.problems) == 5, "the advice is none"
+    assert error.value.where == "on the command line"
     assert [path.name for path in Path().iterdir()] == ["cpu.toml"]
 
 

@@ -105,6 +105,19 @@ def test_a_dead_expert_is_named_once(monkeypatch):
     assert [dead.observe(read_loads(loads))[0] for loads in (alive, LOADS, LOADS)] == [0, 0, 1]
 
 
+def test_a_load_that_stays_above_three_means_is_a_warning_once():
+    """By steps, whatever a record covers. It starts anew when all experts are below."""
+    overload = observed.Overload()
+    even = observed.ExpertLoads({0: [5, 5, 5, 5], 1: [4, 6, 5, 5]}, 0.0)
+    uneven = observed.ExpertLoads({0: [5, 5, 5, 5], 1: [1, 16, 2, 1]}, 0.0)
+    assert [overload.observe(loads, 60) for loads in (uneven, even, uneven)] == [None] * 3
+    assert overload.observe(uneven, 60) == (
+        "an expert of layer 1 gets 3.2 times the mean load, and for 120 steps one has had more than 3 times. Raise "
+        "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
+    )
+    assert overload.observe(uneven, 1000) is None
+
+
 def test_first_last_and_every_kth_step_are_due(one_rank, tmp_path):
     metrics = make(tmp_path, start=3, total=21, log_freq=5)
     assert [s for s in range(4, 22) if metrics.due(s)] == [4, 5, 10, 15, 20, 21]

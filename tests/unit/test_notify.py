@@ -15,6 +15,7 @@ from torchtitan.config import resolve
 from torchtitan.config.metrics import Notifications
 from torchtitan.observe import delivery, notify
 from torchtitan.observe.delivery import DeliveryError, post
+from torchtitan.observe.events import Events
 from torchtitan.observe.notify import Notifier, RateLimit, report_error, report_failure
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
@@ -76,14 +77,23 @@ def test_a_webhook_gets_the_chosen_events(tmp_path, webhook, caplog):
         one.listen(event(kind, "loss <!channel> 9 & more"))
     one.close()
     assert [(path, kind, body["text"]) for path, kind, body in webhook.got] == [
-        (f"/services/{SECRET}", "application/json", f"run-7: {kind} at step 1,200: loss &lt;!channel&gt; 9 &amp; more")
-        for kind in ("rewound", "finished")
+        (f"/services/{SECRET}", "application/json", f"run-7: {lead}loss &lt;!channel&gt; 9 &amp; more")
+        for lead in ("rewound at step 1,200: ", "")
     ]
     about = webhook.got[0][2]["event"]
     assert (about["kind"], about["step"], about["folder"], about["message"]) == (
         "rewound", 1200, str(tmp_path / "run-7"), "loss <!channel> 9 & more"
     )  # fmt: skip
     assert caplog.records == []
+
+
+def test_the_end_is_said_once_with_the_loss(tmp_path):
+    told = []
+    events = Events(tmp_path, writes=True, continues=False, listeners=[told.append])
+    events.end(8000, "completed", 4.92671)
+    about = {"run": "llama", **told[0]}
+    assert notify.message(about, 0) == "llama: Completed after step 8,000, loss 4.9267"
+    assert about["kind"] == "finished"
 
 
 def test_a_command_gets_the_event_without_a_shell(tmp_path):

@@ -191,6 +191,16 @@ def test_report_of_several_runs(runs, monkeypatch, capsys):
     assert lines[-1] == f"lr=2 against lr=1: {text}"
 
 
+def test_nothing_of_an_event_controls_the_terminal(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "a", [record(1)], [start("completed")])
+    kind = "sa\x1b[2J\x07\N{RIGHT-TO-LEFT OVERRIDE}ved" + 500 * "x"
+    write(folder / "events.jsonl", [{"time": BEGAN, "kind": kind, "step": 1, "message": kind}])
+    out = run(monkeypatch, capsys, "report", folder).out
+    assert "sa?[2J??ved" in out
+    assert all(character.isprintable() for line in out.splitlines() for character in line)
+    assert max(map(len, out.splitlines())) < 200
+
+
 def test_report_refuses(runs, monkeypatch, capsys):
     assert "no run here or below" in run(monkeypatch, capsys, "report", runs / "empty", status=1).err
     said = run(monkeypatch, capsys, "report", runs, "--plot", "los", status=1).err

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -20,9 +21,10 @@ from torchtitan.config.metrics import Prometheus
 from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.schema import Job
 from torchtitan.observe.ledger import Ledger
-from torchtitan.observe.sinks import background, chosen
+from torchtitan.observe.sinks import background, build, chosen
 from torchtitan.observe.sinks.build import Trackers
 from torchtitan.observe.sinks.chosen import missing_packages
+from torchtitan.observe.sinks.mlflow import artifact_location
 from torchtitan.observe.sinks.names import scalars
 from torchtitan.observe.sinks.tensorboard import TensorBoardSink
 from torchtitan.train.preflight import preflight
@@ -42,6 +44,15 @@ def one_rank(monkeypatch, tmp_path):
     for name in ("WANDB_PROJECT", "WANDB_TEAM", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_RUN_NAME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(metric_sinks, "_entries", {})
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path_factory, monkeypatch):
+    """Everything that a run writes belongs in its dump folder."""
+    folder = tmp_path_factory.mktemp("working")
+    monkeypatch.chdir(folder)
+    yield
+    assert [path.name for path in folder.iterdir()] == []
 
 
 class Start:
@@ -285,7 +296,8 @@ start.close()
 def separate(code, *arguments, **environment):
     """Run `code` in a process of its own, because some packages read the environment only once."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -362,16 +374,35 @@ def test_mlflow_continues_the_same_run(tmp_path, monkeypatch):
     assert recorded(folder)["mlflow"]["id"] != known["id"]
 
 
+@pytest.mark.parametrize(
+    ("uri", "location"),
+    [
+        ("sqlite:////runs/a b/mlflow.db", "file:///runs/a%20b/mlruns"),
+        ("sqlite+pysqlite:////runs/mlflow.db?timeout=9", "file:///runs/mlruns"),
+        ("http://127.0.0.1:5000", None),
+        ("file:///store", None),
+        ("postgresql://host/db", None),
+    ],
+)
+def test_files_of_mlflow_lie_beside_its_database(uri, location):
+    assert artifact_location(uri) == location
+
+
 @pytest.mark.slow
 def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
     """A real server, over HTTP. Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's folder."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
-    Start(tmp_path / "local", "mlflow").log(1, 2).close()
+    monkeypatch.setattr(build, "CLOSE_SECONDS", 200.0)  # making the database takes a while
+    start = Start(tmp_path / "local", "mlflow").log(1, 2)
+    start.trackers.call("log_samples", 2, [{"prompt": "Once", "text": " upon"}])
+    start.close()
     known = recorded(tmp_path / "local")["mlflow"]
     assert known["uri"] == f"sqlite:///{tmp_path}/local/mlflow.db"
     local = mlflow.MlflowClient(tracking_uri=known["uri"])
     assert mlflow_values(local, known["id"], "train/loss") == [(1, 3.0), (2, 1.5)]
+    (sample,) = (tmp_path / "local").rglob("step-2.txt")
+    assert sample.read_text() == "Once upon"
     port = free_port()
     store = ["--backend-store-uri", known["uri"], "--artifacts-destination", str(tmp_path / "artifacts")]
     command = [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"]

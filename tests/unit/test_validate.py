@@ -160,7 +160,7 @@ CASES = {
     ],
     "uploads_go_elsewhere": [
         (1, ["--checkpoint.upload_folder=s3://a/b"], "without checkpoint.enable = true", ["--checkpoint.enable"]),
-        (1, ["--checkpoint.enable", "--checkpoint.upload_folder=/tmp/b"], "'/tmp/b' is no URL",
+        (1, ["--checkpoint.enable", "--checkpoint.upload_folder=/tmp/b"], "'/tmp/b' is a local folder; set a URL",
          ["--checkpoint.upload_folder=s3://a/b"]),
         (1, ["--checkpoint.enable", "--checkpoint.folder=s3://a/c", "--checkpoint.upload_folder=s3://a/b"],
          "checkpoint.folder is a URL already", ["--checkpoint.folder=checkpoint"]),
@@ -237,6 +237,15 @@ CASES = {
     ],
     "evals_have_tasks": [
         (1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"]),
+    ],
+    "datasets_are_known": [
+        (1, ["--training.dataset=c5"], "no dataset 'c5'; known: demo, ", ["--training.dataset_path=/tmp"]),
+        (1, ["--training.dataset=c5"], "did you mean 'c4'?", ["--training.dataset=org/c5:en@train"]),
+        (1, ["--training.sources=[{name = 'a', dataset = 'c5'}]"], "training.sources: 'a': dataset: no", [SOURCES]),
+        (1, ["--validation.enable", "--validation.dataset=demo_validate"], "did you mean 'demo_validation'?",
+         ["--validation.dataset=demo_validation"]),
+        (1, ["--validation.enable", "--validation.sets=[{name = 'a', dataset = 'c5'}]"], "'a': dataset: no dataset",
+         ["--validation.sets=[{name = 'a', dataset = 'c4'}]"]),
     ],
     "sources_are_named_once": [
         (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),

@@ -18,6 +18,7 @@ import pytest
 
 from tests.browser import CHROMIUM, browser
 from tests.run_folders import append, record, write_run
+from torchtitan.commands import report as report_command
 from torchtitan.commands import watch
 from torchtitan.report import live as live_module
 from torchtitan.report import serve
@@ -161,7 +162,7 @@ def test_pages_that_rebind_names_are_refused(server, host, status):
     assert ask(server, "/data", host=host)[0].status == status
 
 
-def test_a_token_is_needed_elsewhere(run):
+def test_a_token_is_needed_elsewhere(run, capfd):
     options = watch.parser().parse_args([str(run), "--host", "0.0.0.0", "--port", "0"])
     started, where = watch._serve(options)
     with serving(started):
@@ -176,6 +177,11 @@ def test_a_token_is_needed_elsewhere(run):
         assert ask(started, "/data", host="node7:8787", Cookie=f"other=1; {cookie}")[0].status == 200
         assert ask(started, "/data", host="node7:8787", Cookie=cookie[:-1])[0].status == 401
         assert ask(started, "/data", host="node7:8787", Cookie=";;=\x01")[0].status == 401
+        many = "/data?" + "&".join(f"a{i}=1" for i in range(9))
+        for path in (many, "http://["):
+            assert ask(started, path, host="node7:8787")[0].status == 401, path
+            assert ask(started, path, host="node7:8787", Cookie=cookie)[0].status == 400, path
+    assert capfd.readouterr().err == ""
 
 
 def test_a_socket_is_its_owners(run, tmp_path):
@@ -221,7 +227,7 @@ def test_slow_and_many_clients_are_cut_off(run, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["{missing}"], "no run here"),
+        (["{file}"], "not a folder"),
         (["{run}", "--socket", "{run}/s", "--port", "1"], "--socket takes no --port"),
         (["{run}", "--host", "203.0.113.7"], "can't listen there"),
         (["{run}", "--port", "{taken}"], "can't listen there"),
@@ -232,9 +238,34 @@ def test_mistakes_are_explained(run, tmp_path, argv, error):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        names = {"run": run, "missing": tmp_path / "missing", "taken": taken.getsockname()[1]}
+        names = {"run": run, "file": run / "run.json", "taken": taken.getsockname()[1]}
         with pytest.raises(UserError, match=error):
             watch._serve(watch.parser().parse_args([word.format(**names) for word in argv]))
+
+
+def test_a_run_that_has_not_begun_is_waited_for(run, tmp_path, monkeypatch, capsys):
+    """Its folder may not exist yet; nor is it refused beside a run that has begun."""
+    later = tmp_path / "later"
+    monkeypatch.setattr(watch.time, "sleep", lambda _: write_run(later, 3, end=None))
+    server, _ = watch._serve(watch.parser().parse_args([str(later), "--port", "0"]))
+    close(server)
+    said = f"No run has begun in {later} yet: waiting for its first step  (Ctrl-C ends)\n"
+    assert capsys.readouterr().out == said
+    assert [shown["name"] for shown in report_of(server.live)[1]] == ["later"]
+    server, _ = watch._serve(watch.parser().parse_args([str(run), str(tmp_path / "never"), "--port", "0"]))
+    close(server)
+    assert capsys.readouterr().out == f"No run has begun in {tmp_path}/never yet: it is left out\n"
+
+
+def test_a_name_that_is_not_utf_8(tmp_path, capsys):
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    write_run(folder, 3, end=None)
+    server = Server(Live([folder]), ("127.0.0.1", 0))
+    with serving(server):
+        assert "run-\N{REPLACEMENT CHARACTER}" in ask(server)[1].decode()
+        assert report_of(server.live)[1][0]["name"] == "run-\N{REPLACEMENT CHARACTER}"
+    assert report_command.main([str(folder), "--html", str(tmp_path / "page.html")]) == 0
+    assert "run-\N{REPLACEMENT CHARACTER}" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.e2e

@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ class Checkpointer:
         self._upload: Future[Any] | None = None
         self._staging: Future[Any] | None = None
         self._step_in_flight = 0
+        self.newest_step = 0
+        """The step that this process has last saved or resumed from, on rank 0; 0 if there is none."""
         self._plans = Plans()
         # The collectives of a save in the background must not mix with those of training.
         self._group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP) if self.saving else None
@@ -119,12 +121,11 @@ class Checkpointer:
             manifest["train_state"] = {part: value for part, value in train_state.items() if part != "ema"}
         else:
             state = self.trained.tensors()
-        writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._purge)
+        writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._committed)
         planner = self._plans.planner("weights" if model_only else "all")
         self._step_in_flight = step
         if self._stager is None:
             self._guard(lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group))
-            self._saved()
             if self._uploader is not None:
                 self._uploader.wake()
             return
@@ -183,11 +184,18 @@ class Checkpointer:
             upload, self._upload = self._upload, None
             with phase("saves", SAVING):
                 self._guard(upload.result)
-            self._saved()
 
-    def _saved(self) -> None:
+    def settle(self, seconds: float) -> None:
+        """After an error, give a save in the background this long to be committed or to fail. Never raises."""
+        if self._upload is not None:
+            wait([self._upload], timeout=seconds)
+
+    def _committed(self) -> None:
+        """Report a checkpoint that is complete, then delete old ones. On rank 0, in the thread that committed it."""
         step = self._step_in_flight
+        self.newest_step = step
         logger.info(f"Saved {step_folder(self.folder, step)}", extra=event("saved", step))
+        self._purge()
 
     def close(self) -> None:
         """Finish the save in flight and release the staging buffers."""
@@ -264,7 +272,7 @@ class Checkpointer:
                     f"checkpoint.load_step: {folder} has no step {self.config.load_step} (it has: {have})"
                 )
             steps = [self.config.load_step]
-        return load_newest(folder, steps, self.trained, self.config.exclude_from_loading)
+        return self._at(load_newest(folder, steps, self.trained, self.config.exclude_from_loading))
 
     def _available(self, before: int | None = None) -> tuple[Path, list[int]]:
         """The checkpoints to resume from, oldest first: those in the folder or, if it has none, their copies.
@@ -289,7 +297,11 @@ class Checkpointer:
         """
         self.wait()
         folder, steps = self._available(before=step)
-        return load_newest(folder, steps, self.trained)
+        return self._at(load_newest(folder, steps, self.trained))
+
+    def _at(self, resumed: Resumed | None) -> Resumed | None:
+        self.newest_step = resumed.step if resumed is not None else 0
+        return resumed
 
     def load_initial(self, path: Path) -> Resumed | None:
         """Start from a checkpoint of another run: only its weights (None), unless `initial_load_model_only = false`."""

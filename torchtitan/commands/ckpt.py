@@ -100,7 +100,12 @@ def upload(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.upload import send
 
     if not is_remote(options.target):
-        raise ConfigError([f"{options.target} is no URL; to copy checkpoints to a folder, copy their folders"])
+        raise ConfigError(
+            [
+                f"{options.target} is a folder of this machine, also as file://; name a URL of object storage, such as "
+                f"s3://bucket/run or gs://bucket/run, or copy with `cp -r`"
+            ]
+        )
     lock, failed = FolderLock(options.target), 0
     try:
         for step in reversed(checkpoints_at(options.path)):

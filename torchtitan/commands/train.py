@@ -1,8 +1,8 @@
 """Train on this machine, or on this node of several.
 
 Starts the ranks through torchrun, and adds to it: the configuration is checked before any rank starts, for every number
-of nodes that may join; restarts get a fresh store; SIGTERM and SIGUSR1 make the ranks save and exit with status 75; and
-a failure is reported as its cause in one sentence. Options that are not listed here are passed to torchrun.
+of nodes that may join; restarts get a fresh store; SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit with status
+75; and a failure is reported as its cause in one sentence. Options that are not listed here are passed to torchrun.
 """
 
 import argparse
@@ -10,10 +10,8 @@ import importlib
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from functools import partial
@@ -21,14 +19,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from torchtitan.config import complete, load_config
 from torchtitan.config.command_line import parse_args, show_help, split_args
 from torchtitan.config.schema import Config
 from torchtitan.observe.diagnosis import diagnose, killed
 from torchtitan.observe.evidence import read_case
 from torchtitan.observe.notify import report_failure
+from torchtitan.start.ranks import Stop, common_status
 from torchtitan.train.entry import LAUNCHER_ENV
 from torchtitan.train.entry import main as train
 from torchtitan.train.preflight import preflight
@@ -123,8 +120,20 @@ def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple
     return own, torchruns
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("-n", "-np", "--np", "--nprocs", "--ngpus", "--gpus", "--num-gpus", "--num-processes", "--devices"),
+        "--nproc-per-node",
+    ),
+    **dict.fromkeys(("--nodes", "--num-nodes", "--num-machines"), "--nnodes"),
+}
+"""Options of other launchers, which torchrun doesn't have, and their names here."""
+
+
 def _misspelt(name: str, known: list[str]) -> str:
     """A hint if `name` abbreviates or nearly matches an option; torchrun would accept the abbreviation as its own."""
+    if name in _ELSEWHERE:
+        return f"; did you mean {_ELSEWHERE[name]!r}?"
     longer = [option for option in known if option.startswith(name)]
     return f"; did you mean {longer[0]!r}?" if longer else did_you_mean(name, known, cutoff=0.9)
 
@@ -207,73 +216,7 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
     return config
 
 
-# ---- stopping and failing
-
-
-class _Stop:
-    """Handles SIGTERM and SIGUSR1. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
-
-    def __init__(self, grace: float):
-        self.grace = grace
-        self.running = False
-        """Whether torchrun has been started."""
-        self.requested = False
-        self.statuses: list[int] = []
-        """Exit statuses of the ranks; a signal is a negative number."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _: Any) -> None:
-        if self.requested:
-            return
-        self.requested = True
-        if not self.running:
-            os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        self._stop_ranks()
-        # As torchrun's own handler does: this node leaves the rendezvous, which stays open to the others.
-        raise SignalException("asked to stop", signal.Signals(number))
-
-    def _stop_ranks(self) -> None:
-        """Ask the ranks of this node to save and exit, and wait until they have."""
-        ranks = psutil.Process().children()
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.grace
-        for rank in ranks:
-            while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if ended is None:
-                print(f"error: killed a rank that did not save within --grace {self.grace:g} s", file=sys.stderr)
-                rank.kill()
-                ended = -signal.SIGKILL
-            self.statuses.append(ended)
-
-    def status(self) -> int:
-        """Exit status of this process, once torchrun has returned."""
-        if self.statuses and not any(self.statuses):
-            return 0
-        status = _common_status(self.statuses)
-        if status != os.EX_TEMPFAIL:
-            print(f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75", file=sys.stderr)
-        return status
-
-
-def _ended(pid: int) -> int | None:
-    """A child's exit status, which torchrun can still collect; None while it runs."""
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # torchrun collected it
-        return os.EX_TEMPFAIL
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-
-
-def _common_status(statuses: list[int]) -> int:
-    """75 if every rank saved, or was stopped before it installed its handlers; else 1."""
-    return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, -signal.SIGTERM, -signal.SIGUSR1} else 1
+# ---- failing
 
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
@@ -298,7 +241,7 @@ def _what_lowers_memory(config: Config, world: int) -> str:
 
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
-    stop = _Stop(options.grace)
+    stop = Stop(options.grace)
     config = check(config_argv, options.nnodes, options.nproc_per_node)
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes it.
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
@@ -350,12 +293,12 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",  # _Stop handles the others
+        "--signals-to-handle=SIGHUP,SIGQUIT",  # Stop handles the others
     ]
 
 
 def _run_torchrun(
-    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: _Stop
+    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: Stop
 ) -> int:
     """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -375,7 +318,7 @@ def _run_torchrun(
     try:
         torchrun(arguments)
     except ChildFailedError as error:
-        if _common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
+        if common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
         cause = _cause(config, rank, error.failures)

@@ -9,17 +9,22 @@ import os
 import secrets
 import signal
 import socket
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.commands.report import find_runs
+from torchtitan.report.find import Runs
 from torchtitan.report.live import Live
 from torchtitan.report.serve import LOOPBACK, Server, close
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.text import count
+from torchtitan.utils.text import count, listed, printable
 
 PORT = 8787
 """Unless it is taken and no other is asked for."""
+POLL_SECONDS = 1.0
+"""Between two looks for a run that hasn't begun."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,12 +47,34 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _begun(folders: Sequence[Path]) -> list[Path]:
+    """Those of the folders with a run in or below them, once there is one.
+
+    Raises:
+        UserError: one is no folder.
+    """
+    for folder in folders:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder}: not a folder; a run's folder is its job.dump_folder")
+    told = False
+    while not (begun := [folder for folder in folders if next(iter(Runs([folder])), None)]):
+        if not told:
+            names = printable(listed(folders, 4))
+            print(f"No run has begun in {names} yet: waiting for its first step  (Ctrl-C ends)", flush=True)
+        told = True
+        time.sleep(POLL_SECONDS)
+    for folder in folders:
+        if folder not in begun:
+            print(printable(f"No run has begun in {folder} yet: it is left out"), flush=True)
+    return begun
+
+
 def _serve(options: argparse.Namespace) -> tuple[Server, str]:
     """The server, and where it is."""
-    live = Live([Path(os.path.abspath(folder)) for folder in find_runs(options.folders)])
+    if options.socket is not None and (options.port is not None or options.host != LOOPBACK[0]):
+        raise UserError("--socket takes no --port and no --host: the server listens on the socket alone")
+    live = Live([Path(os.path.abspath(folder)) for folder in find_runs(_begun(options.folders))])
     if options.socket is not None:
-        if options.port is not None or options.host != LOOPBACK[0]:
-            raise UserError("--socket takes no --port and no --host: the server listens on the socket alone")
         token = secrets.token_urlsafe(32) if options.token else None
         return _listen(live, options.socket, token, f"--socket {options.socket}"), str(options.socket)
     token = secrets.token_urlsafe(32) if options.token or options.host not in LOOPBACK else None
@@ -85,11 +112,15 @@ def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    server, where = _serve(options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        server, where = _serve(options)
+    except KeyboardInterrupt:
+        print("ended")
+        return 0
+    try:
         server.live.report()  # whoever opens the page doesn't wait for the files
-        print(f"Watching {', '.join(map(str, options.folders))} at {where}  (Ctrl-C ends)")
+        print(f"Watching {printable(', '.join(map(str, options.folders)))} at {where}  (Ctrl-C ends)")
         print(_hint(options, server, where), flush=True)
         server.serve_forever()
     except KeyboardInterrupt:

@@ -37,7 +37,7 @@ def uploads_go_elsewhere(config: Config, world: int) -> Iterator[str]:
     if not c.enable:
         yield "checkpoint.upload_folder has no effect without checkpoint.enable = true"
     elif not is_url(c.upload_folder):
-        yield f"checkpoint.upload_folder: {brief(c.upload_folder)} is no URL; set one, such as s3://bucket/run"
+        yield f"checkpoint.upload_folder: {brief(c.upload_folder)} is a local folder; set a URL such as s3://bucket/run"
     elif is_url(c.folder):
         yield (
             "checkpoint.upload_folder: checkpoint.folder is a URL already; remove upload_folder, or set folder to a "

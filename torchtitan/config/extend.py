@@ -8,7 +8,15 @@ from pydantic import ValidationError
 
 from torchtitan.config.keys import Setting, place
 from torchtitan.config.messages import explain_errors
-from torchtitan.config.registry import REGISTRIES, Custom, Section, data_sources, import_custom, tokenizers
+from torchtitan.config.registry import (
+    REGISTRIES,
+    Custom,
+    Section,
+    data_sources,
+    import_custom,
+    model_families,
+    tokenizers,
+)
 from torchtitan.config.schema import Config
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief
@@ -16,7 +24,7 @@ from torchtitan.utils.text import brief
 
 def unknown_names(given: Mapping[str, Setting]) -> Iterator[str]:
     """Names for which nothing is built in or registered. Any name of data may be a data set."""
-    for registry in REGISTRIES:
+    for registry in (*REGISTRIES, model_families):
         setting = given.get(registry.key)
         if setting is None or registry is data_sources:
             continue
@@ -37,7 +45,7 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
     given = {}
-    for registry in REGISTRIES:
+    for registry in (*REGISTRIES, model_families):
         section, name = registry.key.split(".")
         value = getattr(getattr(config, section), name)
         given[registry.key] = Setting(value, sources.get(registry.key, "default"))

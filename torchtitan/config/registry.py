@@ -16,12 +16,14 @@ sets `Keys`. `docs/change-one-thing.md` has an example of each kind.
 
 import importlib
 import os
+import pkgutil
 import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict
@@ -156,7 +158,25 @@ metric_sinks = Functions(
 )
 """`make(dump_folder, start_step[, keys])`: a `torchtitan.observe.sinks.Sink`."""
 
+_MODELS = Path(__file__).parents[1] / "models"
+model_families: Registry[Any] = Registry(
+    "model.name", "model family", {module.name for module in pkgutil.iter_modules([str(_MODELS)]) if module.ispkg}
+)
+"""Specs of model families; `torchtitan.models.register` adds them. The built-in ones are folders."""
+
 REGISTRIES: tuple[Functions, ...] = (optimizers, schedules, losses, data_sources, tokenizers, metric_sinks)
+
+
+def unknown_dataset(name: str) -> str | None:
+    """Why no data set is called `name`; None if one is, or may be on the Hugging Face hub."""
+    known = [*data_sources.built_in, *data_sources.registered]
+    path = name.partition("@")[0].partition(":")[0]
+    if "/" in path or name in known:
+        return None
+    return (
+        f"no dataset {brief(name)}; known: {', '.join(known)}, and any of the Hugging Face hub as "
+        f'"org/name:config@split"; for local files set dataset_path{did_you_mean(name, known, cutoff=0.5)}'
+    )
 
 
 # ---- the user's module

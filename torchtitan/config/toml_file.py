@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import tomli
 from torchtitan.config.compat import RENAMED_SECTIONS, UNSUPPORTED, rename_old_keys
 from torchtitan.config.keys import FIELDS, Setting, prefixes
 from torchtitan.config.types import path_problem
-from torchtitan.utils.assets import find_config
+from torchtitan.utils.assets import find_config, shipped_configs
+from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.text import brief
 
@@ -24,6 +26,8 @@ MOST_VALUES = 10_000
 _DEEPEST_TABLE = 16
 _DEEPEST_EXTENDS = 16
 _LONGEST_KEY = 200
+_MOST_NEAR = 1000
+"""Files to compare with a name that is misspelt."""
 
 
 def read_toml(path: Path, named_at: str, problems: list[str], warnings: list[str]) -> dict[str, Setting]:
@@ -94,7 +98,8 @@ class _Files:
             self._bytes_left -= len(text)
             tables = tomli.loads(text)
         except OSError as error:
-            self.problems.append(f"{named_at}: can't read {path}: {error.strerror or error}")
+            hint = did_you_mean(str(path), _near(path)) if isinstance(error, FileNotFoundError) else ""
+            self.problems.append(f"{named_at}: can't read {path}: {error.strerror or error}{hint}")
         except UnicodeDecodeError as error:
             self.problems.append(f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: {error.reason})")
         except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nested too deeply
@@ -105,6 +110,11 @@ class _Files:
             else:
                 return text, tables
         return "", {}
+
+
+def _near(path: Path) -> list[str]:
+    """What can be meant by a file that isn't there: shipped configurations, and files beside it."""
+    return [*shipped_configs(), *map(str, islice(path.parent.glob("*.toml"), _MOST_NEAR))]
 
 
 def excess(tables: dict[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from torchtitan.config import checkpoints, lr_schedule, mixtures
-from torchtitan.config.data import ValidationSet
+from torchtitan.config.data import Source, ValidationSet
 from torchtitan.config.derive import (
     DEGREE_KEYS,
     axis_degrees,
@@ -15,7 +15,8 @@ from torchtitan.config.derive import (
     expert_ranks,
 )
 from torchtitan.config.metrics import Notifications, Prometheus
-from torchtitan.config.schema import Config, Validation
+from torchtitan.config.registry import unknown_dataset
+from torchtitan.config.schema import Config, Training, Validation
 from torchtitan.config.support import CONFLICTS, FLOAT8, MX, uses
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief, listed
@@ -248,6 +249,19 @@ def validation_sets_are_distinct(config: Config, world: int) -> Iterator[str]:
             yield f"validation.{key} and validation.sets can't both be set; move {key} to a [[validation.sets]] table"
 
 
+def datasets_are_known(config: Config, world: int) -> Iterator[str]:
+    """With a path, the name of a data set is only a name."""
+    t, v = config.training, config.validation
+    named: list[tuple[str, Training | Source | Validation | ValidationSet]] = [("training.dataset", t)]
+    named += [(f"training.sources: {brief(source.name)}: dataset", source) for source in t.sources]
+    if v.enable:
+        named += [(f"validation.sets: {brief(one.name)}: dataset", one) for one in v.sets]
+        named += [] if v.sets else [("validation.dataset", v)]
+    for key, data in named:
+        if data.dataset_path is None and (problem := unknown_dataset(data.dataset)):
+            yield f"{key}: {problem}"
+
+
 def evals_have_tasks(config: Config, world: int) -> Iterator[str]:
     if config.eval.enable and not config.eval.tasks:
         yield "eval.tasks: eval.enable = true needs the name of at least one task"
@@ -310,6 +324,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     notifications_have_a_receiver,
     validation_sets_are_distinct,
     evals_have_tasks,
+    datasets_are_known,
     *mixtures.RULES,
 )
 

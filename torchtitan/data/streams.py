@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.registry import unknown_dataset
 from torchtitan.data.documents import OnBad
 from torchtitan.data.positions import StreamPosition, json_fault
 from torchtitan.data.records import SKIP_ADVICE, BadDocument, Text, decode
@@ -39,18 +40,14 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
     Raises:
         UserError: it can't be found or read.
     """
+    if problem := unknown_dataset(dataset):
+        raise UserError(f"{section}.dataset: {problem}")
     datasets = import_datasets()
     if dataset in KNOWN:
         path, name, split = KNOWN[dataset]
     else:
         rest, _, split = dataset.partition("@")
         path, _, name = rest.partition(":")
-    if "/" not in path:
-        choices = ", ".join(["demo", "demo_validation", *KNOWN])
-        raise UserError(
-            f"{section}.dataset: no dataset {dataset!r}; choose from {choices}, name any Hugging Face dataset as "
-            f'"org/name:config@split", or set {section}.dataset_path to local files'
-        )
     try:
         builder = datasets.load_dataset_builder(path, name or None)
         if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 
 from torchtitan.config.messages import explain_errors
-from torchtitan.config.registry import Registry
+from torchtitan.config.registry import Registry, model_families
 from torchtitan.config.section import Section
 from torchtitan.config.types import SeqLen, VocabSize, Width
 from torchtitan.utils.errors import ConfigError, did_you_mean
@@ -165,9 +163,7 @@ class ModelSpec:
             raise ConfigError(problems) from None
 
 
-_BUILT_IN = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg}
-"""Families in folders beside this file."""
-_families = Registry[ModelSpec]("model.name", "model family", _BUILT_IN)
+_families: Registry[ModelSpec] = model_families
 
 
 def register(spec: ModelSpec) -> ModelSpec:
@@ -192,7 +188,8 @@ def get_spec(name: str) -> ModelSpec:
 
 def families() -> list[ModelSpec]:
     """The built-in families, then the others that are registered."""
-    return [get_spec(name) for name in [*sorted(_BUILT_IN), *sorted(_families.registered.keys() - _BUILT_IN)]]
+    built_in = sorted(_families.built_in)
+    return [get_spec(name) for name in [*built_in, *sorted(_families.registered.keys() - built_in)]]
 
 
 def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.logging import EVENT, event, logger
+from torchtitan.utils.text import show_loss
 
 FILE = "events.jsonl"
 Listener = Callable[[Mapping[str, Any]], None]
@@ -51,15 +52,18 @@ class Events(logging.Handler):
         for listener in self.listeners:
             listener(found)
 
-    def end(self, step: int, reason: str | None) -> None:
+    def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
         """Record how this start ended.
 
         Args:
             reason: as in `run.json`; None on other ranks.
+            loss: of `step`, if this start trained it.
         """
         if reason is not None:
             kind = _KIND.get(reason, "failed")
-            ended = f"{reason.capitalize()} after step {step}"
+            ended = f"{reason.capitalize()} after step {step:,}"
+            if loss is not None:
+                ended += f", loss {show_loss(loss)}"
             message = reason.removeprefix("failed: ") if kind == "failed" else ended
             self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))  # the log says it elsewhere
         logger.removeHandler(self)

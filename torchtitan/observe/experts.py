@@ -9,6 +9,10 @@ from torch import Tensor
 DEAD_AFTER = 100
 """An expert is dead if it got no row while an equal share of them would have been at least this many. By then chance
 doesn't explain it, whatever the batch size and `metrics.log_freq`."""
+OVERLOAD = 3.0
+"""A load, relative to the mean of the layer, that is too much if it stays: its rank does the work of three."""
+OVERLOAD_STEPS = 100
+"""For which it has stayed. At the start of training, loads this uneven are usual and pass."""
 _NAMED = 8
 
 
@@ -72,4 +76,26 @@ class DeadExperts:
         return len(dead), (
             f"dead experts, to which no token is sent: {names}{more}. "
             "Raise moe.balance_bias_rate or moe.global_balance_loss, or lower optimizer.lr"
+        )
+
+
+class Overload:
+    """Warns once of a load that stays uneven."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        """Since the last record without an overloaded expert."""
+        self._warned = False
+
+    def observe(self, loads: ExpertLoads, steps: int) -> str | None:
+        """Take in the loads of some steps; a warning if one is due."""
+        about = loads.summary()
+        self._steps = self._steps + steps if about["expert_load_max"] > OVERLOAD else 0
+        if self._steps < OVERLOAD_STEPS or self._warned:
+            return None
+        self._warned = True
+        return (
+            f"an expert of layer {about['expert_load_max_layer']} gets {about['expert_load_max']:.1f} times the mean "
+            f"load, and for {self._steps:,} steps one has had more than {OVERLOAD:g} times. Raise "
+            "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
         )

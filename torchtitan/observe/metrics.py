@@ -13,7 +13,7 @@ from torchtitan.config import schema
 from torchtitan.config.metrics import Metrics as MetricsConfig
 from torchtitan.config.registry import Custom
 from torchtitan.observe.console import ConsoleSink
-from torchtitan.observe.experts import DeadExperts, ExpertLoads, read_loads
+from torchtitan.observe.experts import DeadExperts, ExpertLoads, Overload, read_loads
 from torchtitan.observe.ledger import Ledger
 from torchtitan.observe.sinks import Record
 from torchtitan.observe.sinks.build import Trackers
@@ -70,6 +70,7 @@ class Metrics:
         self.trackers = Trackers(config, job, settings, ledger, start_step=start_step, custom=custom or Custom())
         self.new_tokens = self.steps = 0
         self._dead = DeadExperts()
+        self._overload = Overload()
         self._stopwatch = Stopwatch()
 
     def due(self, step: int) -> bool:
@@ -132,10 +133,15 @@ class Metrics:
         return record
 
     def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
-        """Record the load of each expert since the last record, and warn of dead ones; what the record says of it."""
+        """Record the load of each expert since the last record, and warn of dead and overloaded ones.
+
+        Returns:
+            what the record says of it.
+        """
         dead, warning = self._dead.observe(loads)
-        if warning is not None:
-            logger.warning(f"step {step}: {warning}")
+        for text in (warning, self._overload.observe(loads, self.steps)):
+            if text is not None:
+                logger.warning(f"step {step}: {text}")
         if self.loads is not None:
             self.loads.log({"step": step, "steps": self.steps, "rows": loads.rows})
         shares = {layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()}

@@ -39,6 +39,8 @@ _CAUSE_FIRST_SECONDS = 3.0
 _ALIAS = {"rewound": "spike"}
 """Events that count as another kind here."""
 _NEVER_LEFT_OUT = ("failed", "finished")
+_SAYS_ALL = ("finished", "preempted")
+"""Their messages begin with kind and step."""
 _TAIL = 256 * 1024
 """Bytes of `notifications.jsonl` that are read."""
 
@@ -113,8 +115,9 @@ class Notifier:
 def message(about: Mapping[str, Any], left_out: int) -> str:
     """An event in one line."""
     at = "" if about.get("step") is None else f" at step {about['step']:,}"
+    lead = "" if about["kind"] in _SAYS_ALL else f"{about['kind']}{at}: "
     more = f" ({left_out:,} more since the last message)" if left_out else ""
-    return f"{about['run']}: {about['kind']}{at}: {cut(' '.join(str(about['message']).split()), 1000)}{more}"
+    return f"{about['run']}: {lead}{cut(' '.join(str(about['message']).split()), 1000)}{more}"
 
 
 def _for_slack(text: str) -> str:

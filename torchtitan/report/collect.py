@@ -10,6 +10,7 @@ from torchtitan.report.differences import differences
 from torchtitan.report.folder import Folder, Start, read_events, read_folder
 from torchtitan.report.lines import number
 from torchtitan.report.series import POINTS, Curves, read_curves, read_window
+from torchtitan.utils.text import path_text
 
 
 def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     """A name for each folder: its path without what all have in common."""
     paths = [Path(os.path.abspath(folder)) for folder in folders]
     common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
-    return [str(path.relative_to(common)) for path in paths]
+    return [path_text(path.relative_to(common)) for path in paths]
 
 
 def describe(run: Candidate) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def describe(run: Candidate) -> dict[str, Any]:
     step = max([curves.last_step, *([last.step] if last else [])])
     return {
         "name": run.name,
-        "path": str(folder.path),
+        "path": path_text(folder.path),
         "description": folder.config.get("job.description"),
         "state": folder.state,
         "message": folder.message,

@@ -34,6 +34,8 @@ DEADLINE_SECONDS = 20.0
 """For a request and its answer."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POINTS = 4000
+_MOST_FIELDS = 8
+"""Of a query."""
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -125,18 +127,28 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page, the report, updates, or details."""
         self.close_connection = True
-        url = urlsplit(self.path)
-        query = {key: values[-1] for key, values in parse_qs(url.query, max_num_fields=8).items()}
+        path, query = self._asked()
         if self.server.token is None and not self._names_loopback():
             self._text(HTTPStatus.FORBIDDEN, "This server answers to localhost only.")
         elif self.server.token is not None and not self._may(query):
             self._text(HTTPStatus.UNAUTHORIZED, "Open the address that `torchtitan watch` printed: it has a token.")
         elif self.server.token is not None and "token" in query:
             self._send(HTTPStatus.SEE_OTHER, b"", {"Location": "./", "Set-Cookie": self._set_cookie()})
+        elif path is None:
+            self._text(HTTPStatus.BAD_REQUEST, "Not an address of this server.")
         else:
-            self._answer(url.path, query)
+            self._answer(path, query)
 
     do_HEAD = do_GET
+
+    def _asked(self) -> tuple[str | None, dict[str, str]]:
+        """The path and the query of the request; no path if they can't be read."""
+        try:
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, max_num_fields=_MOST_FIELDS)
+        except ValueError:
+            return None, {}
+        return url.path, {key: values[-1] for key, values in query.items()}
 
     def _names_loopback(self) -> bool:
         """Whether the host that the client asks for is this machine's loopback, by a name that nobody can redirect."""

@@ -25,6 +25,7 @@ Run = dict[str, Any]
 _LONGEST_LINE = 40
 """Entries of a time line, at most."""
 _BEFORE_MESSAGE = 36
+_KIND = 40
 _VALUE = 60
 
 
@@ -109,9 +110,8 @@ def time_line(run: Run, width: int) -> list[str]:
         last = rest[-1] if rest else first
         often = f"{kind} x {len(rest) + 1}" if rest else kind
         steps = " to ".join(dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None))
-        rows.append(
-            [show_duration(first[0] * 3600), often, steps, printable(cut(last[3], max(width - _BEFORE_MESSAGE, 64)))]
-        )
+        message = cut(last[3], max(width - _BEFORE_MESSAGE, 64))
+        rows.append([show_duration(first[0] * 3600), printable(cut(often, _KIND)), steps, printable(message)])
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
         rows = rows[:1] + [["", f"{left_out:,} more", "", ""]] + rows[1 + left_out :]

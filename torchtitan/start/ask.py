@@ -62,11 +62,9 @@ class Asker:
         Raises:
             ConfigError: flags are missing or wrong.
         """
-        problems = list(self._wrong)
-        if self._missing:
-            problems += [*self._missing, "on a terminal it asks for what is missing; --yes takes all defaults"]
-        if problems:
-            raise ConfigError(problems)
+        advice = "Run it in a terminal to be asked, or pass --yes to accept the defaults" if self._missing else ""
+        if problems := [*self._wrong, *self._missing]:
+            raise ConfigError(problems, where="on the command line", advice=advice)
 
     def _ask(self, question: Question[T]) -> T:
         print(f"\n{question.text}\n  {question.choices}")

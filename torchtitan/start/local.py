@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from torchtitan.utils.signals import STOP_SIGNALS
+from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.text import plural
 
 
@@ -18,7 +18,7 @@ class _Stop:
     def __init__(self) -> None:
         self.requested = False
         self.run: subprocess.Popen[bytes] | None = None
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
         signal.signal(signal.SIGINT, self._interrupted)
 
@@ -38,13 +38,16 @@ def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder:
         folder: of all runs, for the last line.
 
     Returns:
-        75 if asked to stop, 1 if a run failed, else 0.
+        75 if asked to stop, 130 after a second Ctrl-C, 1 if a run failed, else 0.
     """
     stop, failed = _Stop(), []
     for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
         print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
         stop.run = subprocess.Popen([sys.executable, "-m", "torchtitan", *words])
         status = stop.run.wait()
+        if status == INTERRUPTED:
+            print(f"Interrupted in run {i} of {len(names)}; the same command resumes", file=sys.stderr)
+            return INTERRUPTED
         if stop.requested or status == os.EX_TEMPFAIL:
             print(f"Stopped in run {i} of {len(names)}; the same command resumes", file=sys.stderr)
             return os.EX_TEMPFAIL

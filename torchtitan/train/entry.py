@@ -7,7 +7,9 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan.config import Resolved, resolve
 from torchtitan.observe.notify import report_error
@@ -16,14 +18,19 @@ from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.releases import installed_torch, too_new
-from torchtitan.utils.signals import StopRequest, die_with_parent
+from torchtitan.utils.signals import INTERRUPTED, StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.text import plural, show_loss, show_tokens
+
+if TYPE_CHECKING:
+    from torchtitan.train.trainer import Trainer
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
 """The command the user typed, set by launchers that run another one."""
 LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
 """Process id of a launcher that should exit, not restart this rank, after a requested stop."""
+_RECORDING_SECONDS = 2.0
+"""For the run's files to record a second Ctrl-C: a disk that doesn't answer may be the reason for it."""
 
 
 def main(argv: list[str]) -> int:
@@ -59,6 +66,7 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
     from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
 
     trainer = Trainer(resolved.config, setup, stop)
+    stop.abandon = lambda: _interrupt(trainer, rank)
     try:
         progress = trainer.train()
     except BaseException as error:
@@ -80,6 +88,38 @@ def _stopped(rank: int, when: str) -> int:
     if rank == 0:
         print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
     return os.EX_TEMPFAIL
+
+
+def _interrupt(trainer: "Trainer", rank: int) -> None:
+    """End at once, wherever the main thread is: somebody has pressed Ctrl-C again."""
+    step = trainer.progress.step
+    if rank == 0:
+        saved = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
+        print(f"interrupted: {_lost(step, saved)}\n  {_command()}", file=sys.stderr, flush=True)
+
+    def record() -> None:
+        reason = trainer.ledger.end(step, trainer.config.training.steps, KeyboardInterrupt())
+        trainer.events.end(step, reason)
+
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    recording.join(_RECORDING_SECONDS)
+    os._exit(INTERRUPTED)
+
+
+def _lost(step: int, saved: int | None) -> str:
+    """What a run that ends at once after `step` loses, and what the same command does next.
+
+    Args:
+        saved: the newest checkpoint's step, 0 if there is none; None if the run saves none.
+    """
+    first = (saved or 0) + 1
+    what = f"step {step} is lost" if step == first else f"steps {first} to {step} are lost"
+    if step < first:
+        what = "no finished step is lost"
+    elif saved is None:
+        what += ", as checkpoint.enable = false or load_only = true"
+    return f"{what}. To resume after step {saved}:" if saved else f"{what}. To start again:"
 
 
 def _command() -> str:

@@ -43,7 +43,7 @@ class Setup:
     stages: PipelineStages | None
     """None without pipeline parallelism."""
     warnings: tuple[str, ...] = ()
-    """About the model."""
+    """What is legal, but probably a mistake."""
 
     @property
     def n_experts(self) -> int:
@@ -76,6 +76,7 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         problems += _check_hugging_face(config, spec, args)
         stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
         wrong, warnings = _check_own_code(config, spec, args)
+        warnings += _doubts(config, args)
         problems += wrong
     except ConfigError as error:
         problems += error.problems
@@ -110,6 +111,20 @@ def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[st
 
     found = check_family(config, spec, args)
     return found.problems, found.warnings
+
+
+def _doubts(config: Config, args: Any) -> Iterator[str]:
+    """What is legal, but probably a mistake.
+
+    Args:
+        args: the model's hyper-parameters.
+    """
+    one = getattr(args, "experts_per_token", 0) == 1 and args.normalize_expert_weights
+    if one and not config.moe.global_balance_loss and not config.moe.sequence_balance_loss:
+        yield (
+            "model.overrides.normalize_expert_weights: with one expert per token its weight is always 1, so without a "
+            "balance loss the router learns nothing; set it to false, or moe.global_balance_loss above 0"
+        )
 
 
 def _check_prompts(config: Config, tokenizer: Tokenizer, longest: int) -> Iterator[str]:

@@ -47,6 +47,9 @@ from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
 from torchtitan.utils.text import show_duration
 
+COMMIT_SECONDS = 10.0
+"""After an error, for a save in the background: a checkpoint that counts should be on record."""
+
 
 class Trainer:
     """A run from start or resume to its last step. All ranks make the same calls."""
@@ -386,9 +389,11 @@ class Trainer:
     def close(self, error: BaseException | None = None) -> None:
         """Release what the run holds. After an error, other ranks may be gone: dump collectives, don't wait."""
         reason = self.ledger.end(self.progress.step, self.config.training.steps, error)
-        self.events.end(self.progress.step, reason)
         if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
             self.watch.failed(error)
+        if error is not None:
+            self.checkpointer.settle(COMMIT_SECONDS)
+        self.events.end(self.progress.step, reason, self.progress.last_loss)
         self.metrics.close(reason or ("completed" if error is None else "failed"))
         self.ledger.save_trackers()
         if self.notifier is not None:

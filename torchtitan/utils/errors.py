@@ -30,9 +30,16 @@ class ConfigError(UserError):
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[str]):
+    def __init__(self, problems: Sequence[str], *, where: str = "in the configuration", advice: str = ""):
+        """
+        Args:
+            where: in the heading of several problems.
+            advice: a line after them.
+        """
         self.problems = [cut(problem, _LONGEST_PROBLEM) for problem in problems]
-        super().__init__("\n".join(self.shown()))
+        self.where = where
+        self.advice = advice
+        super().__init__("\n".join([*self.shown(), advice] if advice else self.shown()))
 
     def shown(self) -> list[str]:
         """The first problems, and how many more there are."""
@@ -82,7 +89,8 @@ def _reported(error: BaseException) -> str:
     """The message of `error`, for the terminal."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         problems = ("  - " + problem.replace("\n", "\n    ") for problem in error.shown())
-        return "\n".join([f"error: {len(error.problems):,} problems in the configuration", *problems])
+        heading = f"error: {len(error.problems):,} problems {error.where}"
+        return "\n".join([heading, *problems, *([error.advice] if error.advice else [])])
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     lines = str(error).splitlines() or [type(error).__name__]
     return f"error: {name}" + "\n       ".join(lines)
@@ -119,6 +127,8 @@ def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         sys.stdout.flush()
         return code
     except UserError as error:
+        if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE
         reports = rank == 0 or not isinstance(error, (ConfigError, HangError))
         if reports:
             report(error)

@@ -4,12 +4,20 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Schedulers send these before they take a machine away."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Schedulers send the first two before they take a machine away, and a terminal the third on Ctrl-C."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after a second Ctrl-C."""
+AGAIN_SECONDS = 0.5
+"""A Ctrl-C within this time of the first is the same one: wrappers pass it on, and people press it twice."""
+STOPPING = "Asked to stop: finishing what is under way; Ctrl-C again ends at once"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _actions: dict[int, Callable[[], None]] = {}
@@ -20,9 +28,15 @@ def exit_when_stopped() -> None:
 
     Also unblocks the signals, which `run_train.sh` blocks while the interpreter starts.
     """
-    for number in STOP_SIGNALS:
+    for number in heeded():
         signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def heeded() -> list[signal.Signals]:
+    """The stop signals to handle: not SIGINT where a shell ignores it, as for a command in the background."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGINT)]
 
 
 def on_signal(number: int, action: Callable[[], None]) -> None:
@@ -47,20 +61,28 @@ def _dispatch(receiving: socket.socket) -> None:
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGUSR1 has asked this process to stop."""
+    """Whether a signal has asked this process to stop."""
 
-    def __init__(self, leave: Callable[[], object] = lambda: os._exit(os.EX_TEMPFAIL)):
+    def __init__(
+        self,
+        leave: Callable[[], object] = lambda: os._exit(os.EX_TEMPFAIL),
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """
         Args:
             leave: called at once, in another thread than the main one, until `defer`.
         """
         self.requested = False
+        self.abandon: Callable[[], object] = _abandon
+        """Ends the process on a second Ctrl-C, in another thread than the main one."""
         self._leave: Callable[[], object] | None = leave
+        self._clock = clock
+        self._asked = 0.0
 
     def listen(self) -> None:
         """Handle the signals from now on."""
-        for number in STOP_SIGNALS:
-            on_signal(number, self._ask)
+        for number in heeded():
+            on_signal(number, partial(self.ask, number))
 
     def defer(self) -> None:
         """From now on only set `requested`: there is something to save first."""
@@ -71,10 +93,23 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def _ask(self) -> None:
-        self.requested = True
+    def ask(self, number: int) -> None:
+        """Handle signal `number`: the first asks, and a later SIGINT ends the process at once."""
         if self._leave is not None:
+            self.requested = True
             self._leave()
+        elif not self.requested:
+            self._asked = self._clock()
+            self.requested = True
+            if number == signal.SIGINT:
+                print(STOPPING, file=sys.stderr, flush=True)
+        elif number == signal.SIGINT and self._clock() - self._asked >= AGAIN_SECONDS:
+            self.abandon()
+
+
+def _abandon() -> None:
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 @contextmanager

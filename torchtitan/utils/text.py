@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import reprlib
 import time
@@ -31,6 +32,11 @@ def cut(text: str, limit: int) -> str:
 def printable(text: str) -> str:
     """`text` on one line, without characters that could control a terminal."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path for a page: bytes of a name that aren't UTF-8 are replaced."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def listed(values: Iterable[object], limit: int = 16) -> str:

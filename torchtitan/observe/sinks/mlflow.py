@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan.observe.sinks.base import Record, Tracked
@@ -17,7 +18,7 @@ _STATUS = {"completed": "FINISHED", "preempted": "KILLED", "interrupted": "KILLE
 
 
 class MlflowSink:
-    """A run of MLflow: at `MLFLOW_TRACKING_URI`, else in `<dump_folder>/mlflow.db`; in `MLFLOW_EXPERIMENT_NAME`.
+    """A run of MLflow, in `MLFLOW_EXPERIMENT_NAME`: at `MLFLOW_TRACKING_URI`, else in the dump folder.
 
     MLflow keeps all values of a step, so steps that are trained again appear twice.
     """
@@ -52,7 +53,10 @@ class MlflowSink:
 
         name = _experiment()
         experiment = self.client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self.client.create_experiment(name, artifact_location=artifact_location(self.uri))
         tags = {TAG: run.id, "mlflow.note.content": run.description}
         created = str(self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id)
         params = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in _leaves(run.config, "")]
@@ -75,6 +79,17 @@ class MlflowSink:
 
     def close(self) -> None:
         self.client.set_terminated(self.id, self.status)
+
+
+def artifact_location(uri: str) -> str | None:
+    """Where files belong that an SQLite store at `uri` doesn't hold: beside it. None: another kind of store decides.
+
+    MLflow itself would put them into the working directory.
+    """
+    scheme, separator, path = uri.partition(":///")
+    if not separator or scheme.partition("+")[0] != "sqlite":
+        return None
+    return (Path(path.partition("?")[0]).resolve().parent / "mlruns").as_uri()
 
 
 def _experiment() -> str:

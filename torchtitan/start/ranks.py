@@ -1,0 +1,112 @@
+"""The ranks of this node, as their launcher sees them: asked to stop, waited for, and what their exit means."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
+
+_LAST_WORDS_SECONDS = 5.0
+"""For ranks to say what is lost, after a second Ctrl-C."""
+
+
+class Stop:
+    """Handles signals that ask to stop. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
+
+    def __init__(self, grace: float):
+        self.grace = grace
+        self.running = False
+        """Whether torchrun has been started."""
+        self.requested = False
+        self.since = 0.0
+        """When the first signal came, by `time.monotonic`."""
+        self.statuses: list[int] = []
+        """Exit statuses of the ranks; a signal is a negative number."""
+        for number in heeded():
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: Any) -> None:
+        if self.requested:
+            if number == signal.SIGINT and time.monotonic() - self.since >= AGAIN_SECONDS:
+                self._end_at_once()
+            return
+        self.requested = True
+        self.since = time.monotonic()
+        if not self.running:
+            os._exit(os.EX_TEMPFAIL)  # an exception could get lost in an import of torch
+        if number == signal.SIGINT:
+            print(STOPPING, file=sys.stderr, flush=True)
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        self._stop_ranks()
+        # As torchrun's own handler does: this node leaves the rendezvous, which stays open to the others.
+        raise SignalException("asked to stop", signal.Signals(number))
+
+    def _stop_ranks(self) -> None:
+        """Ask the ranks of this node to save and exit, and wait until they have."""
+        ranks = _signaled(signal.SIGTERM)
+        for rank, ended in _wait(ranks, self.grace):
+            if ended is None:
+                print(f"error: killed a rank that did not save within --grace {self.grace:g} s", file=sys.stderr)
+                rank.kill()
+                ended = -signal.SIGKILL
+            self.statuses.append(ended)
+
+    def _end_at_once(self) -> None:
+        """End the ranks without a save; rank 0 says what is lost."""
+        ranks = _signaled(signal.SIGINT)
+        statuses = [ended for _, ended in _wait(ranks, _LAST_WORDS_SECONDS)]
+        if statuses and set(statuses) <= {os.EX_TEMPFAIL}:  # they have saved meanwhile
+            os._exit(os.EX_TEMPFAIL)
+        if INTERRUPTED not in statuses:
+            print("interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)  # the kernel kills ranks that are left
+
+    def status(self) -> int:
+        """Exit status of this process, once torchrun has returned."""
+        if self.statuses and not any(self.statuses):
+            return 0
+        status = common_status(self.statuses)
+        if status != os.EX_TEMPFAIL:
+            print(f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75", file=sys.stderr)
+        return status
+
+
+def _signaled(number: signal.Signals) -> list[psutil.Process]:
+    """The ranks of this node, which are sent a signal."""
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            rank.send_signal(number)
+    return ranks
+
+
+def _wait(ranks: Sequence[psutil.Process], seconds: float) -> Iterator[tuple[psutil.Process, int | None]]:
+    """The ranks and their exit statuses as they end; None for one that still runs when the time is over."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield rank, ended
+
+
+def _ended(pid: int) -> int | None:
+    """A child's exit status, which torchrun can still collect; None while it runs."""
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # torchrun collected it
+        return os.EX_TEMPFAIL
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def common_status(statuses: list[int]) -> int:
+    """75 if every rank saved, or was stopped before it installed its handlers; else 1."""
+    return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, *(-number for number in STOP_SIGNALS)} else 1
