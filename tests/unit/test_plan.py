@@ -257,6 +257,18 @@ def test_what_saves_memory(less, more):
     assert smaller < larger
 
 
+def test_weights_that_are_not_freed_stay_gathered():
+    """All blocks in bf16 instead of two; and none is gathered again for the backward."""
+    freed, kept = (
+        workload("--model.flavor=8B", *ONE_ROW, f"--parallelism.fsdp_reshard_after_forward={reshard}", world=8)
+        for reshard in ("default", "never")
+    )
+    block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert memory_of(kept, 0).reserved - memory_of(freed, 0).reserved == 2 * 30 * block
+    calls = [collectives(w).calls["fsdp", "all_gather"] for w in (freed, kept)]
+    assert calls == [33 + 31, 33]
+
+
 def test_earlier_pipeline_ranks_keep_more():
     argv = ["--model.flavor=8B", NONE, "--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8"]
     w = workload(*argv, "--training.seq_len=8192", world=4)

@@ -90,6 +90,16 @@ def test_a_holder_that_was_suspended_gives_way(launcher):
     assert first._held is None
 
 
+def test_of_two_new_stores_the_first_endpoint_s_is_joined(launcher):
+    """Launchers that couldn't reach each other for a while have begun to hold one each."""
+    first, second = launcher(0), launcher(1)
+    assert first._hold(0)
+    assert second._hold(1)
+    assert together(first, second, launcher(None)) == {(1, 0)}
+    assert first._held is not None
+    assert second._held is None
+
+
 def test_a_store_without_the_secret_is_refused(launcher):
     together(strange := launcher(0, secret=b"another"))
     with pytest.raises(RendezvousStateError):
