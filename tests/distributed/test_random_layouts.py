@@ -100,7 +100,7 @@ def experts(draw, ep: int, shards: int) -> Flags:
     balance = {
         "balance_bias_rate": pick(draw, 0.01, 0.0),
         "sequence_balance_loss": pick(draw, 0.01, 0.0),
-        "global_balance_loss": pick(draw, 0.01, 0.0),
+        "global_balance_loss": pick(draw, 0.1, 0.0),  # it begins in the second step
         "router_z_loss": pick(draw, 0.001, 0.0),
     }
     flags |= {f"moe.{name}": value for name, value in balance.items()}
