@@ -59,6 +59,12 @@ WHAT = {
     "unreceived": ("messages", 1, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives"),
     "unsent": ("messages", 0, r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends"),
     "size": ("messages", 0, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]"),
+    "way": (
+        "messages",
+        0,
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, but it is received "
+        r"over the group's communicator, at {}",
+    ),
     "circle": (
         "circle",
         0,
