@@ -71,7 +71,7 @@ def mixtures(draw, world: int) -> Flags:
     flags: Flags = {f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()}
     flags |= draw(models(degrees["tp"], degrees["pp"]))
     flags |= draw(experts(ep, shards=math.prod(layout[2:]) // ep))
-    flags |= draw(batches(degrees, block=1)) | draw(memory(degrees["pp"])) | draw(optimizers())
+    flags |= draw(batches(degrees, shortest=3)) | draw(memory(degrees["pp"])) | draw(optimizers())
     flags |= draw(communication())
     return flags | (draw(pipelines(degrees["pp"])) if degrees["pp"] > 1 else {})
 
@@ -128,18 +128,19 @@ def models(draw, tp: int, pp: int) -> Flags:
 
 
 @st.composite
-def batches(draw, degrees: dict[str, int], block: int) -> Flags:
+def batches(draw, degrees: dict[str, int], block: int = 1, shortest: int = 2) -> Flags:
     """Rows, their lengths, accumulation, loss chunks, masks, validation.
 
     Args:
         block: the tokens of a row on each context-parallel rank are a multiple of this.
+        shortest: row. Over a single token attention has no gradient, only rounding errors; and of a mixture's rows the
+            last quarter doesn't count.
     """
     cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
     replicas = degrees["dp_replicate"] * degrees["dp_shard"]
     balancer = pick(draw, "headtail", "headtail", "none")
     unit = math.lcm(2 * cp if cp > 1 and balancer == "headtail" else cp, cp * tp, cp * block)
-    # Over a single token attention has no gradient, only rounding errors.
-    lengths = [length for length in range(unit, max(unit, 64) + 1, unit) if length > 1]
+    lengths = [length for length in range(unit, max(unit, 64) + 1, unit) if length >= shortest]
     seq_len = draw(st.sampled_from(lengths))
     rows = pick(draw, 1, 2, 3, 4) * (pp if pp > 1 else 1)
     flags: Flags = {
