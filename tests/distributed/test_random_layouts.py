@@ -72,8 +72,9 @@ def mixtures(draw, world: int) -> Flags:
     flags |= draw(models(degrees["tp"], degrees["pp"]))
     flags |= draw(experts(ep, shards=math.prod(layout[2:]) // ep))
     flags |= draw(batches(degrees, shortest=3)) | draw(memory(degrees["pp"])) | draw(optimizers())
-    flags |= draw(communication())
-    return flags | (draw(pipelines(degrees["pp"])) if degrees["pp"] > 1 else {})
+    flags |= draw(communication()) | (draw(pipelines(degrees["pp"])) if degrees["pp"] > 1 else {})
+    several = flags["model.overrides.n_layers"] > 1
+    return flags | {"model.overrides.n_dense_layers": pick(draw, 0, 0, 1) if several else 0}
 
 
 @st.composite
@@ -91,7 +92,6 @@ def experts(draw, ep: int, shards: int) -> Flags:
         "experts_per_token": chosen,
         # The normalized weight of a single expert is 1, and its router has no gradient but rounding errors.
         "normalize_expert_weights": chosen > 1 and pick(draw, True, False),
-        "n_dense_layers": pick(draw, 0, 0, 1),
         "head_size": pick(draw, 2, 6, 8, 16),
         "dim": shards * pick(draw, 4, 6, 16),
         "expert_dim": shards * pick(draw, 1, 3, 8),
