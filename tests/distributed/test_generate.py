@@ -69,6 +69,14 @@ def test_a_prompt_gets_the_same_text_in_any_batch(sampling):
     assert generate(PROMPTS[:1], Sampling(1.0, seed=9), 20)[0].tokens != together[0]
 
 
+def test_prompts_of_the_same_length_have_noise_of_their_own():
+    """Where all tokens are equally likely, noise alone makes a text."""
+    model = build()
+    torch.nn.init.zeros_(model.output.weight)
+    first, second = (row.tokens for row in generator(model)([[5, 9, 3], [3, 9, 5]], Sampling(1.0), 20))
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 4, "of 20, each equal in one of 160 cases"
+
+
 def test_reasons_for_the_end_of_a_text():
     model = build()
     free = [row.tokens for row in generator(model)(PROMPTS, GREEDY, 12)]

@@ -54,6 +54,60 @@ def runs(draw, world: int) -> Flags:
 
 
 @st.composite
+def mixtures(draw, world: int) -> Flags:
+    """As `runs`, of a model with experts, often of more than FSDP's ranks can divide evenly.
+
+    Low precision is left out: it sends tokens to other experts.
+    """
+    found = [
+        (layout, ep)
+        for layout in itertools.product(divisors(world), repeat=5)
+        if math.prod(layout) == world
+        for ep in divisors(math.prod(layout[2:]))
+    ]
+    split = [(layout, ep) for layout, ep in found if 1 < ep < math.prod(layout[2:])]  # FSDP shards what is left
+    layout, ep = draw(st.sampled_from(pick(draw, split, split, split, found) or found))
+    degrees = dict(zip(AXES, layout, strict=True))
+    flags: Flags = {f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()}
+    flags |= draw(models(degrees["tp"], degrees["pp"]))
+    flags |= draw(experts(ep, shards=math.prod(layout[2:]) // ep))
+    flags |= draw(batches(degrees, shortest=3)) | draw(memory(degrees["pp"])) | draw(optimizers())
+    flags |= draw(communication()) | (draw(pipelines(degrees["pp"])) if degrees["pp"] > 1 else {})
+    several = flags["model.overrides.n_layers"] > 1
+    return flags | {"model.overrides.n_dense_layers": pick(draw, 0, 0, 1) if several else 0}
+
+
+@st.composite
+def experts(draw, ep: int, shards: int) -> Flags:
+    """Experts of which each of `ep` ranks has some, which FSDP shards.
+
+    Args:
+        shards: ranks that hold the same experts. They divide the number of experts or the sizes of their matrices.
+    """
+    own = pick(draw, shards + 1, 1, 2, 3, 5)
+    experts = max(2, own * ep)
+    chosen = pick(draw, *range(1, min(experts, 3) + 1))
+    sizes = {
+        "n_experts": experts,
+        "experts_per_token": chosen,
+        # The normalized weight of a single expert is 1, and its router has no gradient but rounding errors.
+        "normalize_expert_weights": chosen > 1 and pick(draw, True, False),
+        "head_size": pick(draw, 2, 6, 8, 16),
+        "dim": shards * pick(draw, 4, 6, 16),
+        "expert_dim": shards * pick(draw, 1, 3, 8),
+    }
+    flags: Flags = {f"model.overrides.{name}": size for name, size in sizes.items()}
+    balance = {
+        "balance_bias_rate": pick(draw, 0.01, 0.0),
+        "sequence_balance_loss": pick(draw, 0.01, 0.0),
+        "global_balance_loss": pick(draw, 0.1, 0.0),  # it begins in the second step
+        "router_z_loss": pick(draw, 0.001, 0.0),
+    }
+    flags |= {f"moe.{name}": value for name, value in balance.items()}
+    return flags | {"model.name": "qwen3_moe", "parallelism.expert_parallel_degree": ep}
+
+
+@st.composite
 def models(draw, tp: int, pp: int) -> Flags:
     """Heads, widths and vocabularies that the ranks divide unevenly, if at all."""
     kv_heads, groups, head = tp * pick(draw, 1, 2, 3), pick(draw, 1, 2, 3), pick(draw, 2, 6, 8, 16)
@@ -74,18 +128,19 @@ def models(draw, tp: int, pp: int) -> Flags:
 
 
 @st.composite
-def batches(draw, degrees: dict[str, int], block: int) -> Flags:
+def batches(draw, degrees: dict[str, int], block: int = 1, shortest: int = 2) -> Flags:
     """Rows, their lengths, accumulation, loss chunks, masks, validation.
 
     Args:
         block: the tokens of a row on each context-parallel rank are a multiple of this.
+        shortest: row. Over a single token attention has no gradient, only rounding errors; and of a mixture's rows the
+            last quarter doesn't count.
     """
     cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
     replicas = degrees["dp_replicate"] * degrees["dp_shard"]
     balancer = pick(draw, "headtail", "headtail", "none")
     unit = math.lcm(2 * cp if cp > 1 and balancer == "headtail" else cp, cp * tp, cp * block)
-    # Over a single token attention has no gradient, only rounding errors.
-    lengths = [length for length in range(unit, max(unit, 64) + 1, unit) if length > 1]
+    lengths = [length for length in range(unit, max(unit, 64) + 1, unit) if length >= shortest]
     seq_len = draw(st.sampled_from(lengths))
     rows = pick(draw, 1, 2, 3, 4) * (pp if pp > 1 else 1)
     flags: Flags = {
@@ -232,13 +287,15 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
     return f"differs: {problems}" if problems else "equal"
 
 
-SUITE = [(3, 2), (4, 2)]
-REST = [pytest.param(world, 30, marks=pytest.mark.slow) for world in range(2, 9)]
+SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2)]
+REST = [pytest.param(kind, world, 30, marks=pytest.mark.slow) for kind in (runs, mixtures) for world in range(2, 9)]
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("world", "examples"), [*SUITE, *REST])
-def test_a_random_layout_equals_one_process_or_is_refused(ranks, tmp_path, world, examples):
+@pytest.mark.parametrize(
+    ("kind", "world", "examples"), [*SUITE, *REST], ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_random_layout_equals_one_process_or_is_refused(ranks, tmp_path, kind, world, examples):
     seen: Counter[str] = Counter()
 
     @settings(
@@ -249,7 +306,7 @@ def test_a_random_layout_equals_one_process_or_is_refused(ranks, tmp_path, world
         phases=[Phase.generate],  # a run takes seconds, too long to shrink it
         suppress_health_check=list(HealthCheck),
     )
-    @given(runs(world))
+    @given(kind(world))
     def check(flags):
         argv = arguments(flags, tmp_path)
         note(" ".join(argv))

@@ -18,7 +18,7 @@ from tests.faults import rehearsal_faults
 from tests.runs import EXPERTS, arguments
 from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
-from torchtitan.rehearse.agree import Counts
+from torchtitan.rehearse.agree import Counts, check_messages
 from torchtitan.rehearse.cast import Cast, coordinates, corners, rank_at
 from torchtitan.rehearse.events import Creation, Group, Message, Post, Record, Wait
 from torchtitan.rehearse.recorder import EndlessLoopError, Recorder
@@ -63,6 +63,12 @@ WHAT = {
     "unreceived": ("messages", 1, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives"),
     "unsent": ("messages", 0, r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends"),
     "size": ("messages", 0, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]"),
+    "way": (
+        "messages",
+        0,
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, but it is received "
+        r"over the group's communicator, at {}",
+    ),
     "circle": (
         "circle",
         0,
@@ -236,6 +242,23 @@ def messages(rank, *steps):
 def test_order_of_messages(first, second, hangs):
     faults = check_circles({0: messages(0, *first), 1: messages(1, *second)})
     assert [fault.kind for fault in faults] == ["circle"] * hangs
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (["+", "+"], ["-", "-"], None),
+        (["++"], ["--"], None),
+        (["+-"], ["-+"], None),
+        (["+", "+"], ["--"], "over that of the two ranks, but it is received over the group's communicator, at line 0"),
+        (["++"], ["-", "-"], "over the group's communicator, but it is received over that of the two ranks, at line 0"),
+    ],
+)
+def test_a_message_is_sent_and_received_over_the_same_communicator(first, second, text):
+    records = {0: messages(0, *first), 1: messages(1, *second)}
+    faults = check_messages(records, Cast([0, 1], {"pp": 2}), Counts())
+    assert [(fault.kind, fault.rank) for fault in faults] == [("messages", 0)] * (text is not None)
+    assert text is None or text in faults[0].text
 
 
 # ---- the start

@@ -65,7 +65,8 @@ def test_the_loss_of_each_source(ranks, tmp_path):
     rates = [record["lr"] for record in records]
     (tmp_path / "four").mkdir()
     flags = [f"{P}pipeline_parallel_degree=2", f"{P}context_parallel_degree=2", "--training.loss_chunks=4"]
-    run = ranks(4, train, mixture(tmp_path / "four", *flags, steps=5))[0]
+    flags += [f"{P}pipeline_parallel_microbatch_size=2"]
+    run = ranks(4, train, mixture(tmp_path / "four", *flags, steps=5, local_batch=4))[0]
     assert [record["lr"] for record in run["metrics"]] == rates
     for record, reference in zip(run["metrics"], records, strict=True):
         for key in (key for key in reference if "/" in key and "epochs" not in key):

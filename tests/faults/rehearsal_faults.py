@@ -75,6 +75,15 @@ def size(trainer):
         dist.irecv(torch.zeros(2), 0)
 
 
+def way(trainer):
+    """Two messages, each sent alone, which the other rank receives as one batch."""
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            dist.isend(torch.zeros(4), 1)
+    elif dist.get_rank() == 1:
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(4), 0) for _ in range(2)])
+
+
 def circle(trainer):
     other = 1 - dist.get_rank()
     dist.send(torch.zeros(4), other)

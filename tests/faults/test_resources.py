@@ -1,6 +1,7 @@
 """NaN on one rank, a rank without memory, a rank that is slow."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from torchtitan.utils.logging import logger
 PP = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part=layers.1"]
 
 
-def poisoned(argv, step_to_poison):
-    """Train with the activations of rank 1 made NaN in one step; whether weights and optimizer stayed as they were."""
+def poisoned(argv, step_to_poison, what):
+    """Train with `what` of rank 1, activations or their gradients, made NaN in one step; whether weights and optimizer
+    stayed as they were."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     block = list(trainer.parts.models[0].layers.values())[-1]
@@ -37,8 +39,11 @@ def poisoned(argv, step_to_poison):
         return all(map(torch.equal, state(), before))
 
     def poison(module, args):
+        hidden, *others = args
         if trainer.progress.step + 1 == step_to_poison and dist.get_rank() == 1:
-            return torch.full_like(args[0], float("nan")), *args[1:]
+            if what == "activations":
+                return torch.full_like(hidden, float("nan")), *others
+            hidden.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
         return args
 
     def watch(_):
@@ -58,20 +63,25 @@ def poisoned(argv, step_to_poison):
         trainer.close()
 
 
-@pytest.mark.parametrize("layout", [[], PP], ids=["dp", "pp"])
-def test_nonfinite_loss_on_one_rank_or_stage_stops_all_before_the_update(ranks, tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "what", "loss"),
+    [([], "gradients", r"\d\.\d+"), (PP, "activations", "nan")],
+    ids=["dp", "pp"],
+)
+def test_nan_on_one_rank_or_stage_stops_all_before_the_update(ranks, tmp_path, layout, what, loss):
     argv = arguments(tmp_path, *SAVE, *layout, steps=6)
-    for kind, message, unchanged in ranks(2, poisoned, argv, 5):
+    for kind, message, unchanged in ranks(2, poisoned, argv, 5, what):
         assert kind == "NonFiniteError"
-        assert "step 5" in message
+        assert re.match(rf"step 5: loss {loss}, gradient norm nan\. The weights were not updated", message), message
         assert "step-3" in message
         assert "training.on_nonfinite" in message
         assert unchanged
 
 
 def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
-    argv = arguments(tmp_path, "--training.on_nonfinite=skip", steps=6)
-    for kind, progress, unchanged in ranks(2, poisoned, argv, 4):
+    """By an optimizer that can't skip on the device."""
+    argv = arguments(tmp_path, "--training.on_nonfinite=skip", "--optimizer.implementation=foreach", steps=6)
+    for kind, progress, unchanged in ranks(2, poisoned, argv, 4, "gradients"):
         assert unchanged
         assert kind == "ok"
         assert progress == {"step": 6, "tokens": 6 * 8 * 32, "skipped": 1}

@@ -12,7 +12,7 @@ from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.activation_offload import _Copy, apply_activation_offload
+from torchtitan.parallel.activation_offload import Offload, _Copy, apply_activation_offload
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.plan.memory import memory_of, offloaded_per_block
 from torchtitan.utils.torch_faults import torch_is_before_2_13
@@ -67,6 +67,21 @@ def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
         if mode == "none" and torch_is_before_2_13():  # torch's two RMSNorms keep their results before the weight too
             of_block += 2 * ROWS * SEQ * SIZES["dim"] * 4
         assert moved == 2 * (4 if blocks < 0 else blocks) * of_block
+
+
+def test_parts_of_one_tensor_have_copies_of_their_own():
+    """Of the same size, at other places of one storage."""
+
+    def forward(block, x):
+        first, second = x.chunk(2)
+        return first * first.sin() + second.cos() * second
+
+    offload, gradients = Offload(), []
+    x = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for own in (forward, offload.wrap(forward, first=True, away=True)):
+        gradients += torch.autograd.grad(own(torch.nn.Identity(), x * 1.0).sum(), x)
+    assert offload.moved >= x.nbytes
+    assert torch.equal(*gradients)
 
 
 def test_planned_memory_has_two_blocks_on_their_way():

@@ -22,7 +22,7 @@ from torchtitan.plan.planner import any_layout, without_missing_files
 from torchtitan.start import machine
 from torchtitan.start.models import find_model, offered
 from torchtitan.start.questions import parse_length
-from torchtitan.start.recipe import Wish, as_flags, draft
+from torchtitan.start.recipe import Wish, as_flags, draft, suggested_tokens
 from torchtitan.start.sources import find_data
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
@@ -95,6 +95,15 @@ def test_hours_and_tokens_become_steps():
     tables = written("b")[1]
     assert tables["training"]["steps"] == -(-1_500_000 // batch)
     assert tables["lr_scheduler"]["warmup_steps"] == tables["training"]["steps"] // 10
+
+
+def test_tokens_are_suggested_for_the_parameters_that_a_token_uses():
+    """20 for each. Counted by hand for Qwen3 30B-A3B: 8 of 128 experts of each of its 48 layers."""
+    assert suggested_tokens(find_model("llama3/8B")) == 20 * 8_030_261_248
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2 * 128
+    experts = 2048 * 128 + 8 * 3 * 2048 * 768
+    active = 2 * 151_936 * 2048 + 48 * (attention + experts + 2 * 2048) + 2048
+    assert suggested_tokens(find_model("qwen3_moe/30B-A3B")) == 20 * active
 
 
 def test_the_command_in_the_file_makes_the_same_file(capsys):

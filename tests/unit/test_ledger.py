@@ -1,9 +1,13 @@
 """The account of a run: every second has one kind, and the lineage survives restarts, crashes and other ranks."""
 
+import errno
 import json
+import logging
+import shutil
 
 import pytest
 
+from torchtitan.observe import ledger as ledgers
 from torchtitan.observe.ledger import Ledger, changed_settings, git_revision
 from torchtitan.utils import phase as phases
 from torchtitan.utils.errors import UserError
@@ -159,11 +163,29 @@ def test_the_rank_that_fails_tells_the_cause(tmp_path, clock, first):
     assert end == "failed: bad row"
 
 
-def test_a_full_disk_does_not_stop_the_run(tmp_path, clock):
+def test_a_full_disk_does_not_stop_the_run(tmp_path, clock, monkeypatch, caplog):
     ledger = start(tmp_path, clock)
-    ledger.path = tmp_path / "gone" / "run.json"
+
+    def no_space(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    with monkeypatch.context() as full, caplog.at_level("WARNING", "torchtitan"):
+        full.setattr(ledgers, "write_whole", no_space)
+        train(ledger, clock, [1, 2])
+    assert f"can't write {tmp_path / 'run.json'}: No space left on device" in caplog.text
+    assert read(tmp_path)["starts"][0]["step"] == 0, "as it was"
+    train(ledger, clock, [3])
+    ledger.end(3, 3)
+    assert read(tmp_path)["starts"][0]["step"] == 3
+    assert sum(seconds(tmp_path).values()) == clock() - 1000, "nothing is lost that was spent meanwhile"
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path, clock):
+    ledger = start(tmp_path / "out", clock)
+    shutil.rmtree(tmp_path / "out")
     train(ledger, clock, [1, 2])
-    ledger.end(2, 2, RuntimeError("Connection closed by peer"))
+    assert read(tmp_path / "out")["starts"][0]["step"] == 2
 
 
 def test_changes_since_a_checkpoint_are_named():

@@ -119,6 +119,31 @@ def test_the_holder_renews_its_lock(tmp_path, monkeypatch):
     held.release()
 
 
+class OneRenewal:
+    """Stands for the event that ends the renewals, and lets one more happen."""
+
+    def __init__(self):
+        self.waits = iter([False, True])
+
+    def wait(self, seconds):
+        return next(self.waits)
+
+    def is_set(self):
+        return False
+
+
+def test_a_renewal_spares_the_lock_of_a_new_owner(tmp_path):
+    """As after a long suspension: the folder was taken before the renewal that was due."""
+    held = FolderLock(tmp_path)
+    held.release()
+    held._thread.join()
+    hold(tmp_path, place="elsewhere", host="node7")
+    taken = (tmp_path / lock.NAME).read_bytes()
+    held._closing = OneRenewal()
+    held._renew()
+    assert (tmp_path / lock.NAME).read_bytes() == taken
+
+
 def test_a_run_notices_that_its_folder_was_deleted_or_taken(tmp_path):
     folder = tmp_path / "run"
     held = FolderLock(folder)

@@ -88,11 +88,15 @@ def test_shares_are_met_within_a_row_at_every_step():
 
 
 def test_places_are_scattered():
-    """All places are taken once, and both halves of the batch get some of each source."""
+    """All places are taken once, both halves of the batch get some of each source, and no place keeps its source."""
+    rare = []
     for step in range(50):
         slots = place({"a": 60, "b": 30, "c": 10}, seed=0, step=step)
         assert sorted(np.concatenate(list(slots.values())).tolist()) == list(range(100))
         assert all(0.2 < (part < 50).mean() < 0.8 for part in list(slots.values())[:2])
+        rare += slots["c"].tolist()
+    often = np.bincount(rare, minlength=100)  # binomial: 5 of 50 steps, with a deviation of 2.1
+    assert 1 <= np.percentile(often, 5) <= np.percentile(often, 95) <= 10
 
 
 @pytest.mark.parametrize(("degree", "workers"), [(2, 0), (4, 0), pytest.param(2, 2, marks=pytest.mark.slow)])

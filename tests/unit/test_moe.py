@@ -99,6 +99,17 @@ def test_bias_changes_the_choice_but_not_the_weights():
     torch.testing.assert_close(weights, probabilities / probabilities.sum(-1, keepdim=True))
 
 
+def test_router_of_a_model_in_bf16_computes_in_fp32():
+    """Against fp64; scores rounded to bf16 would be off by up to 2^-9, and send some tokens to other experts."""
+    router, x = moe().router, torch.randn(4, 64, 16).bfloat16()
+    router.gate.bfloat16()
+    chosen, weights, _ = router(x, None)
+    best = (x.double() @ router.gate.weight.double().T).softmax(-1).topk(2)
+    assert torch.equal(chosen, best.indices)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.double(), best.values / best.values.sum(-1, keepdim=True), rtol=1e-5, atol=0)
+
+
 def test_forced_balance_sends_tokens_to_the_experts_in_turn():
     made = moe(forced=True)
     chosen, _, load = made.router(torch.randn(2, 9, 16), torch.ones(2, 9))

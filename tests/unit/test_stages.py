@@ -36,10 +36,14 @@ def layers(stages):
 # ---- cutting
 
 
-def best_maximum(costs, count):
-    """By trying every way to cut."""
+def best_balance(costs, count):
+    """The least maximum, and the least sum of squares that goes with it, by trying every way to cut."""
     cuts = itertools.combinations(range(1, len(costs)), count - 1)
-    return min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, len(costs)])) for c in cuts)
+    return min(balance_of([sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, len(costs)])]) for c in cuts)
+
+
+def balance_of(stages):
+    return round(max(stages), 6), round(sum(cost**2 for cost in stages), 6)
 
 
 @pytest.mark.parametrize("count", range(1, 8))
@@ -49,14 +53,16 @@ def test_balance_is_the_best_there_is(count, head):
     stages = balanced(flops, count)
     assert [name for stage in stages for name in stage] == list(flops)
     assert len(stages) == count
-    costs = [1.0] * 6 + [head]
-    assert max(sum(flops[m] for m in stage) for stage in stages) == pytest.approx(best_maximum(costs, count))
+    assert balance_of([sum(flops[m] for m in stage) for stage in stages]) == best_balance([1.0] * 6 + [head], count)
 
 
 def test_balance_counts_the_output_projection():
     """8B: the projection to 128,256 words costs as much as 2.4 layers at short context."""
     stages = layers(balanced(SPEC.module_flops(SPEC.flavors["8B"], 2048), 4))
     assert [len(s) for s in stages] == [8, 9, 9, 6]
+    # 70B: as even as whole layers can be. A first stage of one layer would be no slower.
+    stages = layers(balanced(SPEC.module_flops(SPEC.flavors["70B"], 8192), 16))
+    assert sorted(len(s) for s in stages) == [4] + [5] * 14 + [6]
 
 
 def test_defaults():

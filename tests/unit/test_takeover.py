@@ -8,7 +8,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 
 from tests.faults.test_elastic import free_ports
 from torchtitan.parallel import takeover
-from torchtitan.parallel.takeover import Endpoint, Takeover
+from torchtitan.parallel.takeover import Endpoint, Takeover, _Found
 
 
 class Meeting:
@@ -88,6 +88,18 @@ def test_a_holder_that_was_suspended_gives_way(launcher):
     first._held = suspended
     assert together(first) == {(2, 1)}
     assert first._held is None
+
+
+def test_of_two_new_stores_the_first_endpoint_s_is_joined(launcher):
+    """Launchers that couldn't reach each other for a while have begun to hold one each."""
+    first, second, other = launcher(0), launcher(1), launcher(None)
+    held = [_Found(1, index, dist.HashStore()) for index in (0, 1)]
+    first._held, second._held = held
+    for one in (first, second, other):
+        one._probe = [*held, None].__getitem__
+    assert together(first, second, other) == {(1, 0)}
+    assert first._held is held[0]
+    assert second._held is None
 
 
 def test_a_store_without_the_secret_is_refused(launcher):
