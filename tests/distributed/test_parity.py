@@ -46,7 +46,7 @@ def test_curve_and_weights_equal_a_plain_loop(ranks, reference, initial, tmp_pat
     assert losses(run) == pytest.approx(reference.losses, rel=1e-5)
     assert [r["grad_norm"] for r in run["metrics"]] == pytest.approx(reference.grad_norms, rel=1e-4)
     assert run["metrics"][-1]["tokens"] == STEPS * 8 * 32
-    for name, value in reference.weights.items():
+    for name, value in reference.weights[-1].items():
         close = {"rtol": 1e-3, "atol": 2e-5, "msg": lambda text, name=name: f"{name}: {text}"}
         torch.testing.assert_close(run["weights"][name], value[0], **close)
         for other in results[1:]:

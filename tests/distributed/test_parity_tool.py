@@ -224,7 +224,7 @@ def test_the_smallest_set_of_axes_is_found(monkeypatch, fault, degrees, axes):
 def test_where_tokens_go_astray():
     """If the first layer's go to the right experts, what is wrong comes after its router."""
     right = {"grad_norm": 0.0, "weights": {"output.weight": 0.0}, "validation_loss": 0.0, "tokens_differ": False}
-    wrong = {"loss": 0.1, "first_loss": 0.1, "gradients": {"output.weight": 0.1}}
+    wrong = {"loss": 0.1, "first_loss": 0.1, "step": 0, "gradients": {"output.weight": 0.1}, "later_gradients": {}}
     astray = {"flips": 3, "first_flip": (1, 1), "miscount": None, "biases": {}}
     finding = parity.Finding(Difference(**right, **wrong, **astray), ["loss"], "output.weight", None)
     text = parity.verdict(finding, ["ep"], Tolerances())
