@@ -15,6 +15,7 @@ from torchtitan.lab.difference import Difference, Tolerances
 from torchtitan.models.moe import Experts, Router
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import expert
+from torchtitan.parallel.collectives import local
 from torchtitan.train import build
 from torchtitan.train.compute import Compute
 
@@ -23,6 +24,7 @@ REAL_PART = Compute.own_part
 REAL_ALL_REDUCE = dist.all_reduce
 REAL_BALANCE = ExpertBalance.step
 REAL_BY_EXPERT = expert._by_expert
+REAL_OPTIMIZER = build.build_optimizer
 
 
 def after_build(change):
@@ -110,6 +112,37 @@ def wrong_inverse(received, rows):
     return order, order
 
 
+def rounding_noise(models, mesh):
+    """Noise of the size of rounding, also in elements whose gradient is 0, as in rows of tokens that don't occur."""
+    eps = torch.finfo(torch.float32).eps
+    for param in (param for model in models for param in model.parameters()):
+        param.register_post_accumulate_grad_hook(
+            lambda p: local(p.grad).add_(torch.randn_like(local(p.grad)), alpha=eps * local(p.grad).abs().max().item())
+        )
+
+
+def later_gradient(models, mesh, calls=[]):  # noqa: B006 - counts the calls
+    """A norm's gradient is wrong in all steps but the first: too little to be seen in loss and gradient norm."""
+
+    def spoil(p):
+        calls.append(None)
+        p.grad.mul_(1.0 if len(calls) == 1 else 1.01)
+
+    models[0].layers["0"].ffn_norm.weight.register_post_accumulate_grad_hook(spoil)
+
+
+def decayed_vectors(models, settings, *args):
+    """Norms are in the group with weight decay."""
+    optimizer = REAL_OPTIMIZER(models, settings, *args)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = settings.weight_decay
+    return optimizer
+
+
+def wrong_beta(models, settings, *args):
+    return REAL_OPTIMIZER(models, settings.model_copy(update={"beta2": 0.96}), *args)
+
+
 @contextmanager
 def planted(bug):
     with ExitStack() as stack:
@@ -117,6 +150,8 @@ def planted(bug):
             stack.enter_context(mock.patch.object(Compute, "own_part", shifted_labels))
         elif bug == "dropped_all_reduce":
             stack.enter_context(mock.patch.object(dist, "all_reduce", dropped_all_reduce))
+        elif bug in ("decayed_vectors", "wrong_beta"):
+            stack.enter_context(mock.patch.object(build, "build_optimizer", globals()[bug]))
         elif bug == "wrong inverse":
             stack.enter_context(mock.patch.object(expert, "_by_expert", wrong_inverse))
         elif bug == "scaled experts":
@@ -174,6 +209,27 @@ def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
     if bug == "partial_norm_gradient":
         assert "along tp" in text
     assert ("so the forward is wrong too" in text) == (bug == "shifted labels"), text
+
+
+@pytest.mark.parametrize(
+    ("bug", "sentence"),
+    [
+        ("decayed_vectors", "norm.weight: update off by"),
+        ("wrong_beta", "times its rounding, along"),
+        ("later_gradient", "FAIL: layers.0.ffn_norm.weight: gradient off by 1.0e-02 in a later step, along"),
+    ],
+)
+def test_a_mistake_after_the_first_gradients_is_found(ranks, bug, sentence):
+    for passed, text in ranks(2, check, degrees(dp_shard=2), bug, timeout=240):
+        assert not passed
+        assert sentence in text, text
+        assert "(the first step's gradients are right)" in text
+
+
+def test_noise_of_the_size_of_rounding_passes(ranks):
+    """Adam makes a full update of it where there is no other gradient."""
+    for passed, text in ranks(2, check, degrees(dp_shard=2), "rounding_noise", timeout=240):
+        assert passed, text
 
 
 MIXTURE = ["--model.name=qwen3_moe", "--moe.balance_bias_rate=1e-3", "--parallelism.expert_parallel_degree=2"]

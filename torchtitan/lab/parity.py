@@ -194,12 +194,13 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
 
 
 def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
-    worst = max(delta.gradients, key=lambda name: delta.gradients[name])
+    largest = {name: max(value, delta.later_gradients.get(name, 0.0)) for name, value in delta.gradients.items()}
+    worst = max(largest, key=lambda name: largest[name])
     rows = [
         ("loss", delta.loss, tolerances.loss, ""),
         ("gradient norm", delta.grad_norm, tolerances.grad_norm, ""),
-        ("gradients", delta.gradient, tolerances.gradient, f"  largest: {worst}"),
-        ("weights", max(delta.weights.values()), tolerances.weight, "  of the rounding of an update"),
+        ("gradients", largest[worst], tolerances.gradient, f"  largest: {worst}"),
+        ("weights", max(delta.weights.values()), 1.0, "  of an update's rounding"),
     ]
     lines = [f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}" for name, value, limit, note in rows]
     lines.append(f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}")
