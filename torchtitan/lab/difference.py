@@ -15,15 +15,23 @@ EPS = torch.finfo(torch.float32).eps
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
+def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> float:
+    """Largest relative difference of results that add the same numbers in other orders.
+
+    Rounding errors of a sum are nearly random, so that they grow like the root of their number (Higham and Mary, 2019).
+
+    Args:
+        terms: of the longest sum.
+        chain: sums that follow each other.
+    """
+    return 4 * math.sqrt(terms * chain) * torch.finfo(dtype).eps
+
+
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest relative differences that fp32 sums in another order explain.
+    """Largest relative differences that fp32 sums in another order explain."""
 
-    A sum of n terms in any order is off by up to about 4 sqrt(n) eps (Higham and Mary, 2019), which is 3e-5 for some
-    thousand terms: a vocabulary, or the tokens of a step. Chains of a dozen sums multiply that by about sqrt(12).
-    """
-
-    gradient: float = 1e-4
+    gradient: float = rounding(terms=4096, chain=12)  # a vocabulary or the tokens of a step; some layers
     """Largest difference within a parameter's gradient, relative to its largest element."""
     loss: float = 1e-5
     """Less, because it is a mean over tokens, whose errors cancel."""
