@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.optim import Optimizer
 from torchtitan.lab import parity
-from torchtitan.lab.difference import Difference, Tolerances
+from torchtitan.lab.compare import Observation
+from torchtitan.lab.difference import Difference, Tolerances, difference
 from torchtitan.models.moe import Experts, Router
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import expert
@@ -275,6 +277,45 @@ def test_the_smallest_set_of_axes_is_found(monkeypatch, fault, degrees, axes):
     keys = parity.DEGREE_KEYS | {"ep": "expert_parallel_degree"}
     monkeypatch.setattr(parity, "compare", compare)
     assert parity.find_axes([], dict.fromkeys(keys, 1) | degrees, 2, Tolerances()) == axes
+
+
+@pytest.mark.parametrize(("ties", "equal"), [(1, True), (0, False)])
+def test_a_token_between_two_equal_experts_may_go_to_either(ties, equal):
+    """Its gradients are others, in this step alone. For a token that scored otherwise it is a mistake."""
+
+    def observed(load, loss, gradient):
+        return Observation(
+            losses=[2.0, loss],
+            grad_norms=[1.0, 1.0],
+            tokens=[8, 16],
+            gradients=[{"w": torch.ones(1, 2)}, {"w": torch.tensor([[1.0, gradient]])}],
+            weights=[{"w": torch.ones(1, 2)}] * 2,
+            loads=[torch.tensor([[4.0, 4.0]]), torch.tensor([load])],
+            ties=[torch.tensor([0.0]), torch.tensor([float(ties)])],
+        )
+
+    run, expected = observed([3.0, 5.0], 2.1, 0.9), observed([4.0, 4.0], 2.0, 1.0)
+    found = difference(run, expected, Optimizer())
+    assert (found.flips, found.first_flip) == (1, (2, 0))
+    assert (found.problems(Tolerances()) == []) is equal
+
+
+def test_an_update_may_be_off_by_its_rounding_and_no_more():
+    weights = torch.tensor([[0.0, 1e-3, 1.0, -3.0]])
+    optimizer = Optimizer(lr=1e-3)
+
+    def off(change):
+        run, expected = Observation(losses=[1.0], grad_norms=[1.0]), Observation(losses=[1.0], grad_norms=[1.0])
+        run.gradients = expected.gradients = [{"w": weights}]
+        expected.weights, run.weights = [{"w": weights}], [{"w": weights + change}]
+        return difference(run, expected, optimizer).problems(Tolerances())
+
+    eps = torch.finfo(torch.float32).eps
+    assert off(2 * eps * weights.abs()) == []
+    assert off(1e-6 * optimizer.lr) == []
+    assert off(torch.tensor([1e-5 * optimizer.lr, 0.0, 0.0, 0.0])) == ["w: update off by 5.2e+00 times its rounding"]
+    assert off(torch.tensor([0.0, 0.0, 5 * eps, 0.0])) != []
+    assert off(torch.full((4,), torch.nan)) == ["w: update off by inf times its rounding"]
 
 
 def test_where_tokens_go_astray():
