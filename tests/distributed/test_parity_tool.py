@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.optim import Optimizer
 from torchtitan.lab import parity
-from torchtitan.lab.difference import Difference, Tolerances
+from torchtitan.lab.compare import Observation
+from torchtitan.lab.difference import Difference, Tolerances, difference
 from torchtitan.models.moe import Experts, Router
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import expert
+from torchtitan.parallel.collectives import local
 from torchtitan.train import build
 from torchtitan.train.compute import Compute
 
@@ -23,6 +26,7 @@ REAL_PART = Compute.own_part
 REAL_ALL_REDUCE = dist.all_reduce
 REAL_BALANCE = ExpertBalance.step
 REAL_BY_EXPERT = expert._by_expert
+REAL_OPTIMIZER = build.build_optimizer
 
 
 def after_build(change):
@@ -110,6 +114,37 @@ def wrong_inverse(received, rows):
     return order, order
 
 
+def rounding_noise(models, mesh):
+    """Noise of the size of rounding, also in elements whose gradient is 0, as in rows of tokens that don't occur."""
+    eps = torch.finfo(torch.float32).eps
+    for param in (param for model in models for param in model.parameters()):
+        param.register_post_accumulate_grad_hook(
+            lambda p: local(p.grad).add_(torch.randn_like(local(p.grad)), alpha=eps * local(p.grad).abs().max().item())
+        )
+
+
+def later_gradient(models, mesh, calls=[]):  # noqa: B006 - counts the calls
+    """A norm's gradient is wrong in all steps but the first: too little to be seen in loss and gradient norm."""
+
+    def spoil(p):
+        calls.append(None)
+        p.grad.mul_(1.0 if len(calls) == 1 else 1.01)
+
+    models[0].layers["0"].ffn_norm.weight.register_post_accumulate_grad_hook(spoil)
+
+
+def decayed_vectors(models, settings, *args):
+    """Norms are in the group with weight decay."""
+    optimizer = REAL_OPTIMIZER(models, settings, *args)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = settings.weight_decay
+    return optimizer
+
+
+def wrong_beta(models, settings, *args):
+    return REAL_OPTIMIZER(models, settings.model_copy(update={"beta2": 0.96}), *args)
+
+
 @contextmanager
 def planted(bug):
     with ExitStack() as stack:
@@ -117,6 +152,8 @@ def planted(bug):
             stack.enter_context(mock.patch.object(Compute, "own_part", shifted_labels))
         elif bug == "dropped_all_reduce":
             stack.enter_context(mock.patch.object(dist, "all_reduce", dropped_all_reduce))
+        elif bug in ("decayed_vectors", "wrong_beta"):
+            stack.enter_context(mock.patch.object(build, "build_optimizer", globals()[bug]))
         elif bug == "wrong inverse":
             stack.enter_context(mock.patch.object(expert, "_by_expert", wrong_inverse))
         elif bug == "scaled experts":
@@ -176,6 +213,27 @@ def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
     assert ("so the forward is wrong too" in text) == (bug == "shifted labels"), text
 
 
+@pytest.mark.parametrize(
+    ("bug", "sentence"),
+    [
+        ("decayed_vectors", "norm.weight: update off by"),
+        ("wrong_beta", "times its rounding, along"),
+        ("later_gradient", "FAIL: layers.0.ffn_norm.weight: gradient off by 1.0e-02 in a later step, along"),
+    ],
+)
+def test_a_mistake_after_the_first_gradients_is_found(ranks, bug, sentence):
+    for passed, text in ranks(2, check, degrees(dp_shard=2), bug, timeout=240):
+        assert not passed
+        assert sentence in text, text
+        assert "(the first step's gradients are right)" in text
+
+
+def test_noise_of_the_size_of_rounding_passes(ranks):
+    """Adam makes a full update of it where there is no other gradient."""
+    for passed, text in ranks(2, check, degrees(dp_shard=2), "rounding_noise", timeout=240):
+        assert passed, text
+
+
 MIXTURE = ["--model.name=qwen3_moe", "--moe.balance_bias_rate=1e-3", "--parallelism.expert_parallel_degree=2"]
 
 
@@ -221,10 +279,49 @@ def test_the_smallest_set_of_axes_is_found(monkeypatch, fault, degrees, axes):
     assert parity.find_axes([], dict.fromkeys(keys, 1) | degrees, 2, Tolerances()) == axes
 
 
+@pytest.mark.parametrize(("ties", "equal"), [(1, True), (0, False)])
+def test_a_token_between_two_equal_experts_may_go_to_either(ties, equal):
+    """Its gradients are others, in this step alone. For a token that scored otherwise it is a mistake."""
+
+    def observed(load, loss, gradient):
+        return Observation(
+            losses=[2.0, loss],
+            grad_norms=[1.0, 1.0],
+            tokens=[8, 16],
+            gradients=[{"w": torch.ones(1, 2)}, {"w": torch.tensor([[1.0, gradient]])}],
+            weights=[{"w": torch.ones(1, 2)}] * 2,
+            loads=[torch.tensor([[4.0, 4.0]]), torch.tensor([load])],
+            ties=[torch.tensor([0.0]), torch.tensor([float(ties)])],
+        )
+
+    run, expected = observed([3.0, 5.0], 2.1, 0.9), observed([4.0, 4.0], 2.0, 1.0)
+    found = difference(run, expected, Optimizer())
+    assert (found.flips, found.first_flip) == (1, (2, 0))
+    assert (found.problems(Tolerances()) == []) is equal
+
+
+def test_an_update_may_be_off_by_its_rounding_and_no_more():
+    weights = torch.tensor([[0.0, 1e-3, 1.0, -3.0]])
+    optimizer = Optimizer(lr=1e-3)
+
+    def off(change):
+        run, expected = Observation(losses=[1.0], grad_norms=[1.0]), Observation(losses=[1.0], grad_norms=[1.0])
+        run.gradients = expected.gradients = [{"w": weights}]
+        expected.weights, run.weights = [{"w": weights}], [{"w": weights + change}]
+        return difference(run, expected, optimizer).problems(Tolerances())
+
+    eps = torch.finfo(torch.float32).eps
+    assert off(2 * eps * weights.abs()) == []
+    assert off(1e-6 * optimizer.lr) == []
+    assert off(torch.tensor([1e-5 * optimizer.lr, 0.0, 0.0, 0.0])) == ["w: update off by 5.2e+00 times its rounding"]
+    assert off(torch.tensor([0.0, 0.0, 5 * eps, 0.0])) != []
+    assert off(torch.full((4,), torch.nan)) == ["w: update off by inf times its rounding"]
+
+
 def test_where_tokens_go_astray():
     """If the first layer's go to the right experts, what is wrong comes after its router."""
     right = {"grad_norm": 0.0, "weights": {"output.weight": 0.0}, "validation_loss": 0.0, "tokens_differ": False}
-    wrong = {"loss": 0.1, "first_loss": 0.1, "gradients": {"output.weight": 0.1}}
+    wrong = {"loss": 0.1, "first_loss": 0.1, "step": 0, "gradients": {"output.weight": 0.1}, "later_gradients": {}}
     astray = {"flips": 3, "first_flip": (1, 1), "miscount": None, "biases": {}}
     finding = parity.Finding(Difference(**right, **wrong, **astray), ["loss"], "output.weight", None)
     text = parity.verdict(finding, ["ep"], Tolerances())

@@ -4,7 +4,6 @@ does, or be refused."""
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,10 +279,7 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
         preflight(config, output=False)
     except ConfigError as error:
         return f"refused: {error}"
-    tolerances = tolerances_of(config)
-    # Adam moves elements with almost no gradient by up to the learning rate, in either direction.
-    tolerances = replace(tolerances, weight=10 * tolerances.weight)
-    problems = ranks(world, compare, argv, tolerances, timeout=timeout)[0].problems
+    problems = ranks(world, compare, argv, tolerances_of(config), timeout=timeout)[0].problems
     return f"differs: {problems}" if problems else "equal"
 
 

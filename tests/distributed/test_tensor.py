@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runs import arguments, losses, train
+from tests.rounding import assert_trained_alike
+from tests.runs import LR, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
@@ -77,7 +78,7 @@ def test_tied_embeddings(ranks, tmp_path, extra):
     assert "output.weight" not in two["weights"]
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-3, atol=2e-5)
+        assert_trained_alike(two["weights"][name], weight, LR, 4, name)
 
 
 def local_sizes(argv):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.runs import EXPERTS, arguments, average_of, losses, weights
+from tests.rounding import assert_trained_alike
+from tests.runs import EXPERTS, LR, arguments, average_of, losses, weights
 from torchtitan.config import resolve
 from torchtitan.data.loader import StepLoader
 from torchtitan.train.preflight import preflight
@@ -74,7 +75,7 @@ def assert_same(run, folder, other, other_folder, rel=1e-6):
     for kind in ("weights", "average"):
         assert run[kind].keys() == other[kind].keys()
         for name, value in other[kind].items():
-            torch.testing.assert_close(run[kind][name], value, rtol=1e-4, atol=1e-6)
+            assert_trained_alike(run[kind][name], value, LR, 14, name)
 
 
 @pytest.mark.parametrize(("world", "layout", "factor"), [(4, HSDP, 400.0), (2, PP, float("nan"))], ids=["hsdp", "pp"])

@@ -124,5 +124,5 @@ def test_the_memory_budget_is_a_share_of_the_activations(tmp_path):
         with memory_budget(ac, str(tmp_path)):
             size, loss = saved_bytes(model)
         sizes.append(size)
-        assert loss.item() == pytest.approx(run(build(mode="none"))[0].item(), rel=1e-6)
+        assert loss.item() == pytest.approx(run(build(mode="none"))[0].item(), rel=1e-5)
     assert sizes[0] > sizes[1] > sizes[2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.rounding import assert_rounds
 from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
@@ -37,7 +38,7 @@ def chunked(model, chunks, labels=LABELS):
     total, rows = chunked_loss(
         hidden, model.output_weight, labels, project=model.project, loss=cross_entropy, chunks=chunks, tp_degree=1
     )
-    assert total.item() == pytest.approx(rows.sum().item(), rel=1e-6)
+    assert total.item() == pytest.approx(rows.sum().item(), rel=1e-5)
     return total
 
 
@@ -50,11 +51,11 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(tied, chunks):
     loss = 3 * chunked(sliced, chunks)
     torch.autograd.grad(loss, sliced.output_weight, retain_graph=True)  # a backward in two parts runs it twice
     loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for ours, theirs in zip(sliced.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert_rounds(ours.grad, theirs.grad)
     with torch.no_grad():
-        assert 3 * chunked(sliced, chunks).item() == pytest.approx(expected.item(), rel=1e-6)
+        assert 3 * chunked(sliced, chunks).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_only_one_slice_of_the_logits_exists():

@@ -2,12 +2,17 @@
 
 The reference is plain PyTorch: one module, `F.cross_entropy`, `torch.optim`. It shares with the framework only the
 model's definition and initial values, the order of the data, and the learning-rate schedule.
+
+Adam divides a gradient by its own size, so where a gradient is nothing but rounding, two correct runs move a weight in
+opposite directions. The reference of a run therefore begins each step with the run's weights, computes gradients of
+its own, and updates by those of the run. So every step's loss, gradients and update differ by their own rounding alone.
 """
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,9 @@ from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
 
+ROUTING_BIAS = "expert_bias"
+"""How the names of experts' routing biases end."""
+
 
 @dataclass
 class Observation:
@@ -44,19 +52,20 @@ class Observation:
     tokens: list[int] = field(default_factory=list)
     """Predicted tokens since the start of training, after each step."""
     validation_losses: list[float] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Parameter to its gradient in the first step, as the optimizer sees it, in the model's order. (Later steps inherit
-    earlier errors.) `[copies, *shape]`: more than one copy if ranks disagree on a tensor they share."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Parameter, or routing bias of experts, to its value after the last step, in the same form."""
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    """For each step, parameter to its gradient as the optimizer sees it, in the model's order. `[copies, *shape]`: more
+    than one copy if ranks disagree on a tensor they share."""
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    """For each step, parameter or routing bias of experts to its value after the update, in the same form."""
     loads: list[Tensor] = field(default_factory=list)
     """`[layers, experts]`, the rows of each expert in each step; empty for a dense model."""
-    biases: dict[str, Tensor] = field(default_factory=dict)
-    """Routing bias of experts to its value after the first step, in the form of `weights`."""
+    ties: list[Tensor] = field(default_factory=list)
+    """`[layers]`, tokens of each step for which the last chosen expert and the next best score alike up to rounding. Of
+    the reference only."""
 
 
 def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
-    """Train on all ranks of the default process group. Every rank returns the same observation.
+    """Train on all ranks of the default process group. Tensors of all ranks are in the observation of rank 0.
 
     Args:
         padded: the last quarter of each row doesn't count.
@@ -70,15 +79,13 @@ def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observatio
 
         trainer.parts.compute.own_rows = padded_rows  # type: ignore[method-assign]
     try:
-        gradients = _watch_gradients(trainer)
-        loads, biases = _watch_experts(trainer)
+        order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
+        out = Observation()
+        _watch_gradients(trainer, order, out)
+        _watch_updates(trainer, order, out)
         trainer.train()
     finally:
         trainer.close()
-    weights = {name: _full(value) for model in trainer.parts.models for name, value in _trained(model).items()}
-    order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
-    out = Observation(gradients=_of_all_ranks(gradients, order), weights=_of_all_ranks(weights, order), loads=loads)
-    out.biases = _of_all_ranks(biases, order)
     for record in _metrics(config):
         if "validation_loss" in record:
             out.validation_losses.append(record["validation_loss"])
@@ -103,8 +110,8 @@ def _padded(labels: Tensor) -> Tensor:
     return F.pad(labels[:, :end], (0, labels.shape[1] - end), value=IGNORE_INDEX)
 
 
-def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """A dict that training fills with a copy of the first step's gradients."""
+def _watch_gradients(trainer: Trainer, order: list[str], out: Observation) -> None:
+    """Let training add the gradients of each step."""
     seen: dict[str, Tensor] = {}
     optimizer = trainer.parts.optimizer
     named = [(name, p) for model in trainer.parts.models for name, p in model.named_parameters()]
@@ -112,45 +119,42 @@ def _watch_gradients(trainer: Trainer) -> dict[str, Tensor]:
         for name, param in named:
 
             def keep(p: Tensor, name: str = name) -> None:
-                if name not in seen:
-                    seen[name] = _full(p.grad)
+                seen[name] = _full(p.grad)
 
             handle = param.register_post_accumulate_grad_hook(keep)
             param._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # before the update frees it
-        return seen
-    step = optimizer.step
+    else:
+        step = optimizer.step
 
-    def step_and_keep(**settings: Any) -> None:
-        step(**settings)  # may clip the gradients first
-        if not seen:
+        def step_and_keep(**settings: Any) -> None:
+            step(**settings)  # may clip the gradients first
             seen.update({name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named})
 
-    optimizer.step = step_and_keep  # type: ignore[method-assign]
-    return seen
+        optimizer.step = step_and_keep  # type: ignore[method-assign]
+
+    def keep_step(_: StepResult) -> None:
+        out.gradients.append(_of_all_ranks(seen, order))
+        seen.clear()
+
+    trainer.after_step += (keep_step,)
 
 
-def _watch_experts(trainer: Trainer) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """A list that training fills with the experts' loads of each step; a dict, with their biases after the first."""
-    loads: list[Tensor] = []
-    biases: dict[str, Tensor] = {}
+def _watch_updates(trainer: Trainer, order: list[str], out: Observation) -> None:
+    """Let training add the weights and the experts' loads of each step."""
 
     def keep(_: StepResult) -> None:
         if (experts := trainer.parts.experts) is not None:
-            loads.append(experts.loads.cpu().clone())
-        if not biases:
-            biases.update({name: _full(b) for model in trainer.parts.models for name, b in _biases(model).items()})
+            out.loads.append(experts.loads.cpu().clone())
+        own = {name: _full(value) for model in trainer.parts.models for name, value in _trained(model).items()}
+        out.weights.append(_of_all_ranks(own, order))
 
     trainer.after_step += (keep,)
-    return loads, biases
-
-
-def _biases(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.named_buffers() if name.endswith("expert_bias")}
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the buffers that training changes and the forward uses."""
-    return {**dict(model.named_parameters()), **_biases(model)}
+    biases = {name: value for name, value in model.named_buffers() if name.endswith(ROUTING_BIAS)}
+    return {**dict(model.named_parameters()), **biases}
 
 
 def _full(value: Any) -> Tensor:
@@ -158,9 +162,14 @@ def _full(value: Any) -> Tensor:
 
 
 def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
-    """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage holds only some."""
+    """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage holds only some.
+
+    Empty on all ranks but 0.
+    """
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    dist.gather_object(own, parts if dist.get_rank() == 0 else None)
+    if dist.get_rank() != 0:
+        return {}
     copies: dict[str, list[Tensor]] = {}
     for name, value in (item for part in parts for item in part.items()):
         known = copies.setdefault(name, [])
@@ -172,46 +181,47 @@ def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]
 # ---- the reference
 
 
-def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
+def reference(
+    config: Config, setup: Setup, *, padded: bool = False, run: Observation | None = None, rounding: float = 0.0
+) -> Observation:
     """The same run in plain PyTorch on this process, in fp32 on the CPU.
 
     Args:
         config: resolved for the distributed run; a step here is its global batch.
         padded: the last quarter of each row doesn't count.
+        run: begin each step with its weights, and update by its gradients and loads. Else by the reference's own.
+        rounding: experts whose scores differ by less, relative to the token's largest, are ties.
     """
     device = torch.device("cpu")
     model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
     materialize(model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args))
     settings, training = config.optimizer, config.training
     optimizers = _optimizers(model, settings, config.custom)
-    shape = build_shape(config.lr_scheduler, config.custom)
     of_row = build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
     loader = build_data(config, "training", setup.tokenizer)
     end = setup.tokenizer.eos_id if training.document_mask else None
-    routers = {i: layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")}
-    for router in routers.values():
-        router.balance = balance_of(config)
-    out, tokens = Observation(), 0
+    experts = _ReferenceExperts(model, setup, config, rounding)
+    out, tokens = Observation(loads=experts.loads, ties=experts.ties), 0
     for step, batch in zip(range(training.steps), loader, strict=False):
         labels = _padded(batch.labels) if padded else batch.labels
-        loss = _mean_loss(model, batch.tokens, labels, end, train=bool(routers), registered=of_row)
+        loss = _mean_loss(model, batch.tokens, labels, end, train=bool(experts.routers), registered=of_row)
         model.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
         norm = torch.stack(grads).norm().item()
         if training.max_norm > 0:
             nn.utils.clip_grads_with_norm_(model.parameters(), training.max_norm, torch.tensor(norm))
-        if step == 0:
-            out.gradients = {name: p.grad.clone()[None] for name, p in model.named_parameters()}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                scale = stage_scale(step, config.training.stages)
-                group["lr"] = settings.lr * lr_factor(step, config.lr_scheduler, shape) * scale
-            optimizer.step()
-        if routers:
-            out.loads.append(_balance(routers, setup, config.moe.balance_bias_rate))
-        if step == 0:
-            out.biases = {name: value.clone()[None] for name, value in _biases(model).items()}
+        out.gradients.append({name: p.grad.clone()[None] for name, p in model.named_parameters()})
+        if run is not None:
+            for name, p in model.named_parameters():
+                p.grad.copy_(run.gradients[step][name][0])
+        _update(optimizers, config, step)
+        experts.step(run.loads[step] if run is not None and run.loads else None)
+        out.weights.append({name: value.detach().clone()[None] for name, value in _trained(model).items()})
+        if run is not None:
+            with torch.no_grad():
+                for name, value in _trained(model).items():
+                    value.copy_(run.weights[step][name][0])
         tokens += int((labels != IGNORE_INDEX).sum())
         out.losses.append(loss.item())
         out.grad_norms.append(norm)
@@ -219,23 +229,61 @@ def reference(config: Config, setup: Setup, *, padded: bool = False) -> Observat
         if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
             out.validation_losses.append(_validate(model, config, setup, end, of_row))
     loader.close()
-    out.weights = {name: value.detach().clone()[None] for name, value in _trained(model).items()}
     return out
 
 
-def _balance(routers: Mapping[str, Any], setup: Setup, rate: float) -> Tensor:
-    """Update routing biases by the loads of a step, and return these."""
-    blocks = [name for name in setup.spec.module_flops(setup.args, 1) if name.startswith("layers.")]
-    loads = torch.zeros(len(blocks), setup.args.n_experts, dtype=torch.float64)
-    for index, router in routers.items():
-        counts = router.step_load.tolist()
-        loads[int(index)] = torch.tensor(counts)
-        mean = sum(counts) / len(counts)
-        for expert, count in enumerate(counts):
-            router.expert_bias[expert] += rate * ((mean > count) - (mean < count))
-        router.load.copy_(router.step_load)
-        router.step_load.zero_()
-    return loads
+def _update(optimizers: Sequence[torch.optim.Optimizer], config: Config, step: int) -> None:
+    schedule = config.lr_scheduler
+    factor = lr_factor(step, schedule, build_shape(schedule, config.custom))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * factor * stage_scale(step, config.training.stages)
+        optimizer.step()
+
+
+class _ReferenceExperts:
+    """The routers of a model, if it has any: counts of each step, and updates of their biases."""
+
+    def __init__(self, model: Any, setup: Setup, config: Config, rounding: float):
+        self.routers = {int(i): layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")}
+        self.blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
+        self.rate = config.moe.balance_bias_rate
+        self.rounding = rounding
+        self.loads: list[Tensor] = []
+        self.ties: list[Tensor] = []
+        self._ties = torch.zeros(self.blocks)
+        for index, router in self.routers.items():
+            router.balance = balance_of(config)
+            router.register_forward_hook(partial(self._count_ties, index))
+
+    @torch.no_grad()
+    def _count_ties(self, index: int, router: Any, inputs: tuple[Tensor, Tensor | None], _: Any) -> None:
+        x, token_weights = inputs
+        if token_weights is None or router.top_k == router.n_experts:
+            return
+        probabilities = router.gate(x).softmax(-1)
+        last, next_best = (probabilities + router.expert_bias).topk(router.top_k + 1).values[..., -2:].unbind(-1)
+        tied = last - next_best <= self.rounding * probabilities.amax(-1)
+        self._ties[index] += (tied & (token_weights > 0)).sum()
+
+    def step(self, loads: Tensor | None) -> None:
+        """End a step: record its counts, and update the routing biases.
+
+        Args:
+            loads: `[layers, experts]`, update by these instead of the counts.
+        """
+        if not self.routers:
+            return
+        own = torch.zeros(self.blocks, next(iter(self.routers.values())).n_experts, dtype=torch.float64)
+        for index, router in self.routers.items():
+            own[index] = router.step_load
+            router.step_load.zero_()
+            counts = (own if loads is None else loads)[index]
+            router.expert_bias += (self.rate * torch.sign(counts.mean() - counts)).float()
+            router.load.copy_(counts)
+        self.loads.append(own)
+        self.ties.append(self._ties.clone())
+        self._ties.zero_()
 
 
 def _optimizers(model: nn.Module, settings: Optimizer, custom: Custom) -> list[torch.optim.Optimizer]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
 from torchtitan.config.stages import SCHEDULES
-from torchtitan.lab.compare import Observation, observe, run_reference, write_corpus
+from torchtitan.lab.compare import observe, reference, write_corpus
 from torchtitan.lab.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.lab.ranks import RankError, RankPool
 from torchtitan.train.preflight import preflight
@@ -287,20 +287,23 @@ def name_of(layout: tuple[int, ...], ep: int = 0) -> str:
 # ---- measuring
 
 
-def run_cell(argv: list[str]) -> Observation | None:
-    """The distributed run, on all ranks; rank 0 returns what it observed."""
+def run_cell(argv: list[str], tolerances: Tolerances) -> Difference | None:
+    """The difference between the run on all ranks and the reference, on rank 0."""
     config = resolve(argv, dist.get_world_size()).config
-    run = observe(config, preflight(config))
-    return run if dist.get_rank() == 0 else None
+    setup = preflight(config)
+    run = observe(config, setup)
+    if dist.get_rank() != 0:
+        return None
+    expected = reference(config, setup, run=run, rounding=tolerances.gradient)
+    return difference(run, expected, config.optimizer)
 
 
 class Lab:
-    """Measures cells, and reuses ranks and references from one to the next."""
+    """Measures cells, and reuses ranks from one to the next."""
 
     def __init__(self, folder: Path, pools: dict[int, RankPool] | None = None):
         self.folder = folder
         self.pools = {} if pools is None else pools
-        self.references: dict[tuple[str, int, bool], Observation] = {}
         self.runs = 0
         write_corpus(folder / "corpus.jsonl")
         write_corpus(folder / "held-out.jsonl", documents=40, seed=1)
@@ -315,18 +318,8 @@ class Lab:
         folder = self.folder / str(self.runs)
         if refusal := cell.refusal(folder):
             return refusal
-        key = cell.feature, cell.layers, cell.ep > 0
-        if key not in self.references:
-            alone = Cell((1,) * len(AXES), cell.feature, ep=min(cell.ep, 1)).arguments(
-                self.folder / f"reference-{self.runs}"
-            )
-            alone.append(f"--model.overrides.n_layers={cell.layers}")
-            self.references[key] = self._pool(1).run(run_reference, alone, timeout=timeout)[0]
-        run = self._pool(cell.world).run(run_cell, cell.arguments(folder), timeout=timeout)[0]
-        return difference(run, self.references[key], LEARNING_RATE)
-
-    def _pool(self, world: int) -> RankPool:
-        return self.pools.setdefault(world, RankPool(world))
+        pool = self.pools.setdefault(cell.world, RankPool(cell.world))
+        return pool.run(run_cell, cell.arguments(folder), cell.tolerances, timeout=timeout)[0]
 
     def close(self) -> None:
         for pool in self.pools.values():

@@ -51,8 +51,8 @@ Each cell is a run of a tiny Llama ({model}; 4 layers, 8 with pp 4)
 on gloo ranks, in fp32, with {ROWS} rows of 32 tokens per step: 10 steps in the column "plain" and for the schedules,
 4 elsewhere. It is compared with plain PyTorch on one process. The numbers are the largest relative difference of the
 loss over all steps, and the largest difference within any parameter's gradient of the first step, relative to the
-gradient's largest element. Gradient norm, token counts, weights after the last step and validation loss are within
-tolerance too.
+gradient's largest element. Gradients of later steps, gradient norm, token counts, the update of every weight in every
+step and validation loss are within tolerance too ([what is compared](numerics.md#what-is-compared)).
 
 A number in brackets refers to the message below that refuses the configuration before anything starts. A cell is empty
 where the feature has no effect, and, for the columns from "AC selective op" to "Muon" and for "async TP", where three
@@ -64,8 +64,8 @@ axes combine: every pair of them is measured in another row.
 
 Pipelines above use the schedule 1F1B. "optimizer in backward" runs without clipping. "compile" is inductor with
 selective activation checkpointing by operation. "float8" is rowwise and "float8 all-gather" tensorwise; both are
-emulated, and so is MXFP8, which runs on a wider model. These three and Muon, which computes its update in bf16, have
-wider tolerances.
+emulated, and so is MXFP8, which runs on a wider model. These three have wider tolerances, and so have the updates of
+Muon, which are computed in bf16.
 
 ## Pipeline schedules
 
@@ -76,9 +76,8 @@ wider tolerances.
 The same for a tiny Qwen3-MoE ({experts}), whose experts are balanced by a
 routing bias, by auxiliary losses of each row and of the global batch, and by the router z-loss, all at once. `ep` is
 `parallelism.expert_parallel_degree`, whose ranks are those of dp_shard, cp and tp. The routing biases are compared
-too. "moved" counts tokens, at least, that were sent to another expert than on one process, over all steps and layers:
-then later weights differ, and are not compared. Most columns are measured on up to four ranks. In "float8" the
-products of experts are rounded too.
+too. "moved" counts tokens, at least, that were sent to another expert than on one process, over all steps and layers.
+Most columns are measured on up to four ranks. In "float8" the products of experts are rounded too.
 
 {_table(EXPERT_LAYOUTS, EXPERT_FEATURES, "feature", results)}
 

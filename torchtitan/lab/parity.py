@@ -108,13 +108,14 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
     run = observe(config, setup, padded=padded)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        expected = reference(config, setup, padded=padded)
-        delta = difference(run, expected, config.optimizer.lr)
+        expected = reference(config, setup, padded=padded, run=run, rounding=tolerances.gradient)
+        delta = difference(run, expected, config.optimizer)
         wrong = [name for name, value in delta.gradients.items() if not value <= tolerances.gradient]
         biases = [name for name, value in delta.biases.items() if value]
         culprit = wrong[-1] if wrong else next(iter(biases), None)
-        runs, references = (run.gradients, expected.gradients) if wrong else (run.biases, expected.biases)
-        factor = _factor(runs[culprit], references[culprit]) if culprit else None
+        step = delta.step if wrong else 0
+        found, right = (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
+        factor = _factor(found[step][culprit], right[step][culprit]) if culprit else None
         box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -194,12 +195,13 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
 
 
 def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
-    worst = max(delta.gradients, key=lambda name: delta.gradients[name])
+    largest = {name: max(value, delta.later_gradients.get(name, 0.0)) for name, value in delta.gradients.items()}
+    worst = max(largest, key=lambda name: largest[name])
     rows = [
         ("loss", delta.loss, tolerances.loss, ""),
         ("gradient norm", delta.grad_norm, tolerances.grad_norm, ""),
-        ("gradients", delta.gradient, tolerances.gradient, f"  largest: {worst}"),
-        ("weights", max(delta.weights.values()), tolerances.weight, "  of the learning rate"),
+        ("gradients", largest[worst], tolerances.gradient, f"  largest: {worst}"),
+        ("weights", max(delta.weights.values()), 1.0, "  of an update's rounding"),
     ]
     lines = [f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}" for name, value, limit, note in rows]
     lines.append(f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}")
