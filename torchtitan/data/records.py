@@ -9,13 +9,15 @@ Only the column asked for is read. One process may find the records and others d
 import codecs
 import io
 import json
+import operator
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from torchtitan.data.files import format_of, is_compressed, is_damage, open_plain
+from torchtitan.data.files import FileStamp, format_of, is_compressed, is_damage, open_data, open_plain
 from torchtitan.data.retry import DataError
 
 _BLOCK = 2**20
@@ -74,24 +76,31 @@ class HeldText(LongText):
 class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
-    def __init__(self, path: str, start: int = 0, end: int | None = None):
+    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: FileStamp | None = None):
+        """
+        Args:
+            stamp: what the file was when its documents were found.
+        """
         self.path, self.start, self.end = path, start, end
-        self.attempt: Callable[[Callable[[], bytes]], bytes] | None = None
-        """Makes a read, again if it fails."""
+        self.stamp = stamp
+        self.attempt: Callable[[Callable[[], Any]], Any] = operator.call
+        """Opens the file or reads from it, again if that fails."""
 
     def parts(self, start: int = 0) -> Iterator[str]:
         """
         Raises:
             BadDocument: it isn't UTF-8.
+            DataError: the file has changed.
         """
         decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-        with open_plain(Path(self.path)) as file:
+        with self.attempt(lambda: open_plain(Path(self.path), stamp=self.stamp)) as file:
             place = file.seek(self.start + start) if self.start + start else 0
             while True:
                 wanted = _BLOCK if self.end is None else min(_BLOCK, self.end - place)
                 try:
-                    read = partial(_read_at, file, place, wanted)
-                    block = self.attempt(read) if self.attempt else file.read(wanted)
+                    block = self.attempt(partial(_read_at, file, place, wanted))
+                    if self.stamp is not None and not is_compressed(Path(self.path)):
+                        self.stamp.check(file.fileno())
                     first, place = not place, place + len(block)
                     text = decoder.decode(block.removeprefix(_BOM) if first else block, final=not block)
                 except UnicodeDecodeError as error:
@@ -135,14 +144,14 @@ def place(file: Path, number: int) -> str:
     return f"{file}: {noun} {number}" if noun else str(file)
 
 
-def kind_of(file: Path) -> str:
+def kind_of(file: Path, stamp: FileStamp | None = None) -> str:
     """`json` (lines), `array` (a JSON array), `text` or `parquet`."""
     kind = format_of(file)
     assert kind is not None, file
     if kind != "json" or ".jsonl" in file.suffixes:
         return kind
     try:
-        with open_plain(file) as content:
+        with open_plain(file, stamp=stamp) as content:
             return "array" if is_array(content.read(4096)) else "json"
     except Exception as error:
         if is_damage(error):
@@ -150,28 +159,32 @@ def kind_of(file: Path) -> str:
         raise
 
 
-def read_records(file: Path, column: str, advance: Callable[[int], None] | None = None) -> Iterator[Record]:
+def read_records(
+    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
+) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 
     Args:
         advance: called with numbers of bytes that were read of the file.
+        stamp: what the file is expected to be.
 
     Raises:
         OSError: reading fails.
-        DataError: the file is no Parquet file.
+        DataError: the file is no Parquet file, not a regular file, or has changed since `stamp`.
     """
-    kind = kind_of(file)
+    kind = kind_of(file, stamp)
     if kind == "text":
-        yield Record(1, FileText(str(file)))
+        yield Record(1, FileText(str(file), stamp=stamp))
         if advance:
             advance(file.stat().st_size)
         return
     number = 0
     try:
         if kind == "parquet":
-            yield from _parquet_rows(file, column, advance)
+            with open_data(file, stamp) as content:
+                yield from _parquet_rows(file, content, column, advance)
             return
-        with open_plain(file, advance) as content:
+        with open_plain(file, advance, stamp) as content:
             for record in records_of(content, array=kind == "array"):
                 number = record.number
                 yield record
@@ -233,12 +246,14 @@ def _entries(file: IO[bytes]) -> Iterator[Record]:
         yield Record(number, entry)
 
 
-def _parquet_rows(file: Path, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
+def _parquet_rows(
+    file: Path, content: IO[bytes], column: str, advance: Callable[[int], None] | None
+) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = pyarrow.parquet.ParquetFile(content)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
@@ -248,7 +263,7 @@ def _parquet_rows(file: Path, column: str, advance: Callable[[int], None] | None
             bad = _missing(column, table.schema_arrow.names)
             yield from (Record(i + 1, bad) for i in range(table.metadata.num_rows))
             return
-        number, share = 0, file.stat().st_size / max(1, table.metadata.num_rows)
+        number, share = 0, os.fstat(content.fileno()).st_size / max(1, table.metadata.num_rows)
         for batch in table.iter_batches(256, columns=[column], use_threads=False):
             values = batch.column(0)
             if pyarrow.types.is_dictionary(values.type):

@@ -13,6 +13,8 @@ class TooManyEntriesError(Exception):
 def matching_files(pattern: str, most: int) -> Iterator[str]:
     """The files that a pattern matches, by the rules of `glob.glob(pattern, recursive=True)`, in no order.
 
+    Links that lead nowhere, pipes and devices are among them: whoever opens them says what is wrong.
+
     Args:
         most: entries of folders to look at.
 
@@ -20,7 +22,7 @@ def matching_files(pattern: str, most: int) -> Iterator[str]:
         TooManyEntriesError: there are more.
     """
     if not _is_pattern(pattern):
-        yield from [pattern] if os.path.isfile(pattern) else []
+        yield from [pattern] if _is_no_folder(pattern) else []
         return
     seen = 0
 
@@ -47,15 +49,20 @@ def matching_files(pattern: str, most: int) -> Iterator[str]:
         elif not _is_pattern(part):
             path = os.path.join(folder, part)
             todo += [(path, rest)] if rest else []
-            yield from [path] if not rest and os.path.isfile(path) else []
+            yield from [path] if not rest and _is_no_folder(path) else []
         elif rest:
             todo += [(entry.path, rest) for entry in entries(folder, part) if _is(entry.is_dir)]
         else:
-            yield from (entry.path for entry in entries(folder, part) if _is(entry.is_file))
+            yield from (entry.path for entry in entries(folder, part) if not _is(entry.is_dir))
 
 
 def _is_pattern(name: str) -> bool:
     return re.search(r"[*?[]", name) is not None
+
+
+def _is_no_folder(path: str) -> bool:
+    """Whether there is something else by this name, even if only a link."""
+    return os.path.lexists(path) and not os.path.isdir(path)
 
 
 def _is(test: Callable[[], bool]) -> bool:
