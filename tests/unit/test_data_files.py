@@ -11,7 +11,7 @@ import pytest
 from torchtitan.commands import tokenize
 from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import LocalDocuments
-from torchtitan.data.files import FileStamp, open_plain
+from torchtitan.data.files import FileStamp, find_text_files, find_token_files, open_plain
 from torchtitan.data.loader import build_loader
 from torchtitan.data.records import LONG, read_records
 from torchtitan.data.retry import DataError
@@ -160,3 +160,72 @@ def test_a_longer_file_is_no_error_of_decoding(tmp_path):
     with pytest.raises(UserError, match=r"\.txt has changed since the run indexed it; start the run again"):
         next(iter(steps))
     steps.close()
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.jsonl"])
+def test_a_file_is_found_once_whatever_links_lead_to_it(tmp_path, caplog, monkeypatch, pattern):
+    """A loop was read 41 times, an alias of the folder twice; two loops would be 2^40 folders."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    (tmp_path / "v1").mkdir()
+    write_lines(tmp_path / "v1/a.jsonl")
+    write_lines(tmp_path / "b.jsonl", seed=2)
+    os.link(tmp_path / "b.jsonl", tmp_path / "hard.jsonl")
+    (tmp_path / "latest").symlink_to("v1")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "v1/loop").symlink_to(tmp_path)
+    (tmp_path / "v1/0.jsonl").symlink_to("a.jsonl")
+    assert find_text_files(str(tmp_path / pattern), "key") == [
+        tmp_path / "b.jsonl",
+        tmp_path / "hard.jsonl",
+        tmp_path / "v1/a.jsonl",
+    ]
+    assert "key: skipping 4 links to what is read under another name: " in caplog.text
+    for name in ("latest", "loop", "v1/loop", "v1/0.jsonl"):
+        assert str(tmp_path / name) in caplog.text
+
+
+def test_links_out_of_the_folder_are_followed_once(tmp_path):
+    (tmp_path / "other").mkdir()
+    write_lines(tmp_path / "other/x.jsonl")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/b").symlink_to(tmp_path / "other")
+    (tmp_path / "data/c").symlink_to(tmp_path / "other")
+    (tmp_path / "data/d.jsonl").symlink_to(tmp_path / "other/x.jsonl")
+    assert find_text_files(str(tmp_path / "data"), "key") == [tmp_path / "data/b/x.jsonl"]
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Makes a folder of token files."""
+
+    def make(name):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        write_token_file(folder / "a.bin", [np.arange(10, 90)], TOKENIZER, {})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["[x]", "a*b?", "tokens.bin"])
+def test_names_of_token_folders_are_no_patterns(tokens, name):
+    folder = tokens(name)
+    assert find_token_files(str(folder), "key") == [folder / "a.bin"]
+
+
+def test_token_files_at_any_depth(tokens, tmp_path, caplog, monkeypatch):
+    """A folder of text isn't one of token files because a model lies somewhere below it."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    inner = tokens("tokens/part-0")
+    (tmp_path / "tokens/pytorch_model.bin.d").mkdir()
+    (tmp_path / "tokens/pytorch_model.bin.d/model.bin").write_bytes(b"weights")
+    (tmp_path / "tokens/tokens-report.json").write_text("{}")
+    assert find_token_files(str(tmp_path / "tokens"), "key") == [inner / "a.bin"]
+    assert "beside" not in caplog.text
+    write_lines(tmp_path / "tokens/more.jsonl")
+    assert find_token_files(str(tmp_path / "tokens"), "key") == [inner / "a.bin"]
+    assert "reading 1 token file of" in caplog.text
+    assert "and not what lies beside: more.jsonl" in caplog.text
+    (inner / "a.bin").unlink()
+    assert find_token_files(str(tmp_path / "tokens"), "key") == []

@@ -19,7 +19,7 @@ from torchtitan.data.retry import DataError
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import regular_handle
 from torchtitan.utils.logging import logger
-from torchtitan.utils.patterns import TooManyEntriesError, matching_files
+from torchtitan.utils.patterns import TooManyEntriesError, files_below, matching_files, without_aliases
 from torchtitan.utils.text import listed, plural
 
 Format = Literal["json", "text", "parquet"]
@@ -31,6 +31,8 @@ _MOST_ENTRIES = 1_000_000
 
 _ABOUT = ("readme", "license", "licence", "copying", "notice", "changelog", "citation", "contributing", "security")
 """Beginnings of the names of files about a folder, which are no documents of it."""
+REPORT = "-report.json"
+"""End of the name of what `torchtitan tokenize` writes about token files."""
 _DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "croissant.json", "state.json"}
 
 
@@ -42,17 +44,52 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     """
     if not isinstance(path, str):
         return [file for one in path for file in find_files(one, key)]
-    expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded):
-        found = sorted(p for p in _files_below(expanded) if format_of(p))
-    else:
-        try:
-            found = [Path(p) for p in sorted(set(matching_files(expanded, _MOST_ENTRIES)))]
-        except TooManyEntriesError as error:
-            raise UserError(f"{key}: {error}; name a folder closer to the files") from None
+    found = _named_by(path, key)
+    if os.path.isdir(os.path.expanduser(path)):
+        found = [file for file in found if format_of(file)]
     if not found:
         raise UserError(f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin token files)")
     return found
+
+
+def find_token_files(path: str, key: str) -> list[Path]:
+    """The token files that `path` names: a `.bin` file, a glob of them, or a folder that holds some, at any depth.
+
+    Returns:
+        None of them if `path` names documents or doesn't exist.
+    """
+    folder = os.path.expanduser(path)
+    if not os.path.isdir(folder):
+        return find_files(path, key) if path.endswith(".bin") else []
+    files = set(_named_by(path, key))
+    tokens = {file for file in files if file.suffix == ".bin"}
+    if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
+        tokens = {file for file in tokens if file.with_suffix(".json") in files}
+    described = {file.with_suffix(".json") for file in tokens}
+    beside = [file for file in files - described if format_of(file) and not _is_description(file)]
+    if tokens and beside:
+        names = listed(sorted(file.name for file in beside), 6)
+        logger.warning(
+            f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what lies beside: {names}. To "
+            "read that, name it by itself, or as another source"
+        )
+    return sorted(tokens)
+
+
+def _named_by(path: str, key: str) -> list[Path]:
+    """The files in a folder, except hidden ones, or those that a pattern matches, each once, sorted."""
+    expanded = os.path.expanduser(path)
+    skipped: list[str] = []
+    search = files_below if os.path.isdir(expanded) else matching_files
+    try:
+        files, again = without_aliases(search(expanded, _MOST_ENTRIES, skipped))
+    except TooManyEntriesError as error:
+        raise UserError(f"{key}: {error}; name a folder closer to the files") from None
+    if links := sorted({*skipped, *again}):
+        logger.info(
+            f"{key}: skipping {plural(len(links), 'link')} to what is read under another name: {listed(links, 6)}"
+        )
+    return sorted(map(Path, files))
 
 
 def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
@@ -86,20 +123,11 @@ def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
 _FORMATS_READ = f"files must be of {', '.join(FORMATS)} (also {', '.join(COMPRESSED)})"
 
 
-def _files_below(folder: str) -> list[Path]:
-    """Files in a folder and its subfolders, except hidden ones."""
-    files = []
-    for parent, subfolders, names in os.walk(folder, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-        if len(files) > _MOST_ENTRIES:
-            raise UserError(f"{folder} holds more than {_MOST_ENTRIES:,} files; name a folder closer to the documents")
-    return files
-
-
 def _is_description(file: Path) -> bool:
     name = file.name.lower()
-    return name in _DESCRIPTIONS or (FORMATS.get(file.suffix.lower()) == "text" and name.startswith(_ABOUT))
+    if name in _DESCRIPTIONS or name.endswith(REPORT):
+        return True
+    return FORMATS.get(file.suffix.lower()) == "text" and name.startswith(_ABOUT)
 
 
 def format_of(file: Path) -> Format | None:
