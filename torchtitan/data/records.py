@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from torchtitan.data.files import FileStamp, format_of, is_compressed, is_damage, open_data, open_plain
+from torchtitan.data.files import Stamp, format_of, is_compressed, is_damage, open_data, open_plain
 from torchtitan.data.retry import DataError
 
 _BLOCK = 2**20
@@ -76,7 +76,7 @@ class HeldText(LongText):
 class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
-    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: FileStamp | None = None):
+    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: Stamp | None = None):
         """
         Args:
             stamp: what the file was when its documents were found.
@@ -144,7 +144,7 @@ def place(file: Path, number: int) -> str:
     return f"{file}: {noun} {number}" if noun else str(file)
 
 
-def kind_of(file: Path, stamp: FileStamp | None = None) -> str:
+def kind_of(file: Path, stamp: Stamp | None = None) -> str:
     """`json` (lines), `array` (a JSON array), `text` or `parquet`."""
     kind = format_of(file)
     assert kind is not None, file
@@ -160,7 +160,7 @@ def kind_of(file: Path, stamp: FileStamp | None = None) -> str:
 
 
 def read_records(
-    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
+    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None
 ) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 
