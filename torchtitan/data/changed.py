@@ -68,7 +68,7 @@ class ContentsRecord:
             for source in self.spec.sources
             if source.name in saved
             and self._has_changed(
-                f"{self.spec.key(source)}.dataset",
+                f"{self.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}",
                 saved[source.name].contents,
                 self.contents[source.name],
                 lambda name=source.name: lists().get("sources", {}).get(name, ()),  # type: ignore[misc]

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from torchtitan.data.files import FORMATS, FileStamp, open_data
+from torchtitan.data.files import COMPRESSED, FORMATS, FileStamp, open_data
 from torchtitan.data.identity import sample
 from torchtitan.utils.strict import Count
 from torchtitan.utils.text import listed, plural, printable
@@ -44,8 +44,8 @@ class DataFile(NamedTuple):
     def same_as(self, other: "DataFile") -> bool:
         """Whether the other file is read in the same way and has the same contents, as far as is known of both."""
         known = self.whole == other.whole or not (self.whole and other.whole)
-        own = (self.size, self.sample, _kind(self.name))
-        return known and own == (other.size, other.sample, _kind(other.name))
+        same = known and self.size == other.size and self.sample == other.sample
+        return same and (self.name == other.name or _kind(self.name) == _kind(other.name))
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,34 @@ class Contents:
 
 def _kind(name: str) -> str:
     """The endings of a name that say how the file is read."""
-    found = []
-    for ending in reversed(Path(name.lower()).suffixes):
-        found.append(ending)
-        if ending in FORMATS:
+    kind = ""
+    for ending in reversed(name.rpartition("/")[2].lower().split(".")[1:]):
+        kind = f".{ending}{kind}"
+        if f".{ending}" in FORMATS or f".{ending}" not in COMPRESSED:
             break
-    else:
-        return found[0] if found else ""
-    return "".join(found)
+    return kind
 
 
-def data_file(path: str | Path, base: str | Path, size: int, sample: str, whole: str = "") -> DataFile:
+def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> DataFile:
     """
     Args:
+        path: absolute.
         base: the folder that the file's name is relative to.
     """
-    name = os.path.relpath(path, base)
-    return DataFile(os.fsencode(name).decode("utf-8", "backslashreplace"), size, sample, whole)
+    name = path.removeprefix(f"{base.rstrip('/')}/")
+    if not name.isascii():
+        name = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return DataFile(name, size, sample, whole)
 
 
 def sampled(stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()) -> list[DataFile]:
     """Files of which nothing is kept from run to run, sampled now.
 
     Args:
+        base: the folder that their names are relative to.
         wholes: hashes of all their contents, if known.
     """
+    folder = os.path.abspath(base)
 
     def one(stamp: FileStamp) -> str:
         with open_data(stamp.path, stamp) as file:
@@ -106,7 +109,7 @@ def sampled(stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str]
     with ThreadPoolExecutor(_READERS) as pool:
         samples = list(pool.map(one, stamps))
     known = wholes or [""] * len(stamps)
-    return [data_file(s.path, base, s.size, own, all_) for s, own, all_ in zip(stamps, samples, known, strict=True)]
+    return [data_file(s.path, folder, s.size, own, all_) for s, own, all_ in zip(stamps, samples, known, strict=True)]
 
 
 def base_of(path: str | Sequence[str]) -> str:

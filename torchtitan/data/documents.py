@@ -114,7 +114,9 @@ class LocalDocuments:
             reading = f"{text_column}: {sorted(self.skipped.items())}"
         base = base_of(path)
         found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
-        self.contents = Contents.of(found, hashlib.sha256((listing + reading).encode()).hexdigest()[:16], reading)
+        self.contents = Contents.of(
+            found, hashlib.sha256((listing + reading).encode(errors="surrogateescape")).hexdigest()[:16], reading
+        )
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
