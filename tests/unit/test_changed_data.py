@@ -232,7 +232,7 @@ def test_validation_data_is_compared(tmp_path):
     expected = resume(run(), checkpoint)
     assert torch.equal(resume(run("train"), checkpoint), expected), "another set, by the configuration"
     write_lines(tmp_path / "held_out/b.jsonl", 7)
-    with pytest.raises(UserError, match=r"validation\.dataset: the data has changed .*: b\.jsonl has other contents"):
+    with pytest.raises(UserError, match=r"validation\.dataset_path: the data .*: b\.jsonl has other contents"):
         resume(run(), checkpoint)
     assert torch.equal(resume(run(on_changed="continue"), checkpoint), expected)
 

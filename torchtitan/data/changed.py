@@ -1,7 +1,9 @@
 """Notices, at a resume, data that has changed since the checkpoint was saved."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from torchtitan.config.data import Source
 from torchtitan.data.contents import Contents, DataFile, Lists, changes, in_words, render_lists
 from torchtitan.data.positions import DataState, SourceFingerprint
 from torchtitan.data.sources import DataSpec
@@ -30,17 +32,16 @@ class ContentsRecord:
         self._lists: dict[str, dict[str, Sequence[DataFile]]] = {
             "sources": {name: held.files for name, held in contents.items()}
         }
-        self._held_out: dict[str, Contents] = {}
+        self._held_out: dict[str, ContentsRecord] = {}
         self._rendered: bytes | None = None
 
     def add_held_out(self, other: "ContentsRecord") -> None:
         """Record a validation set, too."""
-        (fingerprint,) = other.fingerprints.values()
-        (contents,) = other.contents.values()
+        (source,) = other.spec.sources
         section = other.spec.section
-        self.held_out[section] = fingerprint
-        self._held_out[section] = contents
-        self._lists.setdefault("held_out", {})[section] = contents.files
+        self.held_out[section] = other.fingerprints[source.name]
+        self._held_out[section] = other
+        self._lists.setdefault("held_out", {})[section] = other.contents[source.name].files
         self._rendered = None
 
     def lists(self) -> bytes:
@@ -60,40 +61,35 @@ class ContentsRecord:
         """
         saved = state.sources
         if parked := saved.keys() - self.contents.keys():
-            recorded = lists().get("sources", {})
-            self._lists["sources"] |= {name: recorded[name] for name in parked if name in recorded}
+            kept = lists().get("sources", {})
+            self._lists["sources"] |= {name: kept[name] for name in parked if name in kept}
             self._rendered = None
-        found = [
-            source.name
-            for source in self.spec.sources
-            if source.name in saved
-            and self._has_changed(
-                f"{self.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}",
-                saved[source.name].contents,
-                self.contents[source.name],
-                lambda name=source.name: lists().get("sources", {}).get(name, ()),  # type: ignore[misc]
-            )
-        ]
-        for section, contents in self._held_out.items():
+        found = []
+        for source in self.spec.sources:
+            if source.name in saved:
+                recorded = partial(_files, lists, "sources", source.name)
+                if self._has_changed(self, source, saved[source.name].contents, recorded):
+                    found.append(source.name)
+        for section, other in self._held_out.items():
             before = state.fingerprint.held_out.get(section)
             if (
                 before is not None and before.dataset == self.held_out[section].dataset
             ):  # else the configuration changed
-                self._has_changed(
-                    f"{section}.dataset",
-                    before.contents,
-                    contents,
-                    lambda section=section: lists().get("held_out", {}).get(section, ()),  # type: ignore[misc]
-                )
+                recorded = partial(_files, lists, "held_out", section)
+                self._has_changed(other, other.spec.sources[0], before.contents, recorded)
         return found
 
-    def _has_changed(self, key: str, before: str, now: Contents, files: Callable[[], Sequence[DataFile]]) -> bool:
+    def _has_changed(
+        self, own: "ContentsRecord", source: Source, before: str, files: Callable[[], Sequence[DataFile]]
+    ) -> bool:
         """
         Args:
-            key: what configures the source.
+            own: the record of the source.
             before: its fingerprint at the checkpoint.
             files: reads its files at the checkpoint.
         """
+        key = f"{own.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}"
+        now = own.contents[source.name]
         if before == now.fingerprint:
             return False
         if before == now.earlier:
@@ -113,3 +109,7 @@ class ContentsRecord:
             f'{problem}.\nRestore it, or set training.on_changed_data = "continue" to continue with it as it is, or '
             'restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
         )
+
+
+def _files(lists: Callable[[], Lists], section: str, name: str) -> Sequence[DataFile]:
+    return lists().get(section, {}).get(name, ())
