@@ -72,9 +72,8 @@ class ContentsRecord:
                     found.append(source.name)
         for section, other in self._held_out.items():
             before = state.fingerprint.held_out.get(section)
-            if (
-                before is not None and before.dataset == self.held_out[section].dataset
-            ):  # else the configuration changed
+            # Under another name the set was changed on purpose; no position depends on it.
+            if before is not None and before.dataset == self.held_out[section].dataset:
                 recorded = partial(_files, lists, "held_out", section)
                 self._has_changed(other, other.spec.sources[0], before.contents, recorded)
         return found
