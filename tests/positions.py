@@ -5,20 +5,20 @@ from torchtitan.checkpoint.manifest import parse, render
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataPosition, DataState
 
+MINIMAL = {
+    "saved": "",
+    "model_only": False,
+    "parameters": 0,
+    "tensor_bytes": {},
+    "files": {"x": {"bytes": 0, "crc32": 0}},
+}
+"""What a manifest needs beside what is known of the run."""
+
 
 def manifest_bytes(state: DataState) -> bytes:
     """A manifest with this data position."""
-    content = {
-        **ABOUT,
-        "saved": "",
-        "step": state.step,
-        "model_only": False,
-        "train_state": train_state(state.step) | {"data": state},
-        "parameters": 0,
-        "tensor_bytes": {},
-        "files": {"x": {"bytes": 0, "crc32": 0}},
-    }
-    return render(content)
+    whole = train_state(state.step) | {"data": state}
+    return render({**ABOUT, **MINIMAL, "step": state.step, "train_state": whole})
 
 
 def saved(loader: StepLoader, *parts: DataPosition) -> DataState:

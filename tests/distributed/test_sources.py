@@ -85,3 +85,32 @@ def test_a_mixture_resumes_on_another_layout(ranks, tmp_path):
     for record, reference in zip(resumed["metrics"], whole["metrics"], strict=True):
         assert record["tokens/b"] == reference["tokens/b"]
         assert record["loss/b"] == pytest.approx(reference["loss/b"], rel=1e-5)
+
+
+def train_in_pieces(argv):
+    """Train, taking documents of a thousand bytes for long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchtitan.data.records.LONG", 1000)
+        patch.setattr("torchtitan.data.documents.LONG", 1000)
+        patch.setattr("torchtitan.data.pieces.PIECE", 300)
+        return train(argv)
+
+
+def test_a_run_is_saved_within_a_long_document(ranks, tmp_path):
+    """The uninterrupted run encodes the document as a whole."""
+    lines = [json.loads(line)["text"] for line in write_corpus(tmp_path / "corpus.jsonl").read_text().splitlines()]
+    (tmp_path / "long.txt").write_text("\n".join(lines))
+
+    def argv(name, *extra, steps):
+        (tmp_path / name).mkdir(exist_ok=True)
+        given = arguments(tmp_path / name, SCHEDULE, *extra, steps=steps)
+        return [arg for arg in given if "dataset_path" not in arg] + [
+            f"--training.dataset_path={tmp_path / 'long.txt'}"
+        ]
+
+    whole = ranks(1, train, argv("whole", steps=8))[0]
+    ranks(1, train_in_pieces, argv("parts", *SAVE, steps=3))
+    manifest = json.loads((tmp_path / "parts/out/checkpoint/step-3/manifest.json").read_text())
+    (lane,) = manifest["train_state"]["data"]["sources"]["data"]["lanes"].values()
+    assert lane["position"] > 0
+    assert_continues(ranks(2, train_in_pieces, argv("parts", *SAVE, steps=8))[0], whole)

@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests.checkpoints import small_checkpointer, train_state
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
 from torchtitan.checkpoint import dcp_storage
 from torchtitan.checkpoint.commit import begin, temporary_folder
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import CheckpointError, ConfigError
 from torchtitan.utils.logging import logger
 
 
@@ -109,6 +110,27 @@ def test_full_disk_leaves_earlier_checkpoints_intact(ranks, tmp_path, mode):
     folder = tmp_path / "out/checkpoint"
     assert sorted(p.name for p in folder.iterdir()) == ["step-3"]
     assert ranks(2, train, arguments(tmp_path, *extra, steps=6))[0]["progress"]["step"] == 6
+
+
+def save_what_no_manifest_holds(folder):
+    checkpointer = small_checkpointer(folder)
+    try:
+        checkpointer.save(2, train_state(2) | {"guard": {"more": 1}})
+        checkpointer.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointer.close()
+
+
+def test_a_state_that_fits_no_manifest_is_called_a_bug(ranks, tmp_path):
+    """The user is not told to fix the cause."""
+    for message in ranks(2, save_what_no_manifest_holds, tmp_path):
+        assert f"can't save {tmp_path / 'step-2'}: rank 0: " in message
+        assert "train_state.guard.windows: Field required" in message
+        assert "bug in torchtitan, please report it" in message
+        assert "Fix the cause" not in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def set_file_user(uid):

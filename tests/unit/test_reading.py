@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.positions import saved
-from tests.runs import arguments, train
+from tests.runs import SAVE, arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
 from torchtitan.data import index, pieces, records
@@ -389,7 +389,7 @@ def test_sizes_of_texts_are_known(tmp_path, corpus):
 
 @pytest.mark.parametrize("kind", ["files", "stream"])
 def test_a_run_records_what_it_skipped(tmp_path, ranks, kind):
-    """In `run.json`, alike on one rank and two, where each reads a lane of its own of the stream."""
+    """In `run.json`, alike on one rank and two, where each reads a lane of its own of the stream, after a resume."""
     write_bad(tmp_path / "data")
     source = [f"--training.dataset={tmp_path / 'data'}"]
     if kind == "files":
@@ -398,7 +398,10 @@ def test_a_run_records_what_it_skipped(tmp_path, ranks, kind):
     for world in (1, 2):
         out = tmp_path / f"out{world}"
         argv = [a for a in arguments(tmp_path, steps=6) if "dataset" not in a and "dump_folder" not in a]
-        ranks(world, train, [*argv, *source, f"--job.dump_folder={out}", "--training.on_bad_document=skip"])
+        argv += [*source, *SAVE, f"--job.dump_folder={out}", "--training.on_bad_document=skip"]
+        if world == 2:
+            ranks(1, train, [*argv, "--training.steps=3"])
+        ranks(world, train, argv)
         found.append(json.loads((out / "run.json").read_text())["starts"][-1]["skipped_documents"])
     assert found[0] == found[1]
     assert sum(found[0].values()) >= 9

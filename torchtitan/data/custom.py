@@ -5,7 +5,7 @@
 - numbered documents: `len(it)`, `it[i]`, the text of document i, and `fingerprint`, a string that changes when the
   texts do. Document i must be the same on every rank and at every call; which one is read when follows from the seed.
 - a `datasets.IterableDataset` with a column of texts, for example by `IterableDataset.from_generator(texts,
-  gen_kwargs={"shards": [...]})`, whose shards ranks divide among them. It keeps its own position.
+  gen_kwargs={"shards": [...]})`, whose shards ranks divide among them. Its `state_dict()` is its position, and JSON.
 
 Both take part in the global order of rows, in mixtures and in resumes as built-in sources do. Every rank and every
 worker process calls `make`.
