@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torchtitan.data.cache import open_cache
 from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed
 from torchtitan.data.index import RANGE, FileIndex, find_documents, new_index
-from torchtitan.data.records import LONG, SKIP_ADVICE, BadDocument, FileText, Text, decode, place
+from torchtitan.data.records import SKIP_ADVICE, FileText, decode, place
 from torchtitan.data.retry import DataError
+from torchtitan.data.texts import LONG, BadDocument, Text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural

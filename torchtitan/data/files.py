@@ -19,8 +19,20 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.text import listed, plural
 
-Format = Literal["json", "text", "parquet"]
-FORMATS: dict[str, Format] = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
+Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
+FORMATS: dict[str, Format] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".txt": "text",
+    ".md": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+"""Endings of files of documents. `json` may be lines or an array."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BUFFER = 2**20
 _MOST_ENTRIES = 1_000_000
