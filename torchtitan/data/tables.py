@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+import numpy as np
+
 from torchtitan.data.retry import DataError
 from torchtitan.data.texts import BLOCK, LONG, LONGEST, BadDocument, HeldBytes, Record, missing_column
 
@@ -119,12 +121,16 @@ def _values(values: Any) -> Iterator[Any]:
     if not (types.is_binary(values.type) or types.is_large_binary(values.type)) or values.nbytes <= LONG:
         yield from values.to_pylist()
         return
-    for value in values:
-        buffer = value.as_buffer()
-        if buffer is None or buffer.size <= LONG:
-            yield value.as_py()
+    # A scalar would copy the value.
+    width = np.int32 if types.is_binary(values.type) else np.int64
+    _, places, content = values.buffers()
+    ends = np.frombuffer(places, width)[values.offset : values.offset + len(values) + 1].tolist()
+    for start, end, valid in zip(ends, ends[1:], values.is_valid().to_pylist(), strict=False):
+        text = content.slice(start, end - start)
+        if valid:
+            yield HeldBytes(text) if len(text) > LONG else text.to_pybytes()
         else:
-            yield HeldBytes(buffer)
+            yield None
 
 
 def _as_binary(values: Any) -> Any:

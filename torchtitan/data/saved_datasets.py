@@ -1,0 +1,75 @@
+"""Folders that `save_to_disk` of the library `datasets` wrote.
+
+state.json          of a data set: names its Arrow files. Others beside them are caches of `map` and the like
+dataset_dict.json   of several splits: names the folders of each
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan.data.retry import DataError
+from torchtitan.utils.json_files import read_json_object
+
+_STATE = "state.json"
+_SPLITS = "dataset_dict.json"
+_DEFAULT_SPLIT = "train"
+
+
+def saved_files(folder: Path) -> list[str] | None:
+    """The names of a saved data set's files; None if the folder holds none.
+
+    Raises:
+        DataError: a file is missing, or the rows are chosen by a table beside them.
+    """
+    state = _read(folder / _STATE)
+    if state is None or "_data_files" not in state:
+        return None
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(
+            f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices (select, shuffle, "
+            "filter); call flatten_indices() on it before save_to_disk()"
+        )
+    names = _names(state["_data_files"], folder)
+    for name in names:
+        if not (folder / name).is_file():
+            raise DataError(f"{folder} is a saved data set without its file {name}, which {_STATE} names; save it again")
+    return names
+
+
+def _names(files: Any, folder: Path) -> list[str]:
+    entries = files if isinstance(files, list) else [None]
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise DataError(f"{folder / _STATE}: _data_files must be a list of files beside it; save the data set again")
+    return names
+
+
+def saved_split(folder: Path) -> str | None:
+    """The split to read of several saved in a folder, `train`; None if the folder holds no splits.
+
+    Raises:
+        DataError: there is no such split.
+    """
+    about = _read(folder / _SPLITS)
+    if about is None or "splits" not in about:
+        return None
+    splits = [name for name in about["splits"] if isinstance(name, str)] if isinstance(about["splits"], list) else []
+    if _DEFAULT_SPLIT in splits:
+        return _DEFAULT_SPLIT
+    example = f", such as {folder / splits[0]}" if splits else ""
+    raise DataError(
+        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, and none is "
+        f"{_DEFAULT_SPLIT!r}; name the folder of one{example}"
+    )
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The contents of a description; None if it isn't there, or is no JSON object and no Arrow file is beside it."""
+    if not file.is_file():
+        return None
+    try:
+        return read_json_object(file)
+    except ValueError as error:
+        if file.name == _STATE and not any(file.parent.glob("*.arrow")):
+            return None
+        raise DataError(f"{error}; save the data set again") from None
