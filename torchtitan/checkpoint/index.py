@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan.checkpoint.manifest import Count, FileName, Manifest, Strict, Sum, first_problem, read_manifest
+from torchtitan.checkpoint.manifest import FileName, Manifest, Sum, first_problem, read_manifest
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
+from torchtitan.utils.strict import Count, Strict
 
 INDEX = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -1,6 +1,7 @@
 """`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each of its files.
 
-The models below are the format. The file's last line is the SHA-256 of all before it, so every flipped bit is found.
+The models below are the format, with those of the data position in `torchtitan.data.positions`. The file's last line
+is the SHA-256 of all before it, so every flipped bit is found.
 """
 
 import hashlib
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, ValidationError, model_validator
 
+from torchtitan.data.positions import DataState
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
+from torchtitan.utils.strict import Count, Strict
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -23,22 +26,10 @@ _DEEPEST = 8
 """Levels of tables in a configuration."""
 _SEAL = b',\n "sha256": '
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
 """CRC-32."""
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 """Plain and relative: no slash, and more than dots."""
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        hide_input_in_errors=True,
-    )
 
 
 class FileEntry(Strict):
@@ -64,74 +55,6 @@ class GuardState(Strict):
     calm: Count
     rows: Count
     skipped: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-
-
-class DocumentPosition(Strict):
-    position: Count
-
-
-class StreamPosition(Strict):
-    epoch: Count
-    stream: dict[str, Any] | None
-
-
-class LanePosition(Strict):
-    cursor: DocumentPosition | StreamPosition
-    offset: Annotated[int, Field(ge=-1, lt=2**63)]
-
-
-class SourcePosition(Strict):
-    """Rows that were read from a source, and of text, the position in each of its lanes."""
-
-    contents: str
-    """Fingerprint of the source."""
-    rows: Count
-    lane_count: Count | None = None
-    lanes: dict[str, LanePosition] | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        lanes = self.lanes or {}
-        if len(lanes) != (self.lane_count or 0) or lanes.keys() != {str(index) for index in range(len(lanes))}:
-            raise ValueError("lanes are missing")
-        return self
-
-
-class SharesState(Strict):
-    """How the rows since the last change of weights were divided among the sources."""
-
-    weights: dict[str, Annotated[int, Field(ge=1)]]
-    rows: Count
-    counts: dict[str, Count]
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.weights.keys() != self.counts.keys():
-            raise ValueError("counts are missing")
-        return self
-
-
-class SourceFingerprint(Strict):
-    dataset: str
-    contents: str
-
-
-class DataFingerprint(Strict):
-    """What a position is valid for."""
-
-    sources: dict[str, SourceFingerprint]
-    tokenizer: str
-    seq_len: Count
-    seed: Count
-
-
-class DataState(Strict):
-    """The data position."""
-
-    fingerprint: DataFingerprint
-    step: Count
-    shares: SharesState
-    sources: dict[str, SourcePosition]
 
 
 class AverageState(Strict):

@@ -93,12 +93,12 @@ class LocalDocuments:
             cache_folder: None: the default; "none": no cache.
         """
         files = find_text_files(path, key)
-        stamps = [FileStamp.of(file) for file in files]
         stop = on_bad_document == "stop"
         cache = open_cache(cache_folder, cache_key)
         self._files, self._held = OpenFiles(), list[NDArray[np.int64]]()
         self._cache, self._column = cache, text_column
         try:
+            stamps = [FileStamp.of(file) for file in files]
             self.indexes = cache.open(stamps, text_column, stop) if cache else self._hold(stamps, stop, cache_key)
             self._stop_at_bad(stop)
         except DataError as error:
@@ -143,15 +143,16 @@ class LocalDocuments:
         file, number = self.indexes[which], index - (int(self._ends[which - 1]) if which else 0)
         start, end = self._range(which, number)
         if file.kind == "json" and not file.copied:
-            stamp = FileStamp(file.path, file.size, file.mtime_ns)
             try:
-                return decode(self._files.read(file.path, start, end - start, stamp), file.column)
+                return decode(self._files.read(file.path, start, end - start, file.stamp), file.column)
             except BadDocument as error:
                 raise DataError(f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)") from None
-        path = self._cache.texts(file) if file.copied and self._cache else file.path
+        path, stamp = file.path, file.stamp
+        if file.copied and self._cache:
+            path, stamp = self._cache.texts(file), None
         if end - start > LONG:
-            return FileText(path, start, end)
-        return self._files.read(path, start, end - start).decode()
+            return FileText(path, start, end, stamp)
+        return self._files.read(path, start, end - start, stamp).decode()
 
     def _range(self, which: int, number: int) -> tuple[int, int]:
         if self._cache is None:

@@ -35,6 +35,7 @@ class FileIndex(BaseModel):
     path: str
     size: int
     mtime_ns: int
+    inode: int
     column: str
     kind: str
     """`records.kind_of` the file."""
@@ -47,17 +48,23 @@ class FileIndex(BaseModel):
     places: list[tuple[int, str]] = []
     """Number and problem of the first of them."""
 
+    @property
+    def stamp(self) -> FileStamp:
+        """What the file was when it was indexed."""
+        return FileStamp(self.path, self.size, self.mtime_ns, self.inode)
+
 
 def new_index(stamp: FileStamp, column: str) -> FileIndex:
     """The index of a file, before its documents are looked for."""
-    kind = kind_of(Path(stamp.path))
+    kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(key=key_of([stamp], column), kind=kind, copied=copied, column=column, **vars(stamp))
 
 
 def key_of(stamps: Sequence[FileStamp], column: str) -> str:
     """Names what is kept of files: it changes when they do."""
-    name = json.dumps([[vars(stamp) for stamp in stamps], column, _VERSION])
+    named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
+    name = json.dumps([named, column, _VERSION])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
@@ -86,7 +93,7 @@ def find_documents(
     found: array.array[int] = array.array("q")
     bad: Counter[str] = Counter()
     written = 0
-    for record in read_records(file, index.column):
+    for record in read_records(file, index.column, stamp=index.stamp):
         advance()
         try:
             text = decode(record.content, index.column)

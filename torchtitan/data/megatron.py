@@ -47,7 +47,9 @@ def read_index(tokens: Path) -> tuple[str, int]:
     count = _check_sequences(files, index, sequences, dtype.itemsize)
     _check_documents(files, index, sequences, boundaries)
     if (found := tokens.stat().st_size) != count * dtype.itemsize:
-        raise DataError(f"{tokens} has {found:,} bytes instead of the {count * dtype.itemsize:,} that {index.name} tells")
+        raise DataError(
+            f"{tokens} has {found:,} bytes instead of the {count * dtype.itemsize:,} that {index.name} tells"
+        )
     return dtype.name, count
 
 

@@ -9,12 +9,13 @@ Only the column asked for is read. One process may find the records and others d
 import codecs
 import io
 import json
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchtitan.data.files import Format, format_of, is_compressed, is_damage, open_plain
+from torchtitan.data.files import FileStamp, Format, format_of, is_compressed, is_damage, open_plain
 from torchtitan.data.json_records import is_array, records_of
 from torchtitan.data.retry import DataError
 from torchtitan.data.tables import arrow_rows, csv_rows, parquet_rows
@@ -38,24 +39,31 @@ _BOM = b"\xef\xbb\xbf"
 class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
-    def __init__(self, path: str, start: int = 0, end: int | None = None):
+    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: FileStamp | None = None):
+        """
+        Args:
+            stamp: what the file was when its documents were found.
+        """
         self.path, self.start, self.end = path, start, end
-        self.attempt: Callable[[Callable[[], bytes]], bytes] | None = None
-        """Makes a read, again if it fails."""
+        self.stamp = stamp
+        self.attempt: Callable[[Callable[[], Any]], Any] = operator.call
+        """Opens the file or reads from it, again if that fails."""
 
     def parts(self, start: int = 0) -> Iterator[str]:
         """
         Raises:
             BadDocument: it isn't UTF-8.
+            DataError: the file has changed.
         """
         decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-        with open_plain(Path(self.path)) as file:
+        with self.attempt(lambda: open_plain(Path(self.path), stamp=self.stamp)) as file:
             place = file.seek(self.start + start) if self.start + start else 0
             while True:
                 wanted = BLOCK if self.end is None else min(BLOCK, self.end - place)
                 try:
-                    read = partial(_read_at, file, place, wanted)
-                    block = self.attempt(read) if self.attempt else file.read(wanted)
+                    block = self.attempt(partial(_read_at, file, place, wanted))
+                    if self.stamp is not None and not is_compressed(Path(self.path)):
+                        self.stamp.check(file.fileno())
                     first, place = not place, place + len(block)
                     text = decoder.decode(block.removeprefix(_BOM) if first else block, final=not block)
                 except UnicodeDecodeError as error:
@@ -93,9 +101,11 @@ def place(file: Path, number: int) -> str:
 
 
 Kind = Literal[Format, "array"]
+_TABULAR = ("parquet", "arrow")
+"""Formats that are read at many places of a file."""
 
 
-def kind_of(file: Path) -> Kind:
+def kind_of(file: Path, stamp: FileStamp | None = None) -> Kind:
     """The format of a file; of JSON `json` for lines and `array` for an array."""
     kind = format_of(file)
     assert kind is not None, file
@@ -104,7 +114,7 @@ def kind_of(file: Path) -> Kind:
     if kind != "json":
         return kind
     try:
-        with open_plain(file) as content:
+        with open_plain(file, stamp=stamp) as content:
             return "array" if is_array(content.read(4096)) else "json"
     except Exception as error:
         if is_damage(error):
@@ -112,47 +122,50 @@ def kind_of(file: Path) -> Kind:
         raise
 
 
-def read_records(file: Path, column: str, advance: Callable[[int], None] | None = None) -> Iterator[Record]:
+def read_records(
+    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
+) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 
     Args:
         advance: called with numbers of bytes that were read of the file.
+        stamp: what the file is expected to be.
 
     Raises:
         OSError: reading fails.
-        DataError: the file's structure is damaged, so that its records can't be told apart.
+        DataError: the file's structure is damaged, so that its records can't be told apart; or it is not a regular
+            file, or has changed since `stamp`.
     """
-    kind = kind_of(file)
+    kind = kind_of(file, stamp)
     if kind == "text":
-        yield Record(1, FileText(str(file)))
+        yield Record(1, FileText(str(file), stamp=stamp))
         if advance:
             advance(file.stat().st_size)
         return
+    tabular = kind in _TABULAR
+    if tabular and is_compressed(file):
+        raise DataError(f"{file}: decompress it; {kind} files are read at many places, and can be compressed inside")
     number = 0
     try:
-        for record in _records(file, kind, column, advance):
-            number = record.number
-            yield record
-    except DataError as error:
-        raise DataError(f"{file}: {error}") from None
+        with open_plain(file, None if tabular else advance, stamp) as content:
+            try:
+                for record in _records(content, kind, column, advance):
+                    number = record.number
+                    yield record
+            except DataError as error:
+                raise DataError(f"{file}: {error}") from None
     except Exception as error:
         if not (is_compressed(file) and is_damage(error)):
             raise
         yield Record(number + 1, _damaged(error))
 
 
-def _records(file: Path, kind: Kind, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
-    if kind in ("parquet", "arrow"):
-        if is_compressed(file):
-            raise DataError(f"a {kind.title()} file is read at many places, so decompress it (it compresses by itself)")
-        with open_plain(file) as content:
-            yield from (parquet_rows if kind == "parquet" else arrow_rows)(content, column, advance)
-        return
-    with open_plain(file, advance) as content:
-        if kind in ("csv", "tsv"):
-            yield from csv_rows(content, column, "," if kind == "csv" else "\t")
-        else:
-            yield from records_of(content, array=kind == "array")
+def _records(file: IO[bytes], kind: Kind, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
+    if kind in ("csv", "tsv"):
+        return csv_rows(file, column, "," if kind == "csv" else "\t")
+    if kind in _TABULAR:
+        return (parquet_rows if kind == "parquet" else arrow_rows)(file, column, advance)
+    return records_of(file, array=kind == "array")
 
 
 def decode(content: Any, column: str) -> Text:

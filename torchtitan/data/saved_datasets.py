@@ -32,7 +32,9 @@ def saved_files(folder: Path) -> list[str] | None:
     names = _names(state["_data_files"], folder)
     for name in names:
         if not (folder / name).is_file():
-            raise DataError(f"{folder} is a saved data set without its file {name}, which {_STATE} names; save it again")
+            raise DataError(
+                f"{folder} is a saved data set without its file {name}, which {_STATE} names; save it again"
+            )
     return names
 
 

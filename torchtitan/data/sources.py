@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config import data as config
 from torchtitan.data.custom import is_stream, open_custom
 from torchtitan.data.documents import Documents, OnBad, open_documents
-from torchtitan.data.files import find_files
+from torchtitan.data.files import find_token_files
 from torchtitan.data.mixture import Phase
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import (
@@ -113,10 +112,10 @@ def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
 
 def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     section, make = spec.key(source), spec.custom.get(source.dataset)
-    if make is None and source.dataset_path is not None and (pattern := token_files(source.dataset_path)):
+    if make is None and source.dataset_path is not None:
         key = f"{section}.dataset_path"
-        files = TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key)
-        return TokenSource(files, spec, source, retry)
+        if found := find_token_files(source.dataset_path, key):
+            return TokenSource(TokenFiles(found, spec.seq_len, spec.tokenizer, key), spec, source, retry)
     if source.max_epochs is not None:
         raise UserError(
             f"{section}.max_epochs: the end of a text is known only from its tokens; write token files with "
@@ -136,14 +135,6 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     if documents is not None:
         return DocumentSource(documents, spec, retry)
     return StreamSource(open_stream(source.dataset, section, source.text_column), spec, source, retry)
-
-
-def token_files(path: str) -> str | None:
-    """The glob of the token files that `path` names, a folder of them included."""
-    folder = Path(path).expanduser()
-    if folder.is_dir() and any(folder.glob("*.bin")):
-        return f"{path}/*.bin"
-    return path if path.endswith(".bin") else None
 
 
 class TokenSource:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.messages import explain_errors
-from torchtitan.data.files import EndOfFileError, OpenFiles
+from torchtitan.data.files import EndOfFileError, FileStamp, OpenFiles
 from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
@@ -81,8 +81,8 @@ class TokenFiles:
 
     def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
         self.seq_len = seq_len
-        self.files: list[tuple[Path, np.dtype[Any], int]] = []
-        """(path, dtype, number of tokens)"""
+        self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
+        """(what it was when opened, dtype, number of tokens)"""
         self._open = OpenFiles()
         self.text_bytes: int | None = 0
         """Of the texts, as UTF-8; None if a file's description doesn't say."""
@@ -96,15 +96,15 @@ class TokenFiles:
                 )
             dtype = np.dtype(meta.dtype)
             size = dtype.itemsize * meta.tokens
-            if file.stat().st_size != size:
+            stamp = _stamp(file, key)
+            if stamp.size != size:
                 raise UserError(
-                    f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (truncated?); "
-                    "tokenize the text again"
+                    f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); tokenize the text again"
                 )
             if self.text_bytes is not None:
                 self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
-                self.files.append((file, dtype, meta.tokens))
+                self.files.append((stamp, dtype, meta.tokens))
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
@@ -119,7 +119,8 @@ class TokenFiles:
         ids = [i for i in special if i is not None]
         try:
             if all(np.isin(self.window(i), ids).all() for i in range(len(self))):  # seldom reads more than one
-                raise DataError(f"{self.files[0][0].parent} holds no tokens but begin-of-text and end-of-text")
+                folder = Path(self.files[0][0].path).parent
+                raise DataError(f"{folder} holds no tokens but begin-of-text and end-of-text")
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
 
@@ -128,23 +129,31 @@ class TokenFiles:
 
         Raises:
             OSError: the file can't be read, or has been truncated since it was opened.
-            DataError: it holds ids that the tokenizer doesn't have.
+            DataError: it has changed since it was opened, or holds ids that the tokenizer doesn't have.
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
-        path, dtype, tokens = self.files[which]
+        stamp, dtype, tokens = self.files[which]
         count = min(self.seq_len + 1, tokens - start)
         try:
-            content = self._open.read(str(path), start * dtype.itemsize, count * dtype.itemsize)
+            content = self._open.read(stamp.path, start * dtype.itemsize, count * dtype.itemsize, stamp)
         except EndOfFileError:
-            raise OSError(f"{path} ends before token {start + count} (truncated?)") from None
+            raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
         if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
             first = int(wrong[0])
             raise DataError(
-                f"{path} has id {ids[first]} at token {start + first}, but the tokenizer has only {self.vocab_size}"
+                f"{stamp.path} has id {ids[first]} at token {start + first}, but the tokenizer has only "
+                f"{self.vocab_size}"
             )
         return ids
+
+
+def _stamp(file: Path, key: str) -> FileStamp:
+    try:
+        return FileStamp.of(file)
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def _read_meta(file: Path, key: str) -> _Meta:

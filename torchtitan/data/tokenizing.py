@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.duplicates import HASH, save_hashes
+from torchtitan.data.files import FileStamp
 from torchtitan.data.pieces import PIECE
 from torchtitan.data.records import FileText, decode, place, read_records
 from torchtitan.data.retry import DataError
@@ -64,7 +65,7 @@ class Encoder:
     def __call__(self, batch: Sequence[Item]) -> Encoded:
         """
         Raises:
-            UserError: a document is bad and `stop` is set.
+            UserError: a document is bad and `stop` is set, or a file has changed.
         """
         tokenizer = _tokenizer(self.tokenizer)
         dtype = token_dtype(tokenizer)
@@ -89,6 +90,8 @@ class Encoder:
                 if self.stop:
                     raise UserError(f"--input: {problem}. --on-bad-document skip leaves such documents out") from None
                 bad.append((error.kind, problem))
+            except DataError as error:
+                raise UserError(f"--input: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
         return Encoded(np.concatenate(ids) if ids else np.empty(0, dtype), np.array(hashes, HASH), bad)
 
@@ -125,7 +128,7 @@ def read_items(files: Iterable[Path], column: str, advance: Callable[[int], None
     """
     for file in files:
         try:
-            for number, content, _ in read_records(file, column, advance):
+            for number, content, _ in read_records(file, column, advance, FileStamp.of(file)):
                 yield Item(str(file), number, content)
         except (OSError, DataError) as error:
             raise UserError(f"--input: {error if isinstance(error, DataError) else f'{file}: {error}'}") from error

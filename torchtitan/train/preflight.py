@@ -199,7 +199,7 @@ def _check_paths(config: Config) -> Iterator[str]:
         # Only the loader can look up a remote file (hf://, s3://).
         if path and "://" not in path and not os.path.isdir(path):
             try:
-                found = next(matching_files(path, _MOST_ENTRIES), None)
+                found = next(matching_files(path, _MOST_ENTRIES, skipped=[]), None)
             except TooManyEntriesError as error:
                 yield f"{name}.dataset_path: {error} and finds no file; name a folder closer to the files"
             else:
