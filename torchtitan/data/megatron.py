@@ -1,18 +1,19 @@
 """Token files of Megatron: flat ids in `X.bin`, described by `X.idx`.
 
-X.idx   "MMIDIDX\\0\\0", version (uint64), code of the ids' type (uint8), sequences (uint64), document boundaries (uint64)
-        then of each sequence its length (int32), of each its first byte in X.bin (int64),
-        and the first sequence of each document and the one after the last (int64)
+X.idx   "MMIDIDX\\0\\0", version (uint64), code of the ids' type (uint8), number of sequences (uint64) and of document
+        boundaries (uint64); then the sequences' lengths (int32), their first bytes in X.bin (int64), and the
+        boundaries: the first sequence of each document, and the number of sequences (int64)
 
 The ids are read as one sequence, as of our own token files: begin-of-text and end-of-text are those in the file.
 """
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from torchtitan.data.files import OpenFiles
+from torchtitan.data.files import FileStamp, OpenFiles
 from torchtitan.data.retry import DataError
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -24,15 +25,15 @@ _AT_ONCE = 2**20
 """Sequences that are checked at once."""
 
 
-def read_index(tokens: Path) -> tuple[str, int]:
+def read_index(tokens: FileStamp) -> tuple[str, int]:
     """The type and number of the ids in a `.bin` file, by the `.idx` file beside it.
 
     Raises:
         OSError: reading fails.
         DataError: the index isn't one, is damaged, or doesn't fit the file.
     """
-    index = tokens.with_suffix(".idx")
-    size = index.stat().st_size
+    index = Path(tokens.path).with_suffix(".idx")
+    size = FileStamp.of(index).size
     files = OpenFiles()
     header = files.read(str(index), 0, min(size, _HEADER.size))
     dtype, sequences, boundaries = _read_header(index, header)
@@ -53,7 +54,7 @@ def read_index(tokens: Path) -> tuple[str, int]:
     return dtype.name, count
 
 
-def _read_header(index: Path, header: bytes) -> tuple[np.dtype, int, int]:
+def _read_header(index: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
     if header.startswith(_OLD_MAGIC):
         raise DataError(f"{index} is an index of Megatron's older kind; preprocess the text with --dataset-impl mmap")
     if not header.startswith(_MAGIC) or len(header) < _HEADER.size:

@@ -4,6 +4,7 @@ state.json          of a data set: names its Arrow files. Others beside them are
 dataset_dict.json   of several splits: names the folders of each
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,40 @@ _SPLITS = "dataset_dict.json"
 _DEFAULT_SPLIT = "train"
 
 
-def saved_files(folder: Path) -> list[str] | None:
+def without_caches(files: Sequence[Path]) -> list[Path]:
+    """`files` without the Arrow files beside those of saved data sets.
+
+    Raises:
+        DataError: see `saved_files`.
+    """
+    caches = set()
+    for folder in sorted({file.parent for file in files if file.suffix == ".arrow"}):
+        saved = saved_files(folder)
+        if saved is not None:
+            caches |= {path for path in folder.glob("*.arrow") if path.name not in saved}
+    return [file for file in files if file not in caches]
+
+
+def in_one_split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """`files` without those of the splits of saved data sets that aren't to be read.
+
+    Returns:
+        The files, and the folders of the splits that were chosen.
+
+    Raises:
+        DataError: see `saved_splits`.
+    """
+    chosen = []
+    others: set[Path] = set()
+    for folder in sorted({file.parent for file in files if file.name == _SPLITS}):
+        splits = saved_splits(folder)
+        if splits:
+            chosen.append(folder / _DEFAULT_SPLIT)
+            others |= {folder / name for name in splits if name != _DEFAULT_SPLIT}
+    return [file for file in files if others.isdisjoint(file.parents)], chosen
+
+
+def saved_files(folder: Path) -> set[str] | None:
     """The names of a saved data set's files; None if the folder holds none.
 
     Raises:
@@ -35,7 +69,7 @@ def saved_files(folder: Path) -> list[str] | None:
             raise DataError(
                 f"{folder} is a saved data set without its file {name}, which {_STATE} names; save it again"
             )
-    return names
+    return set(names)
 
 
 def _names(files: Any, folder: Path) -> list[str]:
@@ -46,18 +80,18 @@ def _names(files: Any, folder: Path) -> list[str]:
     return names
 
 
-def saved_split(folder: Path) -> str | None:
-    """The split to read of several saved in a folder, `train`; None if the folder holds no splits.
+def saved_splits(folder: Path) -> list[str]:
+    """The splits that are saved in a folder, `train` among them; none if it holds no splits.
 
     Raises:
-        DataError: there is no such split.
+        DataError: `train` is not among them.
     """
     about = _read(folder / _SPLITS)
     if about is None or "splits" not in about:
-        return None
+        return []
     splits = [name for name in about["splits"] if isinstance(name, str)] if isinstance(about["splits"], list) else []
     if _DEFAULT_SPLIT in splits:
-        return _DEFAULT_SPLIT
+        return splits
     example = f", such as {folder / splits[0]}" if splits else ""
     raise DataError(
         f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, and none is "
@@ -67,11 +101,9 @@ def saved_split(folder: Path) -> str | None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     """The contents of a description; None if it isn't there, or is no JSON object and no Arrow file is beside it."""
-    if not file.is_file():
-        return None
     try:
-        return read_json_object(file)
-    except ValueError as error:
+        return read_json_object(file) if file.exists() else None
+    except (OSError, ValueError) as error:
         if file.name == _STATE and not any(file.parent.glob("*.arrow")):
             return None
         raise DataError(f"{error}; save the data set again") from None
