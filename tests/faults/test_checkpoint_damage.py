@@ -245,7 +245,8 @@ PLAUSIBLE = ("elsewhere in the file", "tensors are text", "tensors are garbage",
 
 def test_every_flipped_bit_of_a_manifest_is_found(checkpoint):
     content = (checkpoint / MANIFEST).read_bytes()
-    assert parse(content).state() == train_state(2)
+    state = parse(content).state()
+    assert state | {"data": state["data"].model_dump(exclude_defaults=True)} == train_state(2)
     for position in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[position // 8] ^= 1 << position % 8

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
 from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.loader import build_loader
-from torchtitan.data.rows import IGNORE_INDEX, merge_states
+from torchtitan.data.rows import IGNORE_INDEX
 from torchtitan.data.shuffle import permute
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.token_files import write_token_file
@@ -44,9 +45,9 @@ def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files",
 
 
 def take(loader, count):
-    """The next `count` steps, as (tokens, labels, state)."""
+    """The next `count` steps, as (tokens, labels, position)."""
     try:
-        return [(b.tokens, b.labels, b.state) for b in itertools.islice(iter(loader), count)]
+        return [(b.tokens, b.labels, b.position) for b in itertools.islice(iter(loader), count)]
     finally:
         loader.close()
 
@@ -124,12 +125,11 @@ def test_global_batch_does_not_depend_on_the_ranks(corpora, kind, degree):
 def test_resume_at_any_step_under_another_degree(corpora, kind, before, after, at):
     whole = take(open_kind(kind, corpora), at + 4)
     ranks = [take(open_kind(kind, corpora, rank, before), at) for rank in range(before)]
-    merged = merge_states([rank[-1][2] for rank in ranks])
-    merged = json.loads(json.dumps(merged))  # as a checkpoint's manifest keeps it
+    state = saved(open_kind(kind, corpora), *(rank[-1][2] for rank in ranks))
     parts = []
     for rank in range(after):
         resumed = open_kind(kind, corpora, rank, after)
-        resumed.load_state_dict(merged)
+        resumed.seek(state)
         parts.append(take(resumed, 4))
     for i in range(4):
         assert torch.equal(torch.cat([part[i][0] for part in parts]), whole[at + i][0])
@@ -144,9 +144,9 @@ def test_resuming_again_and_again_changes_nothing(corpora, kind, chain):
     for steps in chain:
         resumed = open_kind(kind, corpora)
         if state is not None:
-            resumed.load_state_dict(state)
+            resumed.seek(state)
         got += take(resumed, steps)
-        state = got[-1][2]
+        state = saved(resumed, got[-1][2])
     for (tokens, *_, one), (expected, *_, other) in zip(got, whole, strict=True):
         assert torch.equal(tokens, expected)
         assert one == other
@@ -155,9 +155,10 @@ def test_resuming_again_and_again_changes_nothing(corpora, kind, chain):
 @pytest.mark.parametrize(("kind", "workers"), [("jsonl", 3), ("tokens", 2), ("stream", 2)])
 @pytest.mark.e2e
 def test_workers_change_nothing(corpora, kind, workers):
-    plain = take(open_kind(kind, corpora, 1, 2), 6)
+    ranks = [take(open_kind(kind, corpora, rank, 2), 6) for rank in (0, 1)]
+    plain = ranks[1]
     resumed = open_kind(kind, corpora, 1, 2, num_workers=workers, prefetch_factor=3)
-    resumed.load_state_dict(plain[1][2])
+    resumed.seek(saved(resumed, *(rank[1][2] for rank in ranks)))
     assert [s for *_, s in take(resumed, 4)] == [s for *_, s in plain[2:]]
     for (tokens, labels, _), (t, lab, _) in zip(take(resumed, 4), plain[2:], strict=True):
         assert torch.equal(tokens, t)
@@ -353,18 +354,18 @@ def test_unknown_dataset_lists_the_known_ones():
     ],
 )
 def test_position_in_other_data_is_refused(tmp_path, corpora, change, key):
-    state = take(loader(corpora["jsonl"]), 2)[-1][2]
+    whole = loader(corpora["jsonl"])
+    state = saved(whole, take(whole, 2)[-1][2])
     path = write_corpus(tmp_path / "corpus.jsonl", seed=8) if change.pop("path", None) else corpora["jsonl"]
     with pytest.raises(UserError, match=key) as error:
-        loader(path, **change).load_state_dict(state)
+        loader(path, **change).seek(state)
     assert "exclude_from_loading" in str(error.value)
 
 
 def test_token_files_resume_under_another_batch_size(corpora):
     whole = torch.cat([tokens for tokens, *_ in take(loader(corpora["tokens"], rows=4), 12)])
-    state = take(loader(corpora["tokens"], rows=4), 4)[-1][2]
     resumed = loader(corpora["tokens"], rows=8)
-    resumed.load_state_dict(state)
+    resumed.seek(saved(resumed, take(loader(corpora["tokens"], rows=4), 4)[-1][2]))
     assert torch.equal(torch.cat([tokens for tokens, *_ in take(resumed, 4)]), whole[16:])
 
 
@@ -393,11 +394,12 @@ def test_a_killed_worker_reaches_the_trainer(corpora):
 
 
 def test_position_in_another_stream_is_refused(corpora, tmp_path):
-    state = take(open_kind("stream", corpora), 2)[-1][2]
+    whole = open_kind("stream", corpora)
+    state = saved(whole, take(whole, 2)[-1][2])
     for shard in corpora["shards"].iterdir():
         write(tmp_path / shard.name, shard.read_bytes())
     with pytest.raises(UserError, match=r"training.dataset: .* stream of"):
-        loader(None, dataset=str(tmp_path)).load_state_dict(state)
+        loader(None, dataset=str(tmp_path)).seek(state)
 
 
 def test_too_few_documents_for_the_batch_are_reported(tmp_path, caplog, monkeypatch):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.positions import saved
 from tests.runs import write_corpus
 from tests.unit.test_data import SEQ, TOKENIZER, corpora, take  # noqa: F401
 from torchtitan.config.data import DataLoader, Source, Stage
 from torchtitan.data.loader import build_loader
 from torchtitan.data.mixture import Shares, divide, place
-from torchtitan.data.rows import merge_states
+from torchtitan.data.positions import joined
 from torchtitan.data.shuffle import permute
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.token_files import write_token_file
@@ -59,9 +60,10 @@ def batches(loader, count):
         loader.close()
 
 
-def resumed(sources, state, *args, **options):
+def resumed(sources, before, position, *args, **options):
+    """A loader that continues from where one of the sources `before` was."""
     out = loader(sources, *args, **options)
-    out.load_state_dict(json.loads(json.dumps(state)))  # as a checkpoint's manifest keeps it
+    out.seek(saved(loader(before, stages=[]), position))
     return out
 
 
@@ -98,18 +100,18 @@ def test_the_batch_depends_neither_on_ranks_nor_on_resumes(mixture, degree, work
     """Through changes of weights and batch size: read by one rank, and by several that resume on another number."""
     whole = batches(loader(mixture), 12)
     assert [len(batch.tokens) for batch in whole] == [8] * 5 + [12] * 3 + [4] * 4
-    state, ranks, at = None, degree, 0
+    position, ranks, at = None, degree, 0
     for steps in (2, 4, 3, 3):
         readers = [loader(mixture, rank, ranks, num_workers=workers) for rank in range(ranks)]
-        if state is not None:
-            readers = [resumed(mixture, state, rank, ranks, num_workers=workers) for rank in range(ranks)]
+        if position is not None:
+            readers = [resumed(mixture, mixture, position, rank, ranks, num_workers=workers) for rank in range(ranks)]
         parts = [batches(reader, steps) for reader in readers]
         for i, batch in enumerate(zip(*parts, strict=True)):
             for field in ("tokens", "labels", "sources"):
-                joined = torch.cat([getattr(part, field) for part in batch])
-                assert torch.equal(joined, getattr(whole[at + i], field)), field
-        state = merge_states([part[-1].state for part in parts])
-        assert state == whole[at + steps - 1].state
+                together = torch.cat([getattr(part, field) for part in batch])
+                assert torch.equal(together, getattr(whole[at + i], field)), field
+        position = joined([part[-1].position for part in parts])
+        assert position == whole[at + steps - 1].position
         at, ranks = at + steps, {degree: 1, 1: degree}[ranks]
 
 
@@ -165,20 +167,19 @@ def test_a_resumed_run_may_add_and_drop_sources(mixture, tmp_path, caplog, monke
     first, second, third = [text, tokens], [tokens.model_copy(update={"weight": 5}), stream], [stream, tokens, text]
     a = batches(loader(first, stages=[]), 3)
     with caplog.at_level("INFO", "torchtitan"):
-        b = batches(resumed(second, a[-1].state, stages=[]), 3)
+        b = batches(resumed(second, first, a[-1].position, stages=[]), 3)
     assert "from here on also stream" in caplog.text
     assert "no longer text; their positions are kept" in caplog.text
     counts = torch.bincount(torch.cat([batch.sources for batch in b]), minlength=2).tolist()
     assert abs(counts[0] - 24 * 5 / 6) < 1, "weights take effect from this step"
-    c = batches(resumed(third, b[-1].state, stages=[]), 3)
+    c = batches(resumed(third, second, b[-1].position, stages=[]), 3)
     found = [row for part, sources in ((a, first), (b, second), (c, third)) for row in rows_of("tokens", part, sources)]
     assert found == alone[: len(found)]
-    for state in (a[-1].state, b[-1].state):
-        assert state["sources"]["text"] == a[-1].state["sources"]["text"]
-    assert c[-1].state["sources"]["text"]["rows"] > a[-1].state["sources"]["text"]["rows"]
+    assert a[-1].position.sources["text"] == b[-1].position.sources["text"]
+    assert c[-1].position.sources["text"].rows > a[-1].position.sources["text"].rows
     other = text.model_copy(update={"dataset_path": str(write_corpus(tmp_path / "other.jsonl", seed=8))})
     with pytest.raises(UserError, match=r"training.sources.text.dataset: .* contents of text"):
-        resumed([stream, other], b[-1].state)
+        resumed([stream, other], second, b[-1].position)
 
 
 @pytest.mark.parametrize("sizes", [(8, 12, 4), (6, 4, 9), (8, 3, 16)])
@@ -191,14 +192,14 @@ def test_text_keeps_its_position_under_another_batch_size(corpora, sizes):  # no
         documents = [TOKENIZER.encode_document(texts[permute(slot, len(texts), 3, epoch)]) for epoch, slot in chosen]
         ids = list(itertools.chain(*documents))
         lanes.append([ids[i : i + SEQ] for i in range(0, len(ids), SEQ)])
-    source, state, read = [Source(name="data", dataset_path=str(corpora["jsonl"]))], None, [0] * sizes[0]
+    source, position, read = [Source(name="data", dataset_path=str(corpora["jsonl"]))], None, [0] * sizes[0]
     for size in sizes:
         for count in (sizes[0], sizes[0]):  # a turn of all lanes
             reading = loader(source, stages=[], rows=size)
-            if state is not None:
-                reading = resumed(source, state, stages=[], rows=size)
+            if position is not None:
+                reading = resumed(source, source, position, stages=[], rows=size)
             found = batches(reading, count)
-            state = found[-1].state
+            position = found[-1].position
             for batch in found:
                 for row in batch.tokens.tolist():
                     read[next(i for i, lane in enumerate(lanes) if lane[read[i]] == row)] += 1
@@ -241,4 +242,4 @@ def test_huge_files_are_opened_by_their_description(tmp_path):
         file.truncate(2 * tokens)
     path.with_suffix(".json").write_text(json.dumps(meta | {"tokens": tokens}))
     reading = loader([Source(name="huge", dataset_path=str(path))], stages=[])
-    assert batches(reading, 2)[-1].state["sources"]["huge"]["rows"] == 16
+    assert batches(reading, 2)[-1].position.sources["huge"].rows == 16

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.positions import saved
 from tests.runs import arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
@@ -23,7 +24,6 @@ from torchtitan.data import index, json_records, pieces, records, texts
 from torchtitan.data.cache import Cache
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.duplicates import HASH, count_duplicates, save_hashes
-from torchtitan.data.rows import merge_states
 from torchtitan.data.texts import LongText
 from torchtitan.utils.errors import UserError
 
@@ -241,7 +241,7 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
     ranks = [take(loader(path, rank, degree, rows=rows, **options), 5) for rank in range(degree)]
     assert all(torch.equal(torch.cat([r[i][0] for r in ranks]), whole[i][0]) for i in range(5))
     resumed = loader(path, rows=rows, **options)
-    resumed.load_state_dict(json.loads(json.dumps(merge_states([rank[-1][2] for rank in ranks]))))
+    resumed.seek(saved(resumed, *(rank[-1][2] for rank in ranks)))
     later = take(resumed, 3)
     assert all(torch.equal(later[i][0], whole[5 + i][0]) for i in range(3))
     assert later[-1][2] == whole[-1][2]
@@ -249,8 +249,8 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
 
 
 def stream_tally(steps):
-    lanes = steps[-1][2]["sources"]["data"]["lanes"].values()
-    counts = sum((Counter(lane["cursor"].get("skipped", {})) for lane in lanes), Counter())
+    lanes = steps[-1][2].sources["data"].lanes.values()
+    counts = sum((Counter(lane.cursor.skipped) for lane in lanes), Counter())
     assert counts.total() >= 5
     return counts
 
@@ -293,7 +293,7 @@ def test_long_documents_in_pieces(tmp_path, monkeypatch):
     for at in (3, 50, 181, 300):
         resumed = loader(tmp_path, rows=2)
         longest.clear()
-        resumed.load_state_dict(json.loads(json.dumps(got[at][2])))
+        resumed.seek(saved(resumed, got[at][2]))
         (step,) = take(resumed, 1)
         assert torch.equal(step[0], expected[at + 1][0])
         assert sum(longest) < 20_000, "a resume encodes from the piece on, not the whole document"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.positions import saved
 from torchtitan.config import registry, resolve
 from torchtitan.config.command_line import show_help
 from torchtitan.config.data import DataLoader, Source
@@ -16,7 +17,6 @@ from torchtitan.config.load import load_config
 from torchtitan.config.registry import Custom, Functions, Section, losses, optimizers, schedules
 from torchtitan.data.custom import open_custom
 from torchtitan.data.loader import build_loader
-from torchtitan.data.rows import merge_states
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.optim.loss import build_loss
@@ -272,8 +272,8 @@ def datasets():
     return pytest.importorskip("datasets")
 
 
-def rows(*names, path=None, rank=0, degree=1, start=None, steps=4):
-    """Tokens of steps, and the position after them."""
+def rows(*names, path=None, rank=0, degree=1, after=(), steps=4):
+    """Tokens of the steps that follow the positions `after`, and the position after them."""
     sources = [Source(name=name, dataset=name, dataset_path=path if name == "file" else None) for name in names]
     spec = DataSpec(
         sources=sources,
@@ -286,19 +286,19 @@ def rows(*names, path=None, rank=0, degree=1, start=None, steps=4):
         custom={"stream": stream, "documents": documents},
     )
     loader = build_loader(spec, dp_rank=rank, dp_degree=degree)
-    if start:
-        loader.load_state_dict(start)
+    if after:
+        loader.seek(saved(loader, *after))
     batches = list(itertools.islice(iter(loader), steps))
     loader.close()
-    return torch.cat([batch.tokens for batch in batches]).view(steps, -1, 16), batches[-1].state
+    return torch.cat([batch.tokens for batch in batches]).view(steps, -1, 16), batches[-1].position
 
 
 @pytest.mark.parametrize("names", [["stream"], ["documents"], ["documents", "stream"]])
 def test_registered_sources_keep_the_global_order_and_resume(names):
     whole, _ = rows(*names)
-    parts, states = zip(*(rows(*names, rank=rank, degree=2, steps=2) for rank in (0, 1)), strict=True)
+    parts, positions = zip(*(rows(*names, rank=rank, degree=2, steps=2) for rank in (0, 1)), strict=True)
     assert torch.equal(torch.cat(parts, dim=1), whole[:2])
-    assert torch.equal(rows(*names, start=merge_states(list(states)), steps=2)[0], whole[2:])
+    assert torch.equal(rows(*names, after=positions, steps=2)[0], whole[2:])
 
 
 def test_registered_documents_are_read_as_those_of_a_file(tmp_path):

@@ -41,7 +41,7 @@ from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config import schema
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
-from torchtitan.utils.errors import CheckpointError
+from torchtitan.utils.errors import CheckpointError, FormatBugError
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
@@ -208,10 +208,7 @@ class Checkpointer:
             cause = describe(error)
             with suppress(Exception):
                 discard(target)
-            advice = "Free some space or set checkpoint.folder to another disk" if _is_full(cause) else "Fix the cause"
-            raise CheckpointError(
-                f"can't save {target}: {cause}. {advice}, then run the same command again: {self.last_good()}."
-            ) from error
+            raise CheckpointError(f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}.") from error
 
     def last_good(self) -> str:
         """The newest complete checkpoint, in words."""
@@ -305,5 +302,10 @@ def _prepare(folder: Path) -> str | None:
     return None
 
 
-def _is_full(cause: str) -> bool:
-    return any(f"[Errno {code}]" in cause for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+def _advice(cause: str) -> str:
+    """What to do about a failed save."""
+    if FormatBugError.__name__ in cause:
+        return "Another try would probably fail in the same way"
+    if any(f"[Errno {code}]" in cause for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        return "Free some space or set checkpoint.folder to another disk, then run the same command again"
+    return "Fix the cause, then run the same command again"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli
-from pydantic import AfterValidator, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, ValidationError, model_validator
 
 from torchtitan.data.positions import DataState
-from torchtitan.utils.errors import DamageError
+from torchtitan.utils.errors import DamageError, FormatBugError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
 from torchtitan.utils.strict import Count, Strict
@@ -140,8 +140,10 @@ class Manifest(Strict):
         return self
 
     def state(self) -> dict[str, Any]:
-        """`train_state` as the run gathered it."""
-        return {} if self.train_state is None else self.train_state.model_dump(exclude_unset=True)
+        """`train_state` as the run gathered it, with a model of the data position."""
+        if self.train_state is None:
+            return {}
+        return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {"data": self.train_state.data}
 
     def settings(self) -> dict[str, Any]:
         """The configuration, as sections."""
@@ -149,10 +151,28 @@ class Manifest(Strict):
 
 
 def render(content: dict[str, Any]) -> bytes:
-    """The file with this content, which must be valid."""
-    body = json.dumps({"format": FORMAT, **content}, indent=1).encode().removesuffix(b"\n}")
-    Manifest.model_validate_json(body + b"\n}")
+    """The file with this content, of which models are written without their defaults.
+
+    Raises:
+        FormatBugError: `parse` would refuse the file.
+    """
+    problem = ""
+    try:
+        body = json.dumps({"format": FORMAT, **content}, indent=1, default=_plain).encode().removesuffix(b"\n}")
+        Manifest.model_validate_json(body + b"\n}")
+    except ValidationError as error:
+        problem = first_problem(error)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem:  # raised here, so that no other error is its context
+        raise FormatBugError(f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line")
     return body + _SEAL + _checksum(body)
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    if not isinstance(model, BaseModel):
+        raise TypeError(f"a value of type {type(model).__name__}")
+    return model.model_dump(exclude_defaults=True)
 
 
 def parse(file: bytes) -> Manifest:

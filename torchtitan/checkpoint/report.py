@@ -80,13 +80,18 @@ def summarize(step: Path) -> Summary:
         bytes=manifest.tensor_bytes,
         files=len(manifest.files),
         file_bytes=sum(file.bytes for file in manifest.files.values()),
-        train_state=manifest.state(),
+        train_state=_state(manifest),
         data=manifest.data,
         versions=manifest.versions,
         git=manifest.git,
         ranks=manifest.ranks,
         config=settings(manifest),
     )
+
+
+def _state(manifest: Manifest) -> dict[str, Any]:
+    """`train_state`, as the manifest has it."""
+    return {} if manifest.train_state is None else manifest.train_state.model_dump(exclude_defaults=True)
 
 
 def overview(found: Sequence[Summary]) -> str:
@@ -168,7 +173,7 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     first, second = read_manifest(a), read_manifest(b)
     for part, x, y in (
         ("config", settings(first), settings(second)),
-        ("train_state", flat(first.state()), flat(second.state())),
+        ("train_state", flat(_state(first)), flat(_state(second))),
     ):
         for key in sorted(x.keys() | y.keys()):
             absent = "default" if part == "config" else "absent"

@@ -147,19 +147,17 @@ class LocalDocuments:
                 return decode(self._files.read(file.path, start, end - start, file.stamp), file.column)
             except BadDocument as error:
                 raise DataError(f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)") from None
-        path, stamp = file.path, file.stamp
-        if file.copied and self._cache:
-            path, stamp = self._cache.texts(file), None
+        stamp = self._cache.texts(file) if file.copied and self._cache else file.stamp
         if end - start > LONG:
-            return FileText(path, start, end, stamp)
-        return self._files.read(path, start, end - start, stamp).decode()
+            return FileText(stamp.path, start, end, stamp)
+        return self._files.read(stamp.path, start, end - start, stamp).decode()
 
     def _range(self, which: int, number: int) -> tuple[int, int]:
         if self._cache is None:
             start, end = self._held[which][number]
         else:
-            path = self._cache.ranges(self.indexes[which])
-            start, end = np.frombuffer(self._files.read(path, number * RANGE, RANGE), np.int64)
+            kept = self._cache.ranges(self.indexes[which])
+            start, end = np.frombuffer(self._files.read(kept.path, number * RANGE, RANGE, kept), np.int64)
         return int(start), int(end)
 
 

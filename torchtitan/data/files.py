@@ -13,8 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, Protocol, cast
 
+from torchtitan.data.identity import sample
 from torchtitan.data.retry import DataError
 from torchtitan.data.saved_datasets import in_one_split, without_caches
 from torchtitan.utils.errors import UserError
@@ -173,6 +174,16 @@ def is_compressed(file: Path) -> bool:
     return file.name.lower().endswith(COMPRESSED)
 
 
+class Stamp(Protocol):
+    """What a file was when the run looked at it."""
+
+    def check(self, handle: int) -> None:
+        """
+        Raises:
+            DataError: the file that was opened is another one.
+        """
+
+
 @dataclass(frozen=True)
 class FileStamp:
     """What changes when a file does."""
@@ -181,6 +192,8 @@ class FileStamp:
     size: int
     mtime_ns: int
     inode: int
+    sample: str = ""
+    """Of its contents. It decides if only the inode differs: file systems in user space may number files anew."""
 
     @classmethod
     def of(cls, path: Path) -> "FileStamp":
@@ -210,14 +223,20 @@ class FileStamp:
             DataError: the file has changed.
         """
         now = os.fstat(handle)
-        if (self.size, self.mtime_ns, self.inode) != (now.st_size, now.st_mtime_ns, now.st_ino):
-            raise DataError(f"{self.path} has changed since the run indexed it; start the run again")
+        same = (self.size, self.mtime_ns) == (now.st_size, now.st_mtime_ns)
+        if not same or (self.inode != now.st_ino and self.sample != sample(handle)):
+            raise changed(self.path)
+
+
+def changed(path: str) -> DataError:
+    """The error about a file that is no longer what it was."""
+    return DataError(f"{path} has changed since the run indexed it; start the run again")
 
 
 _NOT_REGULAR = "is not a regular file (a pipe, device or socket?); data is only read from regular files"
 
 
-def data_handle(path: str | Path, stamp: FileStamp | None = None) -> int:
+def data_handle(path: str | Path, stamp: Stamp | None = None) -> int:
     """The descriptor of a data file, opened to read it. Every data file of this machine is opened by this function.
 
     Args:
@@ -243,12 +262,12 @@ def data_handle(path: str | Path, stamp: FileStamp | None = None) -> int:
     return handle
 
 
-def open_data(path: str | Path, stamp: FileStamp | None = None) -> IO[bytes]:
+def open_data(path: str | Path, stamp: Stamp | None = None) -> IO[bytes]:
     """The bytes of a data file; see `data_handle`."""
     return open(data_handle(path, stamp), "rb")
 
 
-def open_plain(file: Path, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None) -> IO[bytes]:
+def open_plain(file: Path, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None) -> IO[bytes]:
     """The bytes of a data file, decompressed by the ending of its name; see `data_handle`.
 
     Args:
@@ -296,10 +315,11 @@ class OpenFiles:
 
     def __init__(self, most: int = 128):
         self.most = most
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, tuple[int, tuple[int, int]]] = OrderedDict()
+        """Descriptors, with the size and time of the file when it was opened."""
         self._lock = threading.Lock()
 
-    def read(self, path: str, start: int, size: int, stamp: FileStamp | None = None) -> bytes:
+    def read(self, path: str, start: int, size: int, stamp: Stamp | None = None) -> bytes:
         """`size` bytes from `start` on.
 
         Args:
@@ -310,12 +330,15 @@ class OpenFiles:
             DataError: it is not a regular file, or has changed since `stamp`.
         """
         with self._lock:
-            handle = self._open.pop(path, None)
-            if handle is None:
+            opened = self._open.pop(path, None)
+            if opened is None:
                 handle = data_handle(path, stamp)
+                opened = handle, _times(handle)
                 while len(self._open) >= self.most:
-                    os.close(self._open.popitem(last=False)[1])
-            self._open[path] = handle
+                    _, (oldest, _) = self._open.popitem(last=False)
+                    os.close(oldest)
+            self._open[path] = opened
+            handle, before = opened
             parts = []
             while size:
                 part = os.pread(handle, min(size, 2**30), start)  # Linux reads at most 2 GiB at once
@@ -323,13 +346,18 @@ class OpenFiles:
                     raise EndOfFileError(f"{path} ends before byte {start + size} (truncated?)")
                 parts.append(part)
                 start, size = start + len(part), size - len(part)
-            if stamp is not None:
-                stamp.check(handle)  # it may have been open for long
+            if stamp is not None and _times(handle) != before:
+                raise changed(path)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def __del__(self) -> None:
-        for handle in self._open.values():
+        for handle, _ in self._open.values():
             os.close(handle)
+
+
+def _times(handle: int) -> tuple[int, int]:
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns
 
 
 def listing(files: Sequence[Path]) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from torchtitan.data.files import FileStamp, is_compressed
+from torchtitan.data.files import FileStamp, is_compressed, open_data
+from torchtitan.data.identity import sample
 from torchtitan.data.records import SKIP_ADVICE, decode, kind_of, place, read_records
 from torchtitan.data.texts import BadDocument, LongText, Text
 
@@ -28,6 +29,15 @@ _PLACES = 1000
 """Bad documents of a file whose places are kept."""
 
 
+class KeptFile(BaseModel):
+    """A file of the cache, as it was written."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    sum: str
+
+
 class FileIndex(BaseModel):
     """What a file holds."""
 
@@ -36,6 +46,8 @@ class FileIndex(BaseModel):
     size: int
     mtime_ns: int
     inode: int
+    sample: str = ""
+    """Of its contents."""
     column: str
     kind: str
     """`records.kind_of` the file."""
@@ -47,11 +59,15 @@ class FileIndex(BaseModel):
     """Documents left out, by kind."""
     places: list[tuple[int, str]] = []
     """Number and problem of the first of them."""
+    ranges: KeptFile | None = None
+    """None if they are in memory."""
+    texts: KeptFile | None = None
+    """None if the texts are read from the file itself."""
 
     @property
     def stamp(self) -> FileStamp:
         """What the file was when it was indexed."""
-        return FileStamp(self.path, self.size, self.mtime_ns, self.inode)
+        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
 
 
 def new_index(stamp: FileStamp, column: str) -> FileIndex:
@@ -62,7 +78,7 @@ def new_index(stamp: FileStamp, column: str) -> FileIndex:
 
 
 def key_of(stamps: Sequence[FileStamp], column: str) -> str:
-    """Names what is kept of files: it changes when they do."""
+    """Names what is kept of files: it changes when they do. The inode is left out, see `FileStamp.sample`."""
     named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
     name = json.dumps([named, column, _VERSION])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -90,6 +106,8 @@ def find_documents(
         BadDocument: the first one, if `stop`; with its file and line.
     """
     file = Path(index.path)
+    with open_data(file, index.stamp) as content:
+        index.sample = sample(content.fileno())
     found: array.array[int] = array.array("q")
     bad: Counter[str] = Counter()
     written = 0

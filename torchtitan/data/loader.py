@@ -8,16 +8,16 @@ import queue
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.data.mixture import run_dry, whole_steps
+from torchtitan.data.mixture import Shares, run_dry, whole_steps
+from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, SourceFingerprint, joined
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.reader import Rows, StepReader
-from torchtitan.data.rows import Share, blank_row, skipped_until
+from torchtitan.data.rows import Share, blank_row
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
@@ -33,8 +33,8 @@ class StepBatch:
     """`[rows, seq]` int64."""
     labels: Tensor
     """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
-    state: dict[str, Any]
-    """This rank's part of the position after the step."""
+    position: DataPosition
+    """This rank's part of the position after the step; `StepLoader.state` joins the ranks' parts."""
     count: int
     """Rows of the step over all ranks."""
     sources: Tensor | None = None
@@ -84,19 +84,21 @@ class StepLoader:
         self.retries = {source.name: spec.retry(source) for source in spec.sources}
         self.sources = {source.name: open_source(spec, source, self.retries[source.name]) for source in spec.sources}
         self._warn_of_shared_lanes()
-        self.fingerprint: dict[str, Any] = {
-            "sources": {
-                source.name: {
-                    "dataset": source.dataset_path or source.dataset,
-                    "contents": self.sources[source.name].fingerprint,
-                }
+        contents = {name: source.fingerprint for name, source in self.sources.items()}
+        self.fingerprint = DataFingerprint(
+            sources={
+                source.name: SourceFingerprint(
+                    dataset=source.dataset_path or source.dataset,
+                    contents=contents[source.name],
+                )
                 for source in spec.sources
             },
-            "tokenizer": spec.tokenizer.fingerprint,
-            "seq_len": spec.seq_len,
-            "seed": spec.seed,
-        }
-        self.start: dict[str, Any] | None = None
+            tokenizer=spec.tokenizer.fingerprint,
+            seq_len=spec.seq_len,
+            seed=spec.seed,
+        )
+        self.start = _beginning(0)
+        """Where the next iteration starts."""
         self._ahead: ReadAhead[StepBatch] | None = None
         self._workers: Workers | None = None
 
@@ -105,27 +107,37 @@ class StepLoader:
         ranks = math.prod(count for _, count in self.share)
         return -(-self.spec.at(step).rows // (ranks * self.local_batch_size)) * self.local_batch_size
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a merged position, on any number of ranks and workers, with other weights or batch sizes.
+    def state(self, parts: Sequence[DataPosition]) -> DataState:
+        """The data position that a checkpoint records.
+
+        Args:
+            parts: the positions of all ranks after the same step.
+        """
+        whole = joined(parts)
+        return DataState(step=whole.step, shares=whole.shares, sources=whole.sources, fingerprint=self.fingerprint)
+
+    def seek(self, state: DataState) -> None:
+        """Continue from a recorded position, on any number of ranks and workers, with other weights or batch sizes.
 
         Raises:
             UserError: it is a position in other data.
         """
-        saved = state["fingerprint"]
-        for name in self.fingerprint.keys() - {"sources"}:
-            self._check_same(name, _KEYS.get(name, f"{self.spec.section}.{name}"), saved[name], self.fingerprint[name])
+        saved, now = state.fingerprint, self.fingerprint
+        for name in ("tokenizer", "seq_len", "seed"):
+            key = _KEYS.get(name, f"{self.spec.section}.{name}")
+            self._check_same(name, key, getattr(saved, name), getattr(now, name))
         for source in self.spec.sources:
-            if old := state["sources"].get(source.name):  # files may have moved, if their contents are the same
+            if old := state.sources.get(source.name):  # files may have moved, if their contents are the same
                 what = "contents" if len(self.spec.sources) == 1 else f"contents of {source.name}"
-                now = self.sources[source.name].fingerprint
-                self._check_same(what, f"{self.spec.key(source)}.dataset", old["contents"], now)
-        self._announce_changes(set(saved["sources"]))
+                contents = self.sources[source.name].fingerprint
+                self._check_same(what, f"{self.spec.key(source)}.dataset", old.contents, contents)
+        self._announce_changes(set(saved.sources))
         self.start = state
         self._workers = None
 
     def begin(self, step: int) -> None:
         """Start the sources from their beginnings, but the stages at `step`, counted from 0."""
-        self.start = {"step": step}
+        self.start = _beginning(step)
 
     def check_enough(self, steps: int) -> None:
         """Warn of sources that end before `steps`.
@@ -133,12 +145,10 @@ class StepLoader:
         Raises:
             UserError: all do.
         """
-        start = self.start or {}
-        first, positions, section = start.get("step", 0), start.get("sources", {}), self.spec.section
+        first, section = self.start.step, self.spec.section
+        read = {name: position.rows for name, position in self.start.sources.items()}
         left = {
-            name: source.rows - positions.get(name, {"rows": 0})["rows"]
-            for name, source in self.sources.items()
-            if source.rows is not None
+            name: source.rows - read.get(name, 0) for name, source in self.sources.items() if source.rows is not None
         }
         if left.keys() == self.sources.keys():
             enough = first + whole_steps(self.spec.phases, sum(left.values()), first)
@@ -168,19 +178,18 @@ class StepLoader:
         if removed := sorted(saved - now):
             logger.info(f"{self.spec.section}.sources: no longer {', '.join(removed)}; their positions are kept")
 
-    def skipped(self, state: dict[str, Any] | None = None) -> Counter[str]:
+    def skipped(self, position: DataPosition) -> Counter[str]:
         """Bad documents that were left out, by kind.
 
         Args:
-            state: merged position up to which those of a stream are counted.
+            position: with all lanes; those of a stream are counted up to it.
         """
-        positions = (state or {}).get("sources", {})
         found = Counter[str]()
         for name, source in self.sources.items():
             if isinstance(source, DocumentSource):
                 found += source.documents.skipped
-            else:
-                found += skipped_until(positions.get(name, {}))
+            elif name in position.sources:
+                found += position.sources[name].skipped
         return found
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -218,8 +227,7 @@ class StepLoader:
             steps = self._workers.steps()
         else:
             steps = StepReader(self.spec, self.sources, self.share, self.start).steps()
-        first = self.start["step"] if self.start is not None else 0
-        for step, rows in enumerate(steps, first):
+        for step, rows in enumerate(steps, self.start.step):
             yield self._batch(step, rows)
 
     def _batch(self, step: int, rows: Rows) -> StepBatch:
@@ -228,12 +236,11 @@ class StepLoader:
         # A missing input may be any id: its label is ignored too.
         tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
         sources = torch.tensor(rows.sources + [0] * missing)
-        state = rows.state | {"fingerprint": self.fingerprint}
-        return StepBatch(tokens, labels, state, self.spec.at(step).rows, sources, rows.epochs)
+        return StepBatch(tokens, labels, rows.position, self.spec.at(step).rows, sources, rows.epochs)
 
     def blank(self) -> StepBatch:
         """A first batch without labels."""
-        return self._batch(0, Rows([], [], [], {}))
+        return self._batch(0, Rows([], [], [], self.start))
 
     def _stalled(self) -> str:
         section, workers = self.spec.section, self.spec.options.num_workers
@@ -255,3 +262,8 @@ class StepLoader:
                     "Split the text into more documents, or convert it to token files with torchtitan tokenize, whose "
                     "rows are windows at different positions"
                 )
+
+
+def _beginning(step: int) -> DataPosition:
+    """The position before a step at which no source has been read."""
+    return DataPosition(step=step, shares=Shares().position(), sources={})

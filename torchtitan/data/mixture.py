@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.positions import SharesState
 from torchtitan.data.shuffle import mixed
 
 Slots = NDArray[np.int64]
@@ -54,12 +55,14 @@ class Shares:
         self.counts = now
         return taken
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights, "rows": self.rows, "counts": self.counts}
+    def position(self) -> SharesState:
+        return SharesState(weights=self.weights, rows=self.rows, counts=self.counts)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def seek(self, position: SharesState) -> None:
         self._aimed = {}
-        self.weights, self.rows, self.counts = state["weights"], state["rows"], state["counts"]
+        self.weights = position.weights
+        self.rows = position.rows
+        self.counts = position.counts
 
 
 def _whole(weights: Mapping[str, Fraction]) -> dict[str, int]:
@@ -89,10 +92,10 @@ def divide(shares: Shares, weights: Mapping[str, Fraction], rows: int, left: Map
         shares.aim({name: weight for name, weight in weights.items() if left.get(name, 1) > 0})
         if not shares.weights:
             break
-        before = shares.state_dict()
+        before = shares.position()
         part = shares.take(rows)
         if ending := {name: left[name] for name, count in part.items() if name in left and count > left[name]}:
-            shares.load_state_dict(before)
+            shares.seek(before)
             part = ending  # their last rows
         for name, count in part.items():
             taken[name] += count

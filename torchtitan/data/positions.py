@@ -2,6 +2,7 @@
 
 DataState
     fingerprint: DataFingerprint              what the position is valid for
+    step
     shares: SharesState                       how the rows were divided among the sources
     sources: name -> SourcePosition
         lanes: index -> LanePosition          only of text
@@ -10,11 +11,17 @@ DataState
 These models are the only definition of the format. Imports no torch.
 """
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from torchtitan.utils.strict import Count, Strict
+
+_DEEPEST = 100
+"""Levels of lists and objects in a stream's own state; pydantic's parser accepts about 200."""
 
 
 class DocumentPosition(Strict):
@@ -27,7 +34,7 @@ class StreamPosition(Strict):
     """The next document of a lane of a stream."""
 
     epoch: Count
-    stream: dict[str, Any] | None
+    stream: dict[str, JsonValue] | None
     """The stream's own state; None at the beginning of an epoch."""
     skipped: dict[str, Count] = Field(default={})
     """Bad documents that were passed over since the first step, by kind."""
@@ -53,12 +60,20 @@ class SourcePosition(Strict):
     lane_count: Count | None = None
     lanes: dict[str, LanePosition] | None = None
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    @property
+    def is_complete(self) -> bool:
+        """Whether no lane is missing."""
         lanes = self.lanes or {}
-        if len(lanes) != (self.lane_count or 0) or lanes.keys() != {str(index) for index in range(len(lanes))}:
-            raise ValueError("lanes are missing")
-        return self
+        return lanes.keys() == {str(index) for index in range(len(lanes))} and len(lanes) == (self.lane_count or 0)
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Bad documents that the lanes have passed over, by kind."""
+        found = Counter[str]()
+        for lane in (self.lanes or {}).values():
+            if isinstance(lane.cursor, StreamPosition):
+                found.update(lane.cursor.skipped)
+        return found
 
 
 class SharesState(Strict):
@@ -75,6 +90,14 @@ class SharesState(Strict):
         return self
 
 
+class DataPosition(Strict):
+    """The position of one reader, with only its own lanes, or of all readers together."""
+
+    step: Count
+    shares: SharesState
+    sources: dict[str, SourcePosition]
+
+
 class SourceFingerprint(Strict):
     dataset: str
     contents: str
@@ -89,10 +112,64 @@ class DataFingerprint(Strict):
     seed: Count
 
 
-class DataState(Strict):
-    """The data position."""
+class DataState(DataPosition):
+    """The data position that a checkpoint records: complete, and the same for any number of readers."""
 
     fingerprint: DataFingerprint
-    step: Count
-    shares: SharesState
-    sources: dict[str, SourcePosition]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for name, source in self.sources.items():
+            if not source.is_complete:
+                raise ValueError(f"sources.{name}: lanes are missing")
+        return self
+
+
+def joined(parts: Sequence[DataPosition]) -> DataPosition:
+    """The position that the positions of several readers make up, each of which has some of the lanes."""
+    first = parts[0]
+    sources = {}
+    for name, source in first.sources.items():
+        lanes: dict[str, LanePosition] = {}
+        for part in parts:
+            lanes |= part.sources[name].lanes or {}
+        sources[name] = source.model_copy(update={"lanes": lanes}) if source.lanes is not None else source
+    return DataPosition(step=first.step, shares=first.shares, sources=sources)
+
+
+def json_fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
+    """What would not come back from JSON as it is: its place in `value`, and what it is; None if all would."""
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str:
+                return "", f"a key of type {_name(type(key))}"
+            if fault := _scalar_fault(key):
+                return "", f"as a key, {fault}"
+        parts = [(f".{key}", inner) for key, inner in value.items()]
+    elif type(value) is list:
+        parts = [(f"[{index}]", inner) for index, inner in enumerate(value)]
+    else:
+        fault = _scalar_fault(value)
+        return ("", fault) if fault else None
+    if depth == _DEEPEST:
+        return "", f"more than {_DEEPEST} levels of lists and dicts"
+    for place, inner in parts:
+        if found := json_fault(inner, depth + 1):
+            return place + found[0], found[1]
+    return None
+
+
+def _scalar_fault(value: Any) -> str | None:
+    if type(value) is float and not math.isfinite(value):
+        return f"the number {value}"
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "a string with a lone surrogate"
+    plain = value is None or type(value) in (bool, int, float, str)
+    return None if plain else f"a value of type {_name(type(value))}"
+
+
+def _name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.data.mixture import Shares, divide, place
+from torchtitan.data.positions import DataPosition
 from torchtitan.data.rows import Row, Share, SourceReader, StepRows, blank_row, own_rows
 from torchtitan.data.sources import DataSpec, Source
 from torchtitan.utils.errors import UserError
@@ -19,32 +19,31 @@ class Rows:
     """The source of each row, by its index in the configuration."""
     epochs: list[float]
     """How often each source has been read after the step."""
-    state: dict[str, Any]
+    position: DataPosition
     """This reader's part of the position after the step."""
 
 
 class StepReader:
     """Reads a share of the rows of every step, in order."""
 
-    def __init__(self, spec: DataSpec, sources: Mapping[str, Source], share: Share, start: Mapping[str, Any] | None):
+    def __init__(self, spec: DataSpec, sources: Mapping[str, Source], share: Share, start: DataPosition):
         """
         Args:
-            start: merged position to continue from; None: from the beginning.
+            start: position to continue from, with all lanes of the sources that it has.
         """
-        start = start or {}
-        saved = start.get("sources", {})
-        self.spec, self.share, self.step = spec, share, start.get("step", 0)
+        self.spec = spec
+        self.share = share
+        self.step = start.step
         self.shares = Shares()
-        if "shares" in start:
-            self.shares.load_state_dict(start["shares"])
-        self.sources = sources
+        self.shares.seek(start.shares)
         self.readers: dict[str, SourceReader] = {}
         for name, source in sources.items():
-            lanes = saved[name].get("lane_count") if name in saved else None
-            self.readers[name] = source.reader(share, lanes)
-            if name in saved:
-                self.readers[name].load_state_dict(saved[name])
-        self.parked = {name: state for name, state in saved.items() if name not in sources}
+            if saved := start.sources.get(name):
+                self.readers[name] = source.reader(share, saved.lane_count)
+                self.readers[name].seek(saved)
+            else:
+                self.readers[name] = source.reader(share)
+        self.parked = {name: saved for name, saved in start.sources.items() if name not in sources}
         """Positions of sources that this run doesn't read. It may read them again later."""
 
     def steps(self) -> Iterator[Rows]:
@@ -78,12 +77,9 @@ class StepReader:
         self.step += 1
         blank = blank_row(self.spec.seq_len), 0
         found, sources = zip(*(rows.get(slot, blank) for slot in step.own), strict=True) if step.own else ((), ())
-        return Rows(list(found), list(sources), [reader.epochs for reader in self.readers.values()], self.state_dict())
+        return Rows(list(found), list(sources), [reader.epochs for reader in self.readers.values()], self.position())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position after the last step. `merge_states` joins the readers' positions."""
-        sources = {
-            name: {"contents": self.sources[name].fingerprint, **reader.state_dict()}
-            for name, reader in self.readers.items()
-        }
-        return {"step": self.step, "shares": self.shares.state_dict(), "sources": self.parked | sources}
+    def position(self) -> DataPosition:
+        """The position after the last step, with this reader's lanes."""
+        sources = {name: reader.position() for name, reader in self.readers.items()}
+        return DataPosition(step=self.step, shares=self.shares.position(), sources=self.parked | sources)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchtitan.data.files import FileStamp, Format, format_of, is_compressed, is_damage, open_plain
+from torchtitan.data.files import Format, Stamp, format_of, is_compressed, is_damage, open_plain
 from torchtitan.data.json_records import is_array, records_of
 from torchtitan.data.retry import DataError
 from torchtitan.data.tables import arrow_rows, csv_rows, parquet_rows
@@ -39,7 +39,7 @@ _BOM = b"\xef\xbb\xbf"
 class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
-    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: FileStamp | None = None):
+    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: Stamp | None = None):
         """
         Args:
             stamp: what the file was when its documents were found.
@@ -105,7 +105,7 @@ _TABULAR = ("parquet", "arrow")
 """Formats that are read at many places of a file."""
 
 
-def kind_of(file: Path, stamp: FileStamp | None = None) -> Kind:
+def kind_of(file: Path, stamp: Stamp | None = None) -> Kind:
     """The format of a file; of JSON `json` for lines and `array` for an array."""
     kind = format_of(file)
     assert kind is not None, file
@@ -123,7 +123,7 @@ def kind_of(file: Path, stamp: FileStamp | None = None) -> Kind:
 
 
 def read_records(
-    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
+    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None
 ) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 

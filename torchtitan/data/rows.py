@@ -17,8 +17,7 @@ stream as many as its shards allow.
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.documents import Documents
 from torchtitan.data.mixture import Slots
+from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
 from torchtitan.data.records import FileText
 from torchtitan.data.retry import Retry
 from torchtitan.data.shuffle import permute
@@ -77,12 +77,12 @@ class SourceReader(ABC):
         """How often the source has been read; of text, the mean over this reader's lanes."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Position after the last step. `merge_states` joins the readers' positions."""
+    def position(self) -> SourcePosition:
+        """The position after the last step, with this reader's lanes."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a merged position."""
+    def seek(self, position: SourcePosition) -> None:
+        """Continue from a position with all lanes."""
 
 
 class TokenReader(SourceReader):
@@ -93,7 +93,10 @@ class TokenReader(SourceReader):
         Args:
             epochs: read the files this often; None: without end.
         """
-        self.files, self.seed, self.retry, self.shuffled = files, seed, retry, shuffled
+        self.files = files
+        self.seed = seed
+        self.retry = retry
+        self.shuffled = shuffled
         self.limit = None if epochs is None else epochs * len(files)
         self.consumed = 0
 
@@ -119,11 +122,11 @@ class TokenReader(SourceReader):
     def epochs(self) -> float:
         return self.consumed / len(self.files)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.consumed}
+    def position(self) -> SourcePosition:
+        return SourcePosition(contents=self.files.fingerprint, rows=self.consumed)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consumed = state["rows"]
+    def seek(self, position: SourcePosition) -> None:
+        self.consumed = position.rows
 
 
 class Cursor(Protocol):
@@ -135,24 +138,30 @@ class Cursor(Protocol):
 
     def next(self) -> Text | None: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def position(self) -> DocumentPosition | StreamPosition: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def seek(self, position: Any) -> None:
+        """Continue from what `position` of such a cursor returned."""
 
 
 class DocumentCursor:
     """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled differently."""
 
     def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool, retry: Retry):
-        self.documents, self.lane, self.lanes, self.seed = documents, lane, lanes, seed
-        self.position = lane
-        self.infinite, self.retry = infinite, retry
+        self.documents = documents
+        self.lane = lane
+        self.lanes = lanes
+        self.seed = seed
+        self.infinite = infinite
+        self.retry = retry
+        self.upcoming = lane
+        """The next document, counted over all epochs."""
 
     def next(self) -> Text | None:
-        epoch, slot = divmod(self.position, len(self.documents))
+        epoch, slot = divmod(self.upcoming, len(self.documents))
         if epoch and not self.infinite:
             return None
-        self.position += self.lanes
+        self.upcoming += self.lanes
         index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
         what = f"document {index}"
         text = self.retry(what, lambda: self.documents[index])
@@ -162,28 +171,34 @@ class DocumentCursor:
 
     @property
     def epochs(self) -> float:
-        return (self.position - self.lane) / len(self.documents)
+        return (self.upcoming - self.lane) / len(self.documents)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+    def position(self) -> DocumentPosition:
+        return DocumentPosition(position=self.upcoming)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+    def seek(self, position: DocumentPosition) -> None:
+        self.upcoming = position.position
 
 
 class Lane:
     """Cuts rows from a cursor's documents.
 
-    Its state is the cursor's before the current document and the offset in that document, which is tokenized again. A
-    long document is tokenized in pieces: then the offset is one in the piece, and the state has its position, too.
+    Its position is the cursor's before the current document and the offset in that document, which is tokenized again.
+    A long document is tokenized in pieces: then the offset counts from the current piece, and where that starts is part
+    of the position, too.
     """
 
     def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
-        self.cursor, self.tokenizer, self.seq_len = cursor, tokenizer, seq_len
-        self.before: dict[str, Any] = cursor.state_dict()
+        self.cursor = cursor
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.before = cursor.position()
+        """The cursor's position before the current document."""
         self.document: Row | None = None
         """The ids of the current document, or of a piece of it."""
-        self.offset = self.position = 0
+        self.start = 0
+        """Where the current piece starts in its document."""
+        self.offset = 0
         self.pieces: Iterator[tuple[int, Row]] = iter(())
 
     def row(self) -> Row | None:
@@ -209,36 +224,43 @@ class Lane:
     def _read(self, start: int = 0) -> bool:
         """Get the next piece, or else the next document from position `start` on."""
         if (piece := next(self.pieces, None)) is None:
-            before = self.cursor.state_dict()
+            before = self.cursor.position()
             text = self.cursor.next()
             if text is None:
                 return False
             self.before, self.pieces = before, self.tokenizer.encode_in_pieces(text, start)
             piece = next(self.pieces)
-        (self.position, self.document), self.offset = piece, 0
+        self.start, self.document = piece
+        self.offset = 0
         return True
 
-    def state_dict(self) -> dict[str, Any]:
-        position = {"position": self.position} if self.document is not None and self.position else {}
-        return {"cursor": self.before, "offset": self.offset if self.document is not None else -1} | position
+    def position(self) -> LanePosition:
+        if self.document is None:
+            return LanePosition(cursor=self.before, offset=-1)
+        return LanePosition(cursor=self.before, offset=self.offset, position=self.start)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cursor.load_state_dict(state["cursor"])
-        self.document, self.pieces = None, iter(())
-        if state["offset"] >= 0 and self._read(state.get("position", 0)):
-            self.offset = state["offset"]
+    def seek(self, position: LanePosition) -> None:
+        self.cursor.seek(position.cursor)
+        self.before = position.cursor
+        self.document = None
+        self.pieces = iter(())
+        if position.offset >= 0 and self._read(position.position):
+            self.offset = position.offset
 
 
 class LaneReader(SourceReader):
     """Rows of text, cut from lanes."""
 
-    def __init__(self, lanes: dict[int, Lane], count: int):
+    def __init__(self, contents: str, lanes: dict[int, Lane], count: int):
         """
         Args:
+            contents: fingerprint of the source.
             lanes: those that this reader delivers any row of.
             count: of the source's lanes.
         """
-        self.lanes, self.count = lanes, count
+        self.contents = contents
+        self.lanes = lanes
+        self.count = count
         self.consumed = 0
 
     def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
@@ -256,14 +278,15 @@ class LaneReader(SourceReader):
     def epochs(self) -> float:
         return sum(lane.cursor.epochs for lane in self.lanes.values()) / max(len(self.lanes), 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        lanes = {str(index): lane.state_dict() for index, lane in self.lanes.items()}
-        return {"rows": self.consumed, "lane_count": self.count, "lanes": lanes}
+    def position(self) -> SourcePosition:
+        lanes = {str(index): lane.position() for index, lane in self.lanes.items()}
+        return SourcePosition(contents=self.contents, rows=self.consumed, lane_count=self.count, lanes=lanes)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consumed = state["rows"]
+    def seek(self, position: SourcePosition) -> None:
+        saved = position.lanes or {}
+        self.consumed = position.rows
         for index, lane in self.lanes.items():
-            lane.load_state_dict(state["lanes"][str(index)])
+            lane.seek(saved[str(index)])
 
 
 def lanes_of(slots: Slots, step: StepRows, lanes: int) -> Slots:
@@ -282,26 +305,6 @@ def lanes_within(own: range, count: int, lanes: int) -> range:
     if not own:
         return range(0)
     return range(own.start * lanes // count, ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count + 1)
-
-
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The layout-free position that the positions of all readers of a step make up."""
-    merged = dict(states[0])
-    merged["sources"] = {name: dict(source) for name, source in merged["sources"].items()}
-    for name, source in merged["sources"].items():
-        if "lanes" in source:
-            source["lanes"] = {k: lane for state in states for k, lane in state["sources"][name]["lanes"].items()}
-    return merged
-
-
-def skipped_until(state: dict[str, Any]) -> Counter[str]:
-    """Bad documents that the lanes of a source have passed over, by kind.
-
-    Args:
-        state: the source's merged position.
-    """
-    cursors = [lane["cursor"] for lane in state.get("lanes", {}).values()]
-    return sum((Counter(cursor.get("skipped", {})) for cursor in cursors), Counter[str]())
 
 
 def own_rows(count: int, share: Share) -> range:

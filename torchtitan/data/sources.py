@@ -123,7 +123,11 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
         )
     if make is not None:
         made = open_custom(make, source.dataset, source.dataset_path, section)
-        return StreamSource(made, spec, source, retry) if is_stream(made) else DocumentSource(made, spec, retry)
+        if not is_stream(made):
+            return DocumentSource(made, spec, retry)
+        stream = StreamSource(made, spec, source, retry)
+        stream.check()
+        return stream
     documents = open_documents(
         source.dataset,
         source.dataset_path,
@@ -168,7 +172,7 @@ class _LaneSource(ABC):
         spec, lanes = self.spec, lanes or self.lanes
         own = {lane for rows in spec.batch_sizes for lane in lanes_within(own_rows(rows, share), rows, lanes)}
         made = {lane: Lane(self.cursor(lane, lanes), spec.tokenizer, spec.seq_len) for lane in sorted(own)}
-        return LaneReader(made, lanes)
+        return LaneReader(self.fingerprint, made, lanes)
 
 
 class DocumentSource(_LaneSource):
@@ -189,6 +193,15 @@ class StreamSource(_LaneSource):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read the whole stream.
         super().__init__(math.gcd(max(spec.batch_sizes), stream.num_shards), spec, retry)
         self.stream, self.source, self.fingerprint = stream, source, f"stream of {source.dataset}"
+
+    def check(self) -> None:
+        """
+        Raises:
+            UserError: the first document can't be read, or no checkpoint could hold the position after it.
+        """
+        first = self.cursor(0, self.lanes)
+        first.next()
+        first.position()
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
         spec = self.spec

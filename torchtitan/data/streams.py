@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data.documents import OnBad
+from torchtitan.data.positions import StreamPosition, json_fault
 from torchtitan.data.records import SKIP_ADVICE, decode
 from torchtitan.data.retry import DataError, Retry
 from torchtitan.data.texts import BadDocument, Text
@@ -86,7 +87,8 @@ class StreamCursor:
         self.key = f"{retry.section}.dataset"
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
-        self.loaded: dict[str, Any] | None = None
+        self.loaded: StreamPosition | None = None
+        """The position that was sought; None after the next read."""
         self.has_text = False
         """Whether any document of this epoch has text, as far as it was read; assumed after a resume within it."""
 
@@ -98,8 +100,8 @@ class StreamCursor:
     def next(self) -> Text | None:
         """The next document; None at the end of a finite pass."""
         while True:
-            before = self.state_dict()
-            text = self.retry(self._place(before), self._read, partial(self.load_state_dict, before))
+            before = self.position()
+            text = self.retry(self._place(before.stream), self._read, partial(self.seek, before))
             self.loaded = None
             if isinstance(text, BadDocument):
                 if not self.skipped:
@@ -129,28 +131,50 @@ class StreamCursor:
                 raise DataError(f"{place_of(row)}{error}{SKIP_ADVICE}") from None
             return BadDocument(error.kind, f"{place_of(row)}{error}")
 
-    def _place(self, state: dict[str, Any]) -> str:
-        """The position in words, as far as `datasets` gives it."""
-        words, inner = [f"lane {self.lane}, epoch {self.epoch}"], state["stream"]
+    def _place(self, inner: Any) -> str:
+        """The stream's own state in words, as far as `datasets` gives it."""
+        words = [f"lane {self.lane}, epoch {self.epoch}"]
         while isinstance(inner, dict):
             words += [f"{k.removesuffix('_idx').replace('_', ' ')} {x}" for k, x in inner.items() if k.endswith("_idx")]
             inner = inner.get("examples_iterable")
         return ", ".join(words)
 
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> StreamPosition:
         if self.loaded is not None:  # the stream returns it only after the next read
             return self.loaded
-        skipped = {"skipped": dict(self.skipped)} if self.skipped else {}
-        return {
-            "epoch": self.epoch,
-            "stream": self.stream.state_dict() if self.iterator is not None else None,
-        } | skipped
+        state = None
+        if self.iterator is not None:
+            state = self.stream.state_dict()
+            check_state(state, self.key, self.retry.source)
+        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skipped))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.loaded, self.has_text = state["epoch"], state, True
-        self.skipped = Counter(state.get("skipped", {}))
+    def seek(self, position: StreamPosition) -> None:
+        self.epoch = position.epoch
+        self.skipped = Counter(position.skipped)
+        self.loaded = position
+        self.has_text = True
         self.stream.set_epoch(self.epoch)
         self.iterator = None
-        if state["stream"] is not None:
-            self.stream.load_state_dict(state["stream"])
+        if position.stream is not None:
+            self.stream.load_state_dict(position.stream)
             self.iterator = iter(self.stream)
+
+
+def check_state(state: Any, key: str, name: str) -> None:
+    """
+    Args:
+        state: a stream's own.
+        key: what names the stream in the configuration, and what it names.
+
+    Raises:
+        UserError: a checkpoint, which is JSON, couldn't hold it.
+    """
+    if not isinstance(state, dict):
+        raise UserError(f"{key}: the state_dict() of {name!r} is a value of type {type(state).__name__}, not a dict")
+    if fault := json_fault(state):
+        place, what = fault
+        raise UserError(
+            f"{key}: the state_dict() of {name!r} has {what}{f' at {ascii(place)[1:-1]}' if place else ''}, so no "
+            "checkpoint could hold the position in it. Let it be of dicts with string keys, lists, strings, finite "
+            "numbers, bools and None"
+        )

@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from torchtitan.data.positions import DataPosition, joined
 from torchtitan.data.reader import Rows, StepReader
-from torchtitan.data.rows import Share, blank_row, merge_states, own_rows
+from torchtitan.data.rows import Share, blank_row, own_rows
 from torchtitan.data.sources import DataSpec, open_source
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
@@ -20,15 +20,16 @@ from torchtitan.utils.torch_faults import replaced
 class Workers:
     """`num_workers` processes, each of which reads a consecutive share of the rank's rows."""
 
-    def __init__(self, spec: DataSpec, share: Share, start: dict[str, Any] | None):
+    def __init__(self, spec: DataSpec, share: Share, start: DataPosition):
         """
         Args:
             share: the rank's.
-            start: merged position to continue from; None: from the beginning.
+            start: position to continue from, with all lanes.
         """
         options = spec.options
-        self.spec, self.shares = spec, [(*share, (i, options.num_workers)) for i in range(options.num_workers)]
-        self.first = start["step"] if start is not None else 0
+        self.spec = spec
+        self.shares = [(*share, (i, options.num_workers)) for i in range(options.num_workers)]
+        self.first = start.step
         self.loader = DataLoader(
             _WorkerRows(spec, self.shares, start),
             batch_size=None,
@@ -52,28 +53,31 @@ class Workers:
             found = [part for part in parts if isinstance(part, Rows)]
             if not found:
                 return
-            whole = Rows([], [], [sum(e) / len(found) for e in zip(*(part.epochs for part in found), strict=True)], {})
+            epochs = [sum(e) / len(found) for e in zip(*(part.epochs for part in found), strict=True)]
+            whole = Rows([], [], epochs, joined([part.position for part in found]))
             for part, share in zip(parts, self.shares, strict=True):
                 # A worker whose lanes end before the others' has none.
                 missing = 0 if isinstance(part, Rows) else len(own_rows(self.spec.at(step).rows, share))
                 whole.rows.extend(part.rows if isinstance(part, Rows) else [blank_row(self.spec.seq_len)] * missing)
                 whole.sources.extend(part.sources if isinstance(part, Rows) else [0] * missing)
-            yield replace(whole, state=merge_states([part.state for part in found]))
+            yield whole
 
 
 class _WorkerRows(IterableDataset):
     """A worker's share of the rows, step by step, with its position. At the end of a finite pass, None."""
 
-    def __init__(self, spec: DataSpec, shares: list[Share], start: dict[str, Any] | None):
-        self.spec, self.shares, self.start = spec, shares, start
+    def __init__(self, spec: DataSpec, shares: list[Share], start: DataPosition):
+        self.spec = spec
+        self.shares = shares
+        self.start = start
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         assert info is not None
         become_stoppable()
         try:
-            sources = {one.name: open_source(self.spec, one, self.spec.retry(one)) for one in self.spec.sources}
             with _undivided():
+                sources = {one.name: open_source(self.spec, one, self.spec.retry(one)) for one in self.spec.sources}
                 steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
             while True:
                 with _undivided():

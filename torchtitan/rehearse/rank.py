@@ -45,6 +45,7 @@ from torchtitan.checkpoint.index import render_index
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, validation_rows
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import StepBatch
+from torchtitan.data.positions import DataFingerprint, DataPosition, SharesState, SourcePosition
 from torchtitan.observe.evidence import is_library, where
 from torchtitan.parallel import expert, parallelize, pipeline
 from torchtitan.parallel.mesh import build_mesh
@@ -251,8 +252,10 @@ class _Loader:
 
     def __init__(self, config: Config, section: Any, rows: int, sources: Sequence[str]):
         self.rows, self.count, self.length, self.sources = rows, section.global_batch_size, section.seq_len, sources
-        self.name, self.start = "no data", None
-        self.fingerprint: dict[str, Any] = {"sources": {}}
+        self.name = "no data"
+        self.fingerprint = DataFingerprint(sources={}, tokenizer="", seq_len=self.length, seed=0)
+        read = {name: SourcePosition(contents="", rows=1) for name in sources}
+        self.start = DataPosition(step=1, shares=SharesState(weights={}, rows=0, counts={}), sources=read)
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
@@ -260,16 +263,18 @@ class _Loader:
 
     def blank(self) -> StepBatch:
         tokens = torch.empty(self.rows, self.length, dtype=torch.int64)
-        state = {"step": 1, "sources": {name: {"rows": 1} for name in self.sources}, "fingerprint": self.fingerprint}
         sources = torch.empty(self.rows, dtype=torch.int64)
-        return StepBatch(tokens, tokens.clone(), state, self.count, sources, [0.0] * len(self.sources))
+        return StepBatch(tokens, tokens.clone(), self.start, self.count, sources, [0.0] * len(self.sources))
 
     def skipped(self, _: Any) -> Any:
         return Counter()
 
     def check_enough(self, *_: Any) -> None: ...
 
-    def load_state_dict(self, *_: Any) -> None: ...
+    def state(self, parts: Any) -> DataPosition:
+        return self.start
+
+    def seek(self, *_: Any) -> None: ...
 
     def begin(self, *_: Any) -> None: ...
 

@@ -16,7 +16,7 @@ from torchtitan.config.render import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.data.documents import counted
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.rows import merge_states
+from torchtitan.data.positions import DataFingerprint, DataPosition, joined
 from torchtitan.observe.ledger import git_revision
 from torchtitan.train.preflight import Setup
 from torchtitan.utils.device import device_name
@@ -24,7 +24,7 @@ from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 
 
-def describe_run(config: Config, setup: Setup, data: dict[str, Any]) -> dict[str, Any]:
+def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[str, Any]:
     """What every checkpoint's manifest says about the run.
 
     Args:
@@ -41,7 +41,7 @@ def describe_run(config: Config, setup: Setup, data: dict[str, Any]) -> dict[str
         "model": {"name": setup.spec.name, **setup.args.model_dump()},
         "git": git_revision() if dist.get_rank() == 0 else None,
         "ranks": dist.get_world_size(),
-        "data": data | mixture,
+        "data": data.model_dump() | mixture,
         "config": to_toml(config),
     }
 
@@ -65,15 +65,15 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
     }
 
 
-def skipped_documents(loader: StepLoader, position: dict[str, Any]) -> dict[str, int]:
+def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict[str, int]:
     """Bad documents that were left out, by kind, also in the log. Called by all ranks.
 
     Args:
-        position: this rank's part of the position up to which those of streams are counted; {} before the first step.
+        position: this rank's part of the position up to which those of streams are counted; None before the first step.
     """
     positions: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(positions, position)
-    skipped = loader.skipped(merge_states(positions) if position else loader.start)
+    dist.all_gather_object(positions, position or loader.start)
+    skipped = loader.skipped(joined(positions))
     logger.info(f"Left out {counted(skipped)}")
     return dict(skipped.most_common())
 

@@ -1,7 +1,7 @@
 """The parts of a run, and what a checkpoint holds besides their tensors."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.rows import merge_states
+from torchtitan.data.positions import DataPosition
 from torchtitan.observe.guard import Guard
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
@@ -50,8 +50,8 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     """Steps whose update was skipped: a spike, or a loss or gradient that was not finite."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """This rank's part of the data position."""
+    data: DataPosition | None = None
+    """This rank's part of the data position; None before the first step of this start."""
     first_loss: float | None = None
     last_loss: float | None = None
 
@@ -83,11 +83,11 @@ class RunState:
     def gather(self) -> dict[str, Any]:
         """The state, the same on every rank. Called by all ranks."""
         positions: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(positions, self.progress.data)
+        dist.all_gather_object(positions, self.progress.data or self.loader.start)
         state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.schedule.state_dict(),
-            "data": merge_states(positions),
+            "data": self.loader.state(positions),
             "guard": self.guard.spikes.state_dict(),
         }
         return state if self.average is None else state | {"ema": self.average.state_dict()}
@@ -104,7 +104,7 @@ class RunState:
         if "lr_scheduler" not in exclude:
             self.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:
-            self.loader.load_state_dict(state["data"])
+            self.loader.seek(state["data"])
         else:
             self.loader.begin(self.progress.step)
         if self.average is not None and "ema" not in exclude:

@@ -229,7 +229,8 @@ class Trainer:
                 approve=lambda loss, grad_norm: self.guard.approve(step, loss, grad_norm),
                 before_update=self._wait_staged,
             )
-        progress.data, self._epochs = batch.state, batch.epochs
+        progress.data = batch.position
+        self._epochs = batch.epochs
         if earlier := self.guard.handle_spike():
             self.state.rewind(earlier.train_state)
             self.metrics.rewind(earlier.step)
@@ -292,8 +293,9 @@ class Trainer:
         if tally is None:
             return {}
         sums = tally.take(self.parts.mesh, self._epochs)
-        positions = self.progress.data["sources"]
-        tokens = [positions[source.name]["rows"] * config.seq_len for source in config.sources]
+        assert self.progress.data is not None
+        positions = self.progress.data.sources
+        tokens = [positions[source.name].rows * config.seq_len for source in config.sources]
         return describe_sources([source.name for source in config.sources], sums, tokens)
 
     def _check_replicas(self, _: StepResult) -> None:

@@ -62,6 +62,10 @@ class CheckpointError(UserError):
     """A checkpoint can't be written or read, or is damaged."""
 
 
+class FormatBugError(CheckpointError):
+    """What a checkpoint should record doesn't fit its own format, which is never the user's mistake."""
+
+
 class DamageError(CheckpointError):
     """The files of a checkpoint are damaged, or not what they claim to be. An earlier checkpoint may be intact."""
 
