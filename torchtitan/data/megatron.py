@@ -47,10 +47,9 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
         )
     count = _check_sequences(files, index, sequences, dtype.itemsize)
     _check_documents(files, index, sequences, boundaries)
-    if (found := tokens.stat().st_size) != count * dtype.itemsize:
-        raise DataError(
-            f"{tokens} has {found:,} bytes instead of the {count * dtype.itemsize:,} that {index.name} tells"
-        )
+    needed = count * dtype.itemsize
+    if tokens.size != needed:
+        raise DataError(f"{tokens.path} has {tokens.size:,} bytes instead of the {needed:,} of {index.name} (cut off?)")
     return dtype.name, count
 
 

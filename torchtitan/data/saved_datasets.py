@@ -73,10 +73,14 @@ def saved_files(folder: Path) -> set[str] | None:
 
 
 def _names(files: Any, folder: Path) -> list[str]:
-    entries = files if isinstance(files, list) else [None]
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise DataError(f"{folder / _STATE}: _data_files must be a list of files beside it; save the data set again")
+    names: list[str] = []
+    for entry in files if isinstance(files, list) else [None]:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name != Path(name).name:
+            raise DataError(
+                f"{folder / _STATE}: _data_files must be a list of files beside it; save the data set again"
+            )
+        names.append(name)
     return names
 
 
