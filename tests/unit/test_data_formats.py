@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import struct
 import tracemalloc
 
@@ -19,6 +20,7 @@ import torch
 
 from tests.runs import SAVE, arguments, losses, train
 from torchtitan.commands import tokenize
+from torchtitan.config import resolve
 from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.files import FileStamp
@@ -29,7 +31,8 @@ from torchtitan.data.records import read_records
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.texts import BadDocument, HeldBytes
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.utils.errors import UserError
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError, UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 TEXTS = ["", "a, b\tc", "two\nlines\r\nand a third", 'say "so"', "ä日本🚀", "\ufeff x"] + [
@@ -454,6 +457,25 @@ def test_megatron_says_what_cannot_be_checked(tmp_path, caplog, monkeypatch):
     with caplog.at_level("INFO", "torchtitan"):
         loader(write_megatron(tmp_path).parent)
     assert "1 Megatron token file of a tokenizer that can't be checked" in caplog.text
+
+
+def test_config_refuses_what_it_can_see(tmp_path):
+    """An unknown format and a saved data set that can't be read, also as one of several sources."""
+    split = saved_splits(tmp_path / "saved", "a", "b")
+    unknown = write(tmp_path / "x.pdf", "x")
+    source = '[[training.sources]]\nname = "{}"\ndataset_path = "{}"\n'
+    both = write(tmp_path / "both.toml", source.format("one", split) + source.format("two", unknown))
+    for argv, problems in {
+        f"--training.dataset_path={split}": ["training.dataset_path: .* holds the splits a, b"],
+        f"--training.dataset_path={unknown}": ["training.dataset_path: .*x.pdf has an unknown format"],
+        f"--job.config_file={both}": ["sources.one.dataset_path: .* the splits", "sources.two.dataset_path: .*x.pdf"],
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            preflight(resolve([argv], 1).config, output=False)
+        assert len(error.value.problems) == len(problems)
+        assert all(re.search(*pair) for pair in zip(problems, error.value.problems, strict=True))
+    for path in (split / "a", write_megatron(tmp_path), tmp_path / "corpus.idx", FORMS["tsv"](tmp_path)):
+        preflight(resolve([f"--training.dataset_path={path}"], 1).config, output=False)
 
 
 @pytest.mark.e2e

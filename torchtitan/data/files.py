@@ -17,7 +17,7 @@ from typing import IO, Any, Literal, Protocol, cast
 
 from torchtitan.data.identity import sample
 from torchtitan.data.retry import DataError
-from torchtitan.data.saved_datasets import in_one_split, without_caches
+from torchtitan.data.saved_datasets import in_one_split, saved_files, saved_splits, without_caches
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import regular_handle
 from torchtitan.utils.logging import logger
@@ -152,7 +152,21 @@ def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
     return chosen
 
 
-_FORMATS_READ = f"files must be of {', '.join(FORMATS)} (also {', '.join(COMPRESSED)})"
+_FORMATS_READ = f"files must be of {', '.join(FORMATS)} (but for Parquet and Arrow also {', '.join(COMPRESSED)})"
+
+
+def path_problem(path: str) -> str | None:
+    """What is wrong with the one file or folder named `path`, as far as its name and descriptions tell; else None."""
+    named = Path(path).expanduser()
+    if not named.is_dir():
+        known = format_of(named) or named.suffix in (".bin", ".idx")
+        return None if known else f"{path} has an unknown format; {_FORMATS_READ}"
+    try:
+        saved_splits(named)
+        saved_files(named)
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _is_description(file: Path) -> bool:
