@@ -10,6 +10,7 @@ import os
 import re
 import struct
 import tracemalloc
+from random import Random
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.files import FileStamp
 from torchtitan.data.index import find_documents, new_index
 from torchtitan.data.json_records import records_of
+from torchtitan.data.json_strings import without_long_strings
 from torchtitan.data.loader import build_loader
 from torchtitan.data.records import read_records
 from torchtitan.data.sources import DataSpec
@@ -274,6 +276,43 @@ def test_sound_arrays_in_small_blocks(monkeypatch):
     ):
         found = [record.content for record in records_of(io.BytesIO(content.encode()))]
         assert found == json.loads(content.removeprefix("\ufeff"))
+
+
+def test_long_strings_of_lines_in_blocks(monkeypatch):
+    """As `json` decodes them, from every position, wherever blocks end; among strings that look like their end."""
+    monkeypatch.setattr("torchtitan.data.texts.BLOCK", 16)
+    random = Random(3)
+    pieces = ["a", "\\", '"', "\n", "ä", "日", "🚀", "\\u00e9", "\0", "word " * 3]
+    for trial in range(60):
+        text = "".join(random.choices(pieces, k=40 + trial))
+        row = {'na"me\\': [text, {"x": text[::-1]}], "text": text, "more": "\\"}
+        line = json.dumps(row, ensure_ascii=bool(trial % 2)).encode()
+        short, held = without_long_strings(line, 30)
+        assert len(short) < len(line)
+        found = held[json.loads(short)["text"]]
+        assert str(found) == text
+        assert sum(map(found.size, found.parts())) == len(text)
+        start = random.randrange(len(text) + 1)
+        assert "".join(found.parts(start)) == text[start:]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (rb"\x" + b"a" * 50, "not JSON"),
+        (b"a" * 50 + b"\t", "not JSON"),
+        (b"a" * 50 + rb"\ud83d", "lone surrogate"),
+        (b"a" * 30 + b"\xff" + b"a" * 30, "not UTF-8"),
+        (b"a" * 50 + b"\xe6\x97", "not UTF-8"),
+    ],
+)
+def test_faults_in_long_strings_of_lines(tmp_path, monkeypatch, content, kind):
+    monkeypatch.setattr("torchtitan.data.records.LONG", 20)
+    monkeypatch.setattr("torchtitan.data.texts.BLOCK", 16)
+    write(tmp_path / "x.jsonl", b'{"text": "' + content + b'"}\n"sound"\n')
+    documents = LocalDocuments(str(tmp_path), "key", on_bad_document="skip")
+    assert documents.skipped == {kind: 1}
+    assert read(tmp_path, on_bad_document="skip") == ["sound"]
 
 
 def test_a_bad_entry_is_found_without_reading_the_rest():

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 
 from torchtitan.data.files import Format, Stamp, format_of, is_compressed, is_damage, open_plain
 from torchtitan.data.json_records import is_array, records_of
+from torchtitan.data.json_strings import without_long_strings
 from torchtitan.data.retry import DataError
 from torchtitan.data.tables import arrow_rows, csv_rows, parquet_rows
 from torchtitan.data.texts import (
@@ -183,7 +184,11 @@ def decode(content: Any, column: str) -> Text:
             if (length := length + len(part)) > LONG:
                 return content
         return "".join(texts)
-    text = _row_text(_json(content, column) if isinstance(content, bytes) else content, column)
+    if isinstance(content, bytes):
+        line, held = without_long_strings(content, LONG) if len(content) > LONG else (content, {})
+        text = _row_text(_json(line, column), column)
+        return held.get(text, text) if isinstance(text, str) else text
+    text = _row_text(content, column)
     return HeldText(text) if isinstance(text, str) and len(text) > LONG else text
 
 
