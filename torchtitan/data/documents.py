@@ -72,7 +72,7 @@ class DemoDocuments:
 
 
 class LocalDocuments:
-    """JSON, text or Parquet files, compressed or not: one document per JSON line, array entry, row or text file.
+    """Files of the formats that `files.FORMATS` names: one document per JSON line, array entry, row or text file.
 
     Where each is in its file is found out once and kept in the cache folder; without one, at every start.
     """
@@ -121,7 +121,7 @@ class LocalDocuments:
         indexes = [new_index(stamp, self._column) for stamp in stamps]
         for index in indexes:
             if index.copied:
-                what = "compressed" if is_compressed(Path(index.path)) else f"{index.kind} file"
+                what = "compressed" if is_compressed(Path(index.path)) else f"of the format {index.kind}"
                 raise DataError(
                     f'{index.path} is {what} and can\'t be read in any order without a copy. With {cache_key} = "none" '
                     "only plain JSON lines and text can; name a folder, or tokenize ahead, which needs no copy"

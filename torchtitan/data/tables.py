@@ -18,7 +18,7 @@ from torchtitan.data.retry import DataError
 from torchtitan.data.texts import BLOCK, LONG, LONGEST, BadDocument, HeldBytes, Record, missing_column
 
 _ROWS = 256
-"""Rows of Parquet read at once."""
+"""Rows of Parquet, or of a dictionary's indices, read at once."""
 _BATCH = 16 * 2**20
 """Bytes of these rows, judged by the mean of their row group; at least one row is read."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -116,7 +116,10 @@ def _values(values: Any) -> Iterator[Any]:
 
     if types.is_dictionary(values.type):
         texts = _as_binary(values.dictionary)
-        values = pyarrow.DictionaryArray.from_arrays(values.indices, texts).dictionary_decode()
+        coded = pyarrow.DictionaryArray.from_arrays(values.indices, texts)
+        for first in range(0, len(coded), _ROWS):
+            yield from _values(coded.slice(first, _ROWS).dictionary_decode())
+        return
     values = _as_binary(values)
     if not (types.is_binary(values.type) or types.is_large_binary(values.type)) or values.nbytes <= LONG:
         yield from values.to_pylist()
