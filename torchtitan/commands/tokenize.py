@@ -92,7 +92,7 @@ def _size_and_fingerprint(options: argparse.Namespace, files: list[Path]) -> tup
     """Bytes of the input, and what changes when it does."""
     if not files:
         demo = _demo(options)
-        return demo.text_bytes, demo.fingerprint
+        return demo.text_bytes, demo.contents.fingerprint
     made_from = listing(files)
     if (options.text_column, options.on_bad_document) != ("text", "stop"):
         made_from += f"{options.text_column}:{options.on_bad_document}"

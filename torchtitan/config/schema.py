@@ -131,6 +131,9 @@ class Training(Section):
     on_bad_document: Literal["stop", "skip"] = "stop"
     """When a document can't be decoded or its text is missing: `stop` with its file and line, or `skip` it, counted by
     kind in the log and in `run.json`. Applies to validation too."""
+    on_changed_data: Literal["stop", "continue"] = "stop"
+    """When a run resumes and files of its data have other contents, or another order, than at the checkpoint: `stop`
+    and name them, or `continue` with a warning. Applies to validation too."""
     local_batch_size: Rows = 8
     """Rows per forward and backward pass on each data-parallel rank."""
     global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1

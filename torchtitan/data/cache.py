@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Any
 
 from torchtitan.data.files import FileStamp, changed, data_handle, is_compressed, open_data
 from torchtitan.data.identity import sample, whole
@@ -97,7 +96,7 @@ class Cache:
             found = [done[index.key] for index in new]
             with _locked(corpus.with_suffix(".lock")) as ending:
                 if ending is not None:  # else another writes the same
-                    write_whole(corpus, json.dumps([index.model_dump() for index in found]).encode())
+                    write_whole(corpus, _record([index.model_dump() for index in found]))
         return found
 
     def _read_corpus(self, corpus: Path, stamps: Sequence[FileStamp], column: str) -> list[FileIndex] | None:
@@ -113,8 +112,8 @@ class Cache:
     def _read(self, new: FileIndex) -> FileIndex | None:
         """The index of a file, if it was made."""
         try:
-            index = FileIndex.model_validate_json(read_regular(self._path(new, "json"), _LARGEST))
-        except (OSError, ValidationError):
+            index = FileIndex.model_validate(json.loads(read_regular(self._path(new, "json"), _LARGEST)))
+        except (OSError, ValueError, RecursionError):
             return None
         return self._sound(index, new.stamp)
 
@@ -201,7 +200,7 @@ class Cache:
                 index.ranges = _put(ranges, self._path(index, "ranges"), whole)
                 if index.copied:
                     index.texts = _put(texts, self._path(index, "texts"), sample)
-                write_whole(self._path(index, "json"), index.model_dump_json().encode())
+                write_whole(self._path(index, "json"), _record(index.model_dump()))
             finally:
                 for temporary in (ranges, texts):
                     temporary.unlink(missing_ok=True)
@@ -225,6 +224,11 @@ class Cache:
                 f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a folder with space, or tokenize "
                 "the files ahead (torchtitan tokenize), which needs none"
             ) from error
+
+
+def _record(content: Any) -> bytes:
+    """JSON that may hold paths which are not UTF-8; pydantic's refuses them."""
+    return json.dumps(content).encode()
 
 
 @dataclass(frozen=True)

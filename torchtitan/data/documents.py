@@ -1,6 +1,7 @@
 """Documents that can be read in any order: the demo text and local files."""
 
 import hashlib
+import io
 import os
 import sysconfig
 from collections import Counter
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.cache import open_cache
-from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed
+from torchtitan.data.contents import Contents, base_of, data_file, sampled
+from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed, open_data
 from torchtitan.data.index import RANGE, FileIndex, find_documents, new_index
 from torchtitan.data.records import SKIP_ADVICE, FileText, decode, place
 from torchtitan.data.retry import DataError
@@ -31,8 +33,7 @@ _HELD_OUT_EVERY = 20
 class Documents(Protocol):
     """A fixed collection of texts."""
 
-    fingerprint: str
-    """Changes when the texts do."""
+    contents: Contents
     skipped: Counter[str]
     """Documents that were left out, by kind."""
 
@@ -59,16 +60,18 @@ class DemoDocuments:
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
         self.files = [f for i, f in enumerate(files) if (i % _HELD_OUT_EVERY == 0) == validation]
-        listing = "".join(f"{f.relative_to(root)}:{f.stat().st_size};" for f in self.files)
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self.text_bytes = sum(f.stat().st_size for f in self.files)
+        stamps = [FileStamp.of(file) for file in self.files]
+        listing = "".join(f"{f.relative_to(root)}:{s.size};" for f, s in zip(self.files, stamps, strict=True))
+        self.contents = Contents.of(sampled(stamps, root), hashlib.sha256(listing.encode()).hexdigest()[:16])
+        self.text_bytes = sum(stamp.size for stamp in stamps)
         self.skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> str:
-        return self.files[index].read_text(encoding="utf-8", errors="replace")
+        with open_data(self.files[index]) as file:
+            return io.TextIOWrapper(file, encoding="utf-8", errors="replace").read()
 
 
 class LocalDocuments:
@@ -107,9 +110,14 @@ class LocalDocuments:
         self.text_bytes = sum(index.text_bytes for index in self.indexes)
         self.skipped = sum((Counter(index.bad) for index in self.indexes), Counter[str]())
         listing = "".join(f"{file.name}:{stamp.size};" for file, stamp in zip(files, stamps, strict=True))
+        reading = ""
         if text_column != "text" or self.skipped:
-            listing += f"{text_column}: {sorted(self.skipped.items())}"
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+            reading = f"{text_column}: {sorted(self.skipped.items())}"
+        base = base_of(path)
+        found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
+        self.contents = Contents.of(
+            found, hashlib.sha256((listing + reading).encode(errors="surrogateescape")).hexdigest()[:16], reading
+        )
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"

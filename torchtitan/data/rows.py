@@ -123,7 +123,7 @@ class TokenReader(SourceReader):
         return self.consumed / len(self.files)
 
     def position(self) -> SourcePosition:
-        return SourcePosition(contents=self.files.fingerprint, rows=self.consumed)
+        return SourcePosition(contents=self.files.contents.fingerprint, rows=self.consumed)
 
     def seek(self, position: SourcePosition) -> None:
         self.consumed = position.rows

@@ -1,11 +1,12 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
 corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
-corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", ...}
+corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
 
 Those of Megatron, which have an `.idx` file beside them instead, are read, too (`megatron.py`).
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.messages import explain_errors
+from torchtitan.data.contents import Contents, sampled
 from torchtitan.data.files import EndOfFileError, FileStamp, OpenFiles
 from torchtitan.data.megatron import read_index
 from torchtitan.data.retry import DataError
@@ -37,6 +39,8 @@ class _Meta(BaseModel):
     tokens: int = Field(ge=0, lt=2**60)
     bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
+    hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
+    """Of the token file, as its writer made it."""
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -56,12 +60,15 @@ def write_token_file(
         The contents of the JSON file.
     """
     dtype = token_dtype(tokenizer)
+    digest = hashlib.blake2b(digest_size=8)
     tokens = count = 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             for ids in documents:
-                file.write(np.ascontiguousarray(ids, dtype).data)
+                content = np.ascontiguousarray(ids, dtype).data
+                file.write(content)
+                digest.update(content)
                 tokens, count = tokens + len(ids), count + 1
             file.flush()
             os.fsync(file.fileno())
@@ -74,6 +81,7 @@ def write_token_file(
         "documents": count,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
+        "hash": digest.hexdigest(),
         **about,
     }
     temporary.replace(path)
@@ -92,6 +100,9 @@ class TokenFiles:
         self.text_bytes: int | None = 0
         """Of the texts, as UTF-8; None if a file's description doesn't say."""
         self.vocab_size = tokenizer.vocab_size
+        stamps: list[FileStamp] = []
+        wholes: list[str] = []
+        dtypes: set[str] = set()
         for file in files:
             meta = _read_megatron(file, tokenizer, key) or _read_meta(file, key)
             if meta.tokenizer != tokenizer.fingerprint:
@@ -106,6 +117,9 @@ class TokenFiles:
                 raise UserError(
                     f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); tokenize the text again"
                 )
+            stamps.append(stamp)
+            wholes.append(meta.hash)
+            dtypes.add(dtype.name)
             if self.text_bytes is not None:
                 self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
@@ -120,7 +134,9 @@ class TokenFiles:
         if not len(self):
             raise UserError(f"{key}: no tokens in {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}")
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
-        self.fingerprint = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
+        earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
+        found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
+        self.contents = Contents.of(found, earlier, ", ".join(sorted(dtypes)))
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
