@@ -120,8 +120,8 @@ class Training(Section):
     """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, a source that
     `experimental.custom_import` registers, or a name for the files of `dataset_path`."""
     dataset_path: LocalPath | None = None
-    """Read local files instead of downloading: a file, folder or glob of JSONL, text or Parquet (also compressed), or
-    of token files written by `torchtitan tokenize`."""
+    """Read local files instead of downloading: a file, folder or glob of JSON, text, CSV, Parquet or Arrow, a folder of
+    `datasets`' `save_to_disk`, or token files of `torchtitan tokenize` or Megatron."""
     text_column: Name = "text"
     """The column or JSON key that holds the text. Others are not read."""
     sources: Annotated[list[Source], Field(max_length=1000)] = []

@@ -147,7 +147,7 @@ class Cache:
         texts = sum(index.size * (1 if index.kind == "array" else _COMPRESSION) for index in copied)
         size = texts + sum(index.size // _DOCUMENT * RANGE for index in missing)
         free = shutil.disk_usage(self.folder).free
-        what = f"a copy of the texts of {plural(len(copied), 'compressed or Parquet file')} and " if copied else ""
+        what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
             f"Indexing {plural(len(missing), 'file')} ({gigabytes(sum(index.size for index in missing))}) once: {what}"
             f"the documents' positions go to {self.folder}, about {gigabytes(size)} of {gigabytes(free)} free there. "

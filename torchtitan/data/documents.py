@@ -16,8 +16,9 @@ from torchtitan.data.cache import open_cache
 from torchtitan.data.contents import Contents, base_of, data_file, sampled
 from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed, open_data
 from torchtitan.data.index import RANGE, FileIndex, find_documents, new_index
-from torchtitan.data.records import LONG, SKIP_ADVICE, BadDocument, FileText, Text, decode, place
+from torchtitan.data.records import SKIP_ADVICE, FileText, decode, place
 from torchtitan.data.retry import DataError
+from torchtitan.data.texts import LONG, BadDocument, Text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
@@ -74,7 +75,7 @@ class DemoDocuments:
 
 
 class LocalDocuments:
-    """JSON, text or Parquet files, compressed or not: one document per JSON line, array entry, row or text file.
+    """Files of the formats that `files.FORMATS` names: one document per JSON line, array entry, row or text file.
 
     Where each is in its file is found out once and kept in the cache folder; without one, at every start.
     """
@@ -128,7 +129,7 @@ class LocalDocuments:
         indexes = [new_index(stamp, self._column) for stamp in stamps]
         for index in indexes:
             if index.copied:
-                what = "compressed" if is_compressed(Path(index.path)) else f"{index.kind} file"
+                what = "compressed" if is_compressed(Path(index.path)) else f"of the format {index.kind}"
                 raise DataError(
                     f'{index.path} is {what} and can\'t be read in any order without a copy. With {cache_key} = "none" '
                     "only plain JSON lines and text can; name a folder, or tokenize ahead, which needs no copy"

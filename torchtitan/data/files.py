@@ -17,14 +17,27 @@ from typing import IO, Any, Literal, Protocol, cast
 
 from torchtitan.data.identity import sample
 from torchtitan.data.retry import DataError
+from torchtitan.data.saved_datasets import in_one_split, saved_files, saved_splits, without_caches
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import regular_handle
 from torchtitan.utils.logging import logger
 from torchtitan.utils.patterns import TooManyEntriesError, files_below, matching_files, without_aliases
 from torchtitan.utils.text import listed, plural
 
-Format = Literal["json", "text", "parquet"]
-FORMATS: dict[str, Format] = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
+Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
+FORMATS: dict[str, Format] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".txt": "text",
+    ".md": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+"""Endings of files of documents. `json` may be lines or an array."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BUFFER = 2**20
 _MOST_ENTRIES = 1_000_000
@@ -46,26 +59,44 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     if not isinstance(path, str):
         return [file for one in path for file in find_files(one, key)]
     found = _named_by(path, key)
-    if os.path.isdir(os.path.expanduser(path)):
+    expanded = os.path.expanduser(path)
+    if not os.path.isfile(expanded):
+        found = _of_saved(found, os.path.isdir(expanded), key)
+    if os.path.isdir(expanded):
         found = [file for file in found if format_of(file)]
     if not found:
         raise UserError(f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin token files)")
     return found
 
 
+def _of_saved(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
+    """`files` without what `save_to_disk` left beside a data set, and of a folder without splits other than `train`."""
+    try:
+        files, chosen = in_one_split(files) if in_folder else (files, [])
+        files = without_caches(files)
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
+    if chosen:
+        logger.info(f"{key}: of the saved splits, reading {listed(chosen, 6)}; name another's folder to read that")
+    return list(files)
+
+
 def find_token_files(path: str, key: str) -> list[Path]:
     """The token files that `path` names: a `.bin` file, a glob of them, or a folder that holds some, at any depth.
+
+    Of a Megatron pair the `.idx` file may be named, too.
 
     Returns:
         None of them if `path` names documents or doesn't exist.
     """
     folder = os.path.expanduser(path)
     if not os.path.isdir(folder):
-        return find_files(path, key) if path.endswith(".bin") else []
+        own = path.removesuffix(".idx") + ".bin" if path.endswith(".idx") else path
+        return find_files(own, key) if own.endswith(".bin") else []
     files = set(_named_by(path, key))
     tokens = {file for file in files if file.suffix == ".bin"}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
-        tokens = {file for file in tokens if file.with_suffix(".json") in files}
+        tokens = {file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files}
     described = {file.with_suffix(".json") for file in tokens}
     beside = [file for file in files - described if format_of(file) and not _is_description(file)]
     if tokens and beside:
@@ -121,7 +152,21 @@ def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
     return chosen
 
 
-_FORMATS_READ = f"files must be of {', '.join(FORMATS)} (also {', '.join(COMPRESSED)})"
+_FORMATS_READ = f"files must be of {', '.join(FORMATS)} (but for Parquet and Arrow also {', '.join(COMPRESSED)})"
+
+
+def path_problem(path: str) -> str | None:
+    """What is wrong with the one file or folder named `path`, as far as its name and descriptions tell; else None."""
+    named = Path(path).expanduser()
+    if not named.is_dir():
+        known = format_of(named) or named.suffix in (".bin", ".idx")
+        return None if known else f"{path} has an unknown format; {_FORMATS_READ}"
+    try:
+        saved_splits(named)
+        saved_files(named)
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _is_description(file: Path) -> bool:

@@ -1,7 +1,7 @@
 """Where the sound documents of a local file are: the range of bytes of each, so that they can be read in any order.
 
-A file that can't be read at any place (compressed, Parquet, a JSON array) is copied as plain text at the same time.
-Documents that can't be decoded are left out and counted.
+A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as plain text at the
+same time. Documents that can't be decoded are left out and counted.
 """
 
 import array
@@ -18,7 +18,8 @@ from pydantic import BaseModel
 
 from torchtitan.data.files import FileStamp, is_compressed, open_data
 from torchtitan.data.identity import sample
-from torchtitan.data.records import SKIP_ADVICE, BadDocument, LongText, Text, decode, kind_of, place, read_records
+from torchtitan.data.records import SKIP_ADVICE, decode, kind_of, place, read_records
+from torchtitan.data.texts import BadDocument, LongText, Text
 
 _VERSION = 2
 """Of what is kept of a file, and of what counts as a document."""
@@ -49,7 +50,7 @@ class FileIndex(BaseModel):
     """Of its contents."""
     column: str
     kind: str
-    """`json`, `array`, `text` or `parquet`."""
+    """`records.kind_of` the file."""
     copied: bool
     """Whether the texts are read from the copy."""
     documents: int = 0
@@ -72,7 +73,7 @@ class FileIndex(BaseModel):
 def new_index(stamp: FileStamp, column: str) -> FileIndex:
     """The index of a file, before its documents are looked for."""
     kind = kind_of(Path(stamp.path), stamp)
-    copied = kind in ("array", "parquet") or is_compressed(Path(stamp.path))
+    copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(key=key_of([stamp], column), kind=kind, copied=copied, column=column, **vars(stamp))
 
 

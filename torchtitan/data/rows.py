@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 from torchtitan.data.documents import Documents
 from torchtitan.data.mixture import Slots
 from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
-from torchtitan.data.records import FileText, Text
+from torchtitan.data.records import FileText
 from torchtitan.data.retry import Retry
 from torchtitan.data.shuffle import permute
+from torchtitan.data.texts import Text
 from torchtitan.data.token_files import TokenFiles
 from torchtitan.data.tokenizer import Tokenizer
 

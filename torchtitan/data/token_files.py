@@ -2,6 +2,8 @@
 
 corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
 corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
+
+Those of Megatron, which have an `.idx` file beside them instead, are read, too (`megatron.py`).
 """
 
 import hashlib
@@ -18,11 +20,14 @@ from pydantic import BaseModel, Field, ValidationError
 from torchtitan.config.messages import explain_errors
 from torchtitan.data.contents import Contents, sampled
 from torchtitan.data.files import EndOfFileError, FileStamp, OpenFiles
+from torchtitan.data.megatron import read_index
 from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.logging import logger
+from torchtitan.utils.text import plural
 
 
 class _Meta(BaseModel):
@@ -99,7 +104,7 @@ class TokenFiles:
         wholes: list[str] = []
         dtypes: set[str] = set()
         for file in files:
-            meta = _read_meta(file, key)
+            meta = _read_megatron(file, tokenizer, key) or _read_meta(file, key)
             if meta.tokenizer != tokenizer.fingerprint:
                 raise UserError(
                     f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
@@ -119,6 +124,11 @@ class TokenFiles:
                 self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
                 self.files.append((stamp, dtype, meta.tokens))
+        if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
+            logger.info(
+                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be checked: ids must be "
+                f"those of model.hf_assets_path, and below {self.vocab_size}"
+            )
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
@@ -172,9 +182,20 @@ def _stamp(file: Path, key: str) -> FileStamp:
         raise UserError(f"{key}: {error}") from None
 
 
+def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
+    """What Megatron's index says of a file, which doesn't name a tokenizer; None if there is no index."""
+    if not os.path.lexists(file.with_suffix(".idx")):
+        return None
+    try:
+        dtype, tokens = read_index(FileStamp.of(file))
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
+    return _Meta.model_validate({"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint})
+
+
 def _read_meta(file: Path, key: str) -> _Meta:
     about = file.with_suffix(".json")
-    advice = "write token files with torchtitan tokenize"
+    advice = "write token files with torchtitan tokenize; of Megatron's, copy the .idx file, too"
     try:
         return _Meta.model_validate(read_json_object(about))
     except ValidationError as error:

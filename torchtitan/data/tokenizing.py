@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torchtitan.data.duplicates import HASH, save_hashes
 from torchtitan.data.files import FileStamp
 from torchtitan.data.pieces import PIECE
-from torchtitan.data.records import BadDocument, FileText, decode, place, read_records
+from torchtitan.data.records import FileText, decode, place, read_records
 from torchtitan.data.retry import DataError
+from torchtitan.data.texts import BadDocument, HeldBytes
 from torchtitan.data.token_files import token_dtype, write_token_file
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.utils.errors import UserError
@@ -151,7 +152,7 @@ def _size(content: Any) -> int:
         return os.path.getsize(content.path)
     if isinstance(content, dict):
         return sum(map(_size, content.values()))
-    return len(content) if isinstance(content, bytes | str) else 100
+    return len(content) if isinstance(content, bytes | str | HeldBytes) else 100
 
 
 @dataclass(frozen=True)
