@@ -257,6 +257,21 @@ def test_continuing_within_a_document_that_is_gone(tmp_path, before, after):
     assert resume(loader(tmp_path, on_changed="continue"), checkpoint).shape == beginning.shape
 
 
+def test_lanes_begin_the_document_that_has_the_number_now(tmp_path):
+    """Where they stood in the old one means nothing in it."""
+    long_text(tmp_path)
+    _, (state, lists) = steps(loader(tmp_path), 40)
+    (lane,) = state.sources["data"].lanes.values()
+    assert lane.offset >= 0
+    write_lines(tmp_path / "a.txt", 3)
+    reading = loader(tmp_path, on_changed="continue")
+    reading.seek(state, lambda: parse_lists(lists))
+    (again,) = reading.start.sources["data"].lanes.values()
+    assert (again.cursor, again.offset, again.position) == (lane.cursor, -1, 0)
+    ids = TOKENIZER.encode_document((tmp_path / "a.txt").read_text())
+    assert steps(reading, 1)[0][0].tolist() == ids[:16]
+
+
 def test_names_that_are_not_utf8_can_be_saved(tmp_path):
     name = os.fsdecode(b"caf\xe9\n.jsonl")
     write_lines(tmp_path / name, 1)
