@@ -51,7 +51,8 @@ def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchtitan.data.records.LONG", 500)
         patch.setattr("torchtitan.data.documents.LONG", 500)
-        patch.setattr("torchtitan.data.records._BLOCK", 300)
+        for module in ("records", "texts"):
+            patch.setattr(f"torchtitan.data.{module}.BLOCK", 300)
         patch.setattr("torchtitan.data.pieces.PIECE", 60)
         yield
 
@@ -262,7 +263,7 @@ def numbered_rows():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.ones(1), r"a value of type torch\.Tensor at \.examples_iterable\.mine\[0\]\.seen, so no checkpoint"),
+        (torch.ones(1), r"a value of type torch\.Tensor at \.examples_iterable\.mine\[0\]\.seen, which a checkpoint"),
         (np.int64(3), r"a value of type numpy\.int64 at .*\.seen,"),
         (np.float64(3), r"a value of type numpy\.float64 at .*\.seen,"),
         (float("nan"), r"the number nan at .*\.seen,"),

@@ -174,7 +174,6 @@ def check_state(state: Any, key: str, name: str) -> None:
     if fault := json_fault(state):
         place, what = fault
         raise UserError(
-            f"{key}: the state_dict() of {name!r} has {what}{f' at {ascii(place)[1:-1]}' if place else ''}, so no "
-            "checkpoint could hold the position in it. Let it be of dicts with string keys, lists, strings, finite "
-            "numbers, bools and None"
+            f"{key}: the state_dict() of {name!r} has {what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a "
+            "checkpoint can't hold; use only dicts with string keys, lists, strings, finite numbers, bools and None"
         )
