@@ -26,8 +26,9 @@ TOKENIZER = "./tests/assets/tokenizer"
 
 def make_jsonl(folder: Path, cache: Path) -> None:
     """Files of JSON lines, and what a first start finds out about them."""
-    from torchtitan.data.files import FileStamp
-    from torchtitan.data.index import find_documents, new_index
+    from torchtitan.data.files import FileStamp, open_data
+    from torchtitan.data.identity import sample
+    from torchtitan.data.index import KeptFile, find_documents, new_index
 
     lines = [json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)}) for i in range(50)]
     first = folder / "first.jsonl"
@@ -37,6 +38,9 @@ def make_jsonl(folder: Path, cache: Path) -> None:
     documents = SIZE // DOCUMENT
     table = folder / "first.ranges"
     table.write_bytes(np.resize(ranges, (documents, 2)).tobytes())
+    status = table.stat()
+    with open_data(first) as content:
+        hashed = sample(content.fileno())
     for source in range(SOURCES):
         (folder / f"source-{source}").mkdir()
         for i in range(FILES):
@@ -44,6 +48,9 @@ def make_jsonl(folder: Path, cache: Path) -> None:
             os.link(first, file)
             index = new_index(FileStamp.of(file), "text")
             index.documents, index.text_bytes = documents, SIZE
+            index.sample = hashed
+            # The hash is compared only if the others differ.
+            index.ranges = KeptFile(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum="")
             os.link(table, cache / f"{index.key}.ranges")
             (cache / f"{index.key}.json").write_text(index.model_dump_json())
 

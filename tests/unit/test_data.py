@@ -325,7 +325,7 @@ def test_brackets_beside_the_text_are_skipped(tmp_path):
 
 def test_forms_of_json(tmp_path, monkeypatch):
     """Batches cut at newlines, a line longer than a batch, an array, strings, a byte-order mark, Windows' newlines."""
-    monkeypatch.setattr("torchtitan.data.records._BLOCK", 50)
+    monkeypatch.setattr("torchtitan.data.json_records.BLOCK", 50)
     texts = ["ä" * n for n in (0, 1, 30, 500, 7)]
     rows = [json.dumps({"n": [1.5, {}], "text": text}) for text in texts]
     forms = {

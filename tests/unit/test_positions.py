@@ -51,7 +51,8 @@ def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchtitan.data.records.LONG", 500)
         patch.setattr("torchtitan.data.documents.LONG", 500)
-        patch.setattr("torchtitan.data.records._BLOCK", 300)
+        for module in ("records", "texts"):
+            patch.setattr(f"torchtitan.data.{module}.BLOCK", 300)
         patch.setattr("torchtitan.data.pieces.PIECE", 60)
         yield
 

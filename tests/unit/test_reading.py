@@ -20,11 +20,11 @@ from tests.positions import saved
 from tests.runs import SAVE, arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
-from torchtitan.data import index, pieces, records
+from torchtitan.data import index, json_records, pieces, records, texts
 from torchtitan.data.cache import Cache
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.duplicates import HASH, count_duplicates, save_hashes
-from torchtitan.data.records import LongText
+from torchtitan.data.texts import LongText
 from torchtitan.utils.errors import UserError
 
 RANDOM = random.Random(5)
@@ -71,7 +71,8 @@ def parts():
 @pytest.mark.parametrize("name", ["", "*", "**/*"])
 def test_a_folder_of_everything(corpus, tmp_path, name, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    monkeypatch.setattr(records, "_BLOCK", 64)
+    for module in (json_records, records):
+        monkeypatch.setattr(module, "BLOCK", 64)
     folder, texts = corpus
     with caplog.at_level("INFO", "torchtitan"):
         documents = LocalDocuments(f"{folder}/{name}", "key", text_column="body", cache_folder=str(tmp_path))
@@ -278,7 +279,8 @@ def test_long_documents_in_pieces(tmp_path, monkeypatch):
     expected = take(loader(tmp_path, rows=2), 400)
     monkeypatch.setattr(records, "LONG", 1000)
     monkeypatch.setattr("torchtitan.data.documents.LONG", 1000)
-    monkeypatch.setattr(records, "_BLOCK", 700)
+    for module in (records, texts):
+        monkeypatch.setattr(module, "BLOCK", 700)
     monkeypatch.setattr(pieces, "PIECE", 500)
     documents = LocalDocuments(str(tmp_path), "key")
     assert [isinstance(documents[i], LongText) for i in range(4)] == [True, True, False, True]

@@ -3,7 +3,7 @@
 import io
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -112,6 +112,7 @@ class CommittingWriter(FileSystemWriter):
         confirm: Callable[[], object] = lambda: None,
         committed: Callable[[], None] = lambda: None,
         *,
+        beside: Mapping[str, bytes] | None = None,
         file_per_tensor: bool = False,
     ):
         """
@@ -120,8 +121,10 @@ class CommittingWriter(FileSystemWriter):
             manifest: what its manifest says beside its files.
             confirm: called by the coordinator before it writes and before it commits; may raise.
             committed: called by the coordinator afterwards.
+            beside: further files, by name.
         """
         self.final, self.manifest, self.confirm, self.committed = final, manifest, confirm, committed
+        self.beside = beside or {}
         super().__init__(str(final), single_file_per_rank=not file_per_tensor, sync_files=not is_remote(final))
         self.fs, self.path = _Files(), temporary_folder(final)
 
@@ -156,8 +159,9 @@ class CommittingWriter(FileSystemWriter):
         files = {result.storage_data.relative_path: result.file for result in written}
         files[".metadata"] = self.fs.sums(".metadata")
         index = render_index(metadata, {result.index: result.crc32 for result in written})
-        write_file(self.path / INDEX, index)
-        files[INDEX] = {"bytes": len(index), "crc32": zlib.crc32(index)}
+        for name, content in {**self.beside, INDEX: index}.items():
+            write_file(self.path / name, content)
+            files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
         self.confirm()  # at a URL, the manifest commits
         about = {"saved": datetime.now(UTC).isoformat(timespec="seconds"), **self.manifest, **_measure(metadata)}
         write_file(self.path / MANIFEST, render(about | {"files": dict(sorted(files.items()))}))

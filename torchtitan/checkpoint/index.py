@@ -24,12 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.checkpoint.manifest import FileName, Manifest, Sum, first_problem, read_manifest
+from torchtitan.data.contents import CONTENTS, Lists, parse_lists
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently
 from torchtitan.utils.strict import Count, Strict
 
 INDEX = "tensors.json"
+_LARGEST = 1 << 28
+"""Bytes of a list of data files: some million of them."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 Size = Annotated[tuple[Count, ...], Field(max_length=64)]
@@ -90,15 +93,41 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
     Raises:
         DamageError: it can't be read, or isn't as the manifest says.
     """
-    if INDEX not in manifest.files:
-        raise DamageError(f"{path} is damaged: its manifest doesn't list {INDEX}")
-    listed = manifest.files[INDEX]
+    return _listed_bytes(path, manifest, INDEX)
+
+
+def data_files(path: Path, manifest: Manifest) -> Lists:
+    """The files of the data sources of the checkpoint `path`; nothing if an earlier version wrote it.
+
+    Raises:
+        DamageError: the list can't be read, or isn't as the manifest says.
+    """
+    if CONTENTS not in manifest.files:
+        return {}
+    if manifest.files[CONTENTS].bytes > _LARGEST:
+        raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {_LARGEST >> 20} MiB")
+    content = _listed_bytes(path, manifest, CONTENTS)
     try:
-        content = patiently(path, lambda: read_regular(path / INDEX, listed.bytes))
+        return parse_lists(content)
+    except ValidationError as error:
+        raise DamageError(f"{path} is damaged: {CONTENTS}: {first_problem(error)}") from None
+
+
+def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
+    """A file of the checkpoint `path`, held in memory.
+
+    Raises:
+        DamageError: it can't be read, or isn't as the manifest says.
+    """
+    if name not in manifest.files:
+        raise DamageError(f"{path} is damaged: its manifest doesn't list {name}")
+    listed = manifest.files[name]
+    try:
+        content = patiently(path, lambda: read_regular(path / name, listed.bytes))
     except OSError as error:
-        raise DamageError(f"{path} is damaged: {INDEX}: {error.strerror or error}") from None
+        raise DamageError(f"{path} is damaged: {name}: {error.strerror or error}") from None
     if len(content) != listed.bytes or zlib.crc32(content) != listed.crc32:
-        raise DamageError(f"{path} is damaged: {INDEX}: its size or checksum is wrong")
+        raise DamageError(f"{path} is damaged: {name}: its size or checksum is wrong")
     return content
 
 

@@ -40,6 +40,7 @@ from torchtitan.checkpoint.staging import build_stager
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config import schema
+from torchtitan.data.contents import CONTENTS
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
 from torchtitan.utils.errors import CheckpointError, FormatBugError
@@ -60,12 +61,14 @@ class Checkpointer:
         about: dict[str, Any],
         confirm: Callable[[], object] = lambda: None,
         confirm_copies: Callable[[], object] = lambda: None,
+        data_files: Callable[[], bytes] | None = None,
     ):
         """
         Args:
             about: what manifests record of the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has taken it.
             confirm_copies: the same of `upload_folder`.
+            data_files: renders the list of the data sources' files, which checkpoints that can be resumed keep.
 
         Raises:
             CheckpointError: the folder can't be written to, or has only checkpoints of another program.
@@ -73,6 +76,7 @@ class Checkpointer:
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
         self.trained, self.about, self.confirm = trained, about, confirm
+        self.data_files = data_files
         self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
@@ -121,7 +125,9 @@ class Checkpointer:
             manifest["train_state"] = {part: value for part, value in train_state.items() if part != "ema"}
         else:
             state = self.trained.tensors()
-        writer = CommittingWriter(step_folder(self.folder, step), manifest, self.confirm, self._committed)
+        beside = {CONTENTS: self.data_files()} if self.data_files is not None and not model_only else {}
+        target = step_folder(self.folder, step)
+        writer = CommittingWriter(target, manifest, self.confirm, self._committed, beside=beside)
         planner = self._plans.planner("weights" if model_only else "all")
         self._step_in_flight = step
         if self._stager is None:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torchtitan.checkpoint.agree import from_rank_0, together
 from torchtitan.checkpoint.commit import committed_steps, step_folder
 from torchtitan.checkpoint.dcp_storage import Reader, load
-from torchtitan.checkpoint.index import index_bytes, read_index
+from torchtitan.checkpoint.index import data_files, index_bytes, read_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
+from torchtitan.data.contents import Lists
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote
@@ -34,6 +35,15 @@ class Resumed:
     train_state: dict[str, Any]
     """Everything but tensors: counters, schedule, data position."""
     manifest: Manifest
+    path: Path
+
+    def data_files(self) -> Lists:
+        """The files of its data sources, read now.
+
+        Raises:
+            DamageError: they can't be read.
+        """
+        return data_files(self.path, self.manifest)
 
 
 def load_newest(
@@ -65,7 +75,7 @@ def load_newest(
             logger.error(f"Can't resume: {error}")
             continue
         logger.info(f"Resumed from {path}")
-        return Resumed(step, manifest.state(), manifest)
+        return Resumed(step, manifest.state(), manifest, path)
     if problems:
         raise CheckpointError(
             "no checkpoint can be resumed:\n" + "\n".join(problems) + "\nRestore one of them, or start again with "
@@ -90,7 +100,7 @@ def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed |
         _load(reader, manifest, trained, {"optimizer", "ema"} if model_only else ())
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load_path: {error}") from error
-    return None if model_only else Resumed(manifest.step, manifest.state(), manifest)
+    return None if model_only else Resumed(manifest.step, manifest.state(), manifest, path)
 
 
 def agreed_steps(folder: Path) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 from torchtitan.config.schema import Model
 from torchtitan.data.documents import DemoDocuments, counted
 from torchtitan.data.duplicates import count_duplicates
-from torchtitan.data.files import find_text_files, listing
+from torchtitan.data.files import REPORT, find_text_files, listing
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.data.tokenizing import Encoder, Item, Output, read_items, tokenize
 from torchtitan.utils.errors import UserError
@@ -92,7 +92,7 @@ def _size_and_fingerprint(options: argparse.Namespace, files: list[Path]) -> tup
     """Bytes of the input, and what changes when it does."""
     if not files:
         demo = _demo(options)
-        return demo.text_bytes, demo.fingerprint
+        return demo.text_bytes, demo.contents.fingerprint
     made_from = listing(files)
     if (options.text_column, options.on_bad_document) != ("text", "stop"):
         made_from += f"{options.text_column}:{options.on_bad_document}"
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
     report = _report(output, _write(options, encoder, output, files, size))
-    write_whole(options.output / f"{options.name}-report.json", json.dumps(report, indent=1).encode())
+    write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
     skipped = Counter(report["skipped"])
     if not report["bytes"]:
         what = f"all {report['documents']:,} documents are empty" if report["documents"] else "no documents"

@@ -20,8 +20,8 @@ class DataLoader(Section):
     prefetch_factor: Few | None = None
     """Batches that each worker prepares ahead. Default: 2."""
     cache_folder: LocalPath | None = None
-    """Keep the index of local files here, and the texts of those that can't be read in any order (compressed, Parquet,
-    JSON arrays). `none`: keep nothing, and index plain JSON lines and text at every start. Default:
+    """Keep the index of local files here, and the texts of those that can't be read in any order (compressed, CSV,
+    Parquet, Arrow, JSON arrays). `none`: keep nothing, and index plain JSON lines and text at every start. Default:
     `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache folder."""
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     """Retry a read this many times if it fails. What can't be decoded is not read again."""

@@ -120,8 +120,8 @@ class Training(Section):
     """`demo` (the text of Python's standard library; alias `c4_test`), `c4`, any Hugging Face dataset, a source that
     `experimental.custom_import` registers, or a name for the files of `dataset_path`."""
     dataset_path: LocalPath | None = None
-    """Read local files instead of downloading: a file, folder or glob of JSONL, text or Parquet (also compressed), or
-    of token files written by `torchtitan tokenize`."""
+    """Read local files instead of downloading: a file, folder or glob of JSON, text, CSV, Parquet or Arrow, a folder of
+    `datasets`' `save_to_disk`, or token files of `torchtitan tokenize` or Megatron."""
     text_column: Name = "text"
     """The column or JSON key that holds the text. Others are not read."""
     sources: Annotated[list[Source], Field(max_length=1000)] = []
@@ -131,6 +131,9 @@ class Training(Section):
     on_bad_document: Literal["stop", "skip"] = "stop"
     """When a document can't be decoded or its text is missing: `stop` with its file and line, or `skip` it, counted by
     kind in the log and in `run.json`. Applies to validation too."""
+    on_changed_data: Literal["stop", "continue"] = "stop"
+    """When a run resumes and files of its data have other contents, or another order, than at the checkpoint: `stop`
+    and name them, or `continue` with a warning. Applies to validation too."""
     local_batch_size: Rows = 8
     """Rows per forward and backward pass on each data-parallel rank."""
     global_batch_size: Annotated[int, Field(ge=-1, le=2**30)] = -1

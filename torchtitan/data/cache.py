@@ -7,6 +7,10 @@
 
 Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes share a folder: each
 makes the index of a file that no other is making, and waits for those of the others.
+
+`<key>.json` has the size, time, inode and hash of the other two. While these keep time and inode, they are taken for
+what was written; else their contents are compared with the hash: all of `.ranges`, samples of `.texts`. A file is
+indexed again if they differ.
 """
 
 import errno
@@ -16,21 +20,25 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
-
-from torchtitan.data.files import FileStamp, is_compressed
-from torchtitan.data.index import RANGE, FileIndex, find_documents, key_of, new_index
+from torchtitan.data.files import FileStamp, changed, data_handle, is_compressed, open_data
+from torchtitan.data.identity import sample, whole
+from torchtitan.data.index import RANGE, FileIndex, KeptFile, find_documents, key_of, new_index
+from torchtitan.data.retry import DataError
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import read_regular, write_whole
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import listed, plural
 
 _REPORT_SECONDS = 10.0
 _WAIT_SECONDS = 0.2
+_LARGEST = 2**32
+"""Bytes of a record; that of a million files is smaller."""
 _DOCUMENT = 2000
 """Bytes of a usual document in a file, and ..."""
 _COMPRESSION = 4
@@ -55,11 +63,16 @@ class Cache:
         self.folder, self.key = folder, key
         self._reported = time.monotonic()
 
-    def ranges(self, index: FileIndex) -> str:
-        return str(self.folder / f"{index.key}.ranges")
+    def ranges(self, index: FileIndex) -> "Kept":
+        assert index.ranges is not None
+        return Kept(str(self._path(index, "ranges")), index.ranges, whole)
 
-    def texts(self, index: FileIndex) -> str:
-        return str(self.folder / f"{index.key}.texts")
+    def texts(self, index: FileIndex) -> "Kept":
+        assert index.texts is not None
+        return Kept(str(self._path(index, "texts")), index.texts, sample)
+
+    def _path(self, index: FileIndex, ending: str) -> Path:
+        return self.folder / f"{index.key}.{ending}"
 
     def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
         """The indexes of files, made where they are missing.
@@ -69,39 +82,64 @@ class Cache:
             DataError: a file can't be read, or has a bad document and `stop` is set.
         """
         corpus = self.folder / f"{key_of(stamps, column)}.corpus.json"
-        if (complete := self._read_corpus(corpus)) is not None:
+        if (complete := self._read_corpus(corpus, stamps, column)) is not None:
             return complete
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            todo = {index.key: index for index in (new_index(stamp, column) for stamp in stamps)}
-            order = list(todo)
-            done = {key: known for key in order if (known := self._read(key))}
-            if missing := [todo[key] for key in order if key not in done]:
+            new = [new_index(stamp, column) for stamp in stamps]
+            todo = {index.key: index for index in new}
+            done = {key: known for key, index in todo.items() if (known := self._read(index))}
+            if missing := [index for key, index in todo.items() if key not in done]:
+                self._warn_of_damage(missing)
                 self._announce(missing)
                 self._make_all(missing, done, stop)
-            found = [done[key] for key in order]
+            found = [done[index.key] for index in new]
             with _locked(corpus.with_suffix(".lock")) as ending:
                 if ending is not None:  # else another writes the same
-                    write_whole(corpus, json.dumps([index.model_dump() for index in found]).encode())
+                    write_whole(corpus, _record([index.model_dump() for index in found]))
         return found
 
-    def _read_corpus(self, corpus: Path) -> list[FileIndex] | None:
+    def _read_corpus(self, corpus: Path, stamps: Sequence[FileStamp], column: str) -> list[FileIndex] | None:
         try:
-            names = {entry.name for entry in os.scandir(self.folder)}
-            if corpus.name not in names:
-                return None
-            found = [FileIndex.model_validate(index) for index in json.loads(corpus.read_bytes())]
-        except (OSError, ValueError):
+            entries = json.loads(read_regular(corpus, _LARGEST))
+            found = [FileIndex.model_validate(entry) for entry in entries]
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
-        return found if all(f"{index.key}.ranges" in names for index in found) else None
+        by_key = {index.key: index for index in found}
+        known = [self._sound(by_key.get(key_of([stamp], column)), stamp) for stamp in stamps]
+        return [index for index in known if index is not None] if None not in known else None
 
-    def _read(self, key: str) -> FileIndex | None:
+    def _read(self, new: FileIndex) -> FileIndex | None:
+        """The index of a file, if it was made."""
         try:
-            index = FileIndex.model_validate_json((self.folder / f"{key}.json").read_bytes())
-        except (OSError, ValidationError):
+            index = FileIndex.model_validate(json.loads(read_regular(self._path(new, "json"), _LARGEST)))
+        except (OSError, ValueError, RecursionError):
             return None
-        sound = os.path.isfile(self.ranges(index)) and (not index.copied or os.path.isfile(self.texts(index)))
-        return index if sound else None
+        return self._sound(index, new.stamp)
+
+    def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
+        """An index that was read; None if it isn't of this file, or its files aren't as they were written."""
+        if index is None or index.ranges is None or (index.copied and index.texts is None):
+            return None
+        if index.key != key_of([stamp], index.column) or index.ranges.size != index.documents * RANGE:
+            return None
+        if index.inode != stamp.inode:
+            index = index.model_copy(update={"inode": stamp.inode})
+            try:
+                with open_data(stamp.path, stamp) as file:
+                    if sample(file.fileno()) != index.sample:
+                        return None
+            except (OSError, DataError):
+                return None
+        kept = [self.ranges(index), *([self.texts(index)] if index.copied else [])]
+        return index if all(file.is_sound() for file in kept) else None
+
+    def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
+        if again := [index for index in missing if self._path(index, "json").exists()]:
+            logger.warning(
+                f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or deleted; indexing again: "
+                f"{listed((index.path for index in again), 6)}"
+            )
 
     def _announce(self, missing: Sequence[FileIndex]) -> None:
         """Say what is going to be written, and where."""
@@ -109,7 +147,7 @@ class Cache:
         texts = sum(index.size * (1 if index.kind == "array" else _COMPRESSION) for index in copied)
         size = texts + sum(index.size // _DOCUMENT * RANGE for index in missing)
         free = shutil.disk_usage(self.folder).free
-        what = f"a copy of the texts of {plural(len(copied), 'compressed or Parquet file')} and " if copied else ""
+        what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
             f"Indexing {plural(len(missing), 'file')} ({gigabytes(sum(index.size for index in missing))}) once: {what}"
             f"the documents' positions go to {self.folder}, about {gigabytes(size)} of {gigabytes(free)} free there. "
@@ -140,10 +178,11 @@ class Cache:
     def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
         """The index of a file; None if another process is making it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
-            if ending is None or (found := self._read(index.key)):
+            if ending is None or (found := self._read(index)):
                 return None if ending is None else found
             index = index.model_copy(deep=True)
-            ranges, texts = (Path(f"{name}.{ending}") for name in (self.ranges(index), self.texts(index)))
+            ranges = self._path(index, f"ranges.{ending}")
+            texts = self._path(index, f"texts.{ending}")
             count = 0
 
             def advance() -> None:
@@ -158,10 +197,10 @@ class Cache:
                     for written in (file, copy):
                         written.flush()
                         os.fsync(written.fileno())
-                ranges.replace(self.ranges(index))
+                index.ranges = _put(ranges, self._path(index, "ranges"), whole)
                 if index.copied:
-                    texts.replace(self.texts(index))
-                write_whole(self.folder / f"{index.key}.json", index.model_dump_json().encode())
+                    index.texts = _put(texts, self._path(index, "texts"), sample)
+                write_whole(self._path(index, "json"), _record(index.model_dump()))
             finally:
                 for temporary in (ranges, texts):
                     temporary.unlink(missing_ok=True)
@@ -185,6 +224,55 @@ class Cache:
                 f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a folder with space, or tokenize "
                 "the files ahead (torchtitan tokenize), which needs none"
             ) from error
+
+
+def _record(content: Any) -> bytes:
+    """JSON that may hold paths which are not UTF-8; pydantic's refuses them."""
+    return json.dumps(content).encode()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of the cache, to be opened as a data file."""
+
+    path: str
+    about: KeptFile
+    hash: Callable[[int], str]
+    """Makes `about.sum` of the open file."""
+
+    def check(self, handle: int) -> None:
+        """
+        Raises:
+            DataError: it isn't what was written.
+        """
+        now = os.fstat(handle)
+        if self._has_kept(now):
+            return
+        if now.st_size != self.about.size or self.hash(handle) != self.about.sum:
+            raise changed(self.path)
+
+    def is_sound(self) -> bool:
+        """Whether it is what was written; opened only if time or inode is another."""
+        try:
+            if not self._has_kept(os.stat(self.path)):
+                os.close(data_handle(self.path, self))
+        except (OSError, DataError):
+            return False
+        return True
+
+    def _has_kept(self, now: os.stat_result) -> bool:
+        about = self.about
+        return (about.size, about.mtime_ns, about.inode) == (now.st_size, now.st_mtime_ns, now.st_ino)
+
+
+def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
+    """Give a file that was written its name."""
+    with open_data(temporary) as file:
+        handle = file.fileno()
+        status = os.fstat(handle)
+        about = KeptFile(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=hash(handle))
+    temporary.replace(path)
+    return about
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan.data.contents import Contents
 from torchtitan.utils.errors import UserError
 
 _LOOKED_AT = 1000
@@ -42,9 +43,9 @@ class RegisteredDocuments:
                 f"{key} made a {type(made).__name__} without {', '.join(lacks)}; documents need these, unless they are "
                 "a datasets.IterableDataset"
             )
-        self.fingerprint = made.fingerprint
-        if not isinstance(self.fingerprint, str):
-            raise UserError(f"{key} has a fingerprint of type {type(self.fingerprint).__name__}; it must be a string")
+        if not isinstance(made.fingerprint, str):
+            raise UserError(f"{key} has a fingerprint of type {type(made.fingerprint).__name__}; it must be a string")
+        self.contents = Contents(made.fingerprint)
         count = min(len(self), _LOOKED_AT)
         if not any(self[i] for i in range(count)):  # seldom reads more than one
             raise UserError(f"{key} holds no text in its first {count} documents" if count else f"{key} is empty")

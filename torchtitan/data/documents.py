@@ -1,6 +1,7 @@
 """Documents that can be read in any order: the demo text and local files."""
 
 import hashlib
+import io
 import os
 import sysconfig
 from collections import Counter
@@ -12,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.cache import open_cache
-from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed
+from torchtitan.data.contents import Contents, base_of, data_file, sampled
+from torchtitan.data.files import FileStamp, OpenFiles, find_text_files, is_compressed, open_data
 from torchtitan.data.index import RANGE, FileIndex, find_documents, new_index
-from torchtitan.data.records import LONG, SKIP_ADVICE, BadDocument, FileText, Text, decode, place
+from torchtitan.data.records import SKIP_ADVICE, FileText, decode, place
 from torchtitan.data.retry import DataError
+from torchtitan.data.texts import LONG, BadDocument, Text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
@@ -30,8 +33,7 @@ _HELD_OUT_EVERY = 20
 class Documents(Protocol):
     """A fixed collection of texts."""
 
-    fingerprint: str
-    """Changes when the texts do."""
+    contents: Contents
     skipped: Counter[str]
     """Documents that were left out, by kind."""
 
@@ -58,20 +60,22 @@ class DemoDocuments:
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
         self.files = [f for i, f in enumerate(files) if (i % _HELD_OUT_EVERY == 0) == validation]
-        listing = "".join(f"{f.relative_to(root)}:{f.stat().st_size};" for f in self.files)
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
-        self.text_bytes = sum(f.stat().st_size for f in self.files)
+        stamps = [FileStamp.of(file) for file in self.files]
+        listing = "".join(f"{f.relative_to(root)}:{s.size};" for f, s in zip(self.files, stamps, strict=True))
+        self.contents = Contents.of(sampled(stamps, root), hashlib.sha256(listing.encode()).hexdigest()[:16])
+        self.text_bytes = sum(stamp.size for stamp in stamps)
         self.skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> str:
-        return self.files[index].read_text(encoding="utf-8", errors="replace")
+        with open_data(self.files[index]) as file:
+            return io.TextIOWrapper(file, encoding="utf-8", errors="replace").read()
 
 
 class LocalDocuments:
-    """JSON, text or Parquet files, compressed or not: one document per JSON line, array entry, row or text file.
+    """Files of the formats that `files.FORMATS` names: one document per JSON line, array entry, row or text file.
 
     Where each is in its file is found out once and kept in the cache folder; without one, at every start.
     """
@@ -92,12 +96,12 @@ class LocalDocuments:
             cache_folder: None: the default; "none": no cache.
         """
         files = find_text_files(path, key)
-        stamps = [FileStamp.of(file) for file in files]
         stop = on_bad_document == "stop"
         cache = open_cache(cache_folder, cache_key)
         self._files, self._held = OpenFiles(), list[NDArray[np.int64]]()
         self._cache, self._column = cache, text_column
         try:
+            stamps = [FileStamp.of(file) for file in files]
             self.indexes = cache.open(stamps, text_column, stop) if cache else self._hold(stamps, stop, cache_key)
             self._stop_at_bad(stop)
         except DataError as error:
@@ -106,9 +110,14 @@ class LocalDocuments:
         self.text_bytes = sum(index.text_bytes for index in self.indexes)
         self.skipped = sum((Counter(index.bad) for index in self.indexes), Counter[str]())
         listing = "".join(f"{file.name}:{stamp.size};" for file, stamp in zip(files, stamps, strict=True))
+        reading = ""
         if text_column != "text" or self.skipped:
-            listing += f"{text_column}: {sorted(self.skipped.items())}"
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()[:16]
+            reading = f"{text_column}: {sorted(self.skipped.items())}"
+        base = base_of(path)
+        found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
+        self.contents = Contents.of(
+            found, hashlib.sha256((listing + reading).encode(errors="surrogateescape")).hexdigest()[:16], reading
+        )
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
@@ -120,7 +129,7 @@ class LocalDocuments:
         indexes = [new_index(stamp, self._column) for stamp in stamps]
         for index in indexes:
             if index.copied:
-                what = "compressed" if is_compressed(Path(index.path)) else f"{index.kind} file"
+                what = "compressed" if is_compressed(Path(index.path)) else f"of the format {index.kind}"
                 raise DataError(
                     f'{index.path} is {what} and can\'t be read in any order without a copy. With {cache_key} = "none" '
                     "only plain JSON lines and text can; name a folder, or tokenize ahead, which needs no copy"
@@ -142,22 +151,21 @@ class LocalDocuments:
         file, number = self.indexes[which], index - (int(self._ends[which - 1]) if which else 0)
         start, end = self._range(which, number)
         if file.kind == "json" and not file.copied:
-            stamp = FileStamp(file.path, file.size, file.mtime_ns)
             try:
-                return decode(self._files.read(file.path, start, end - start, stamp), file.column)
+                return decode(self._files.read(file.path, start, end - start, file.stamp), file.column)
             except BadDocument as error:
                 raise DataError(f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)") from None
-        path = self._cache.texts(file) if file.copied and self._cache else file.path
+        stamp = self._cache.texts(file) if file.copied and self._cache else file.stamp
         if end - start > LONG:
-            return FileText(path, start, end)
-        return self._files.read(path, start, end - start).decode()
+            return FileText(stamp.path, start, end, stamp)
+        return self._files.read(stamp.path, start, end - start, stamp).decode()
 
     def _range(self, which: int, number: int) -> tuple[int, int]:
         if self._cache is None:
             start, end = self._held[which][number]
         else:
-            path = self._cache.ranges(self.indexes[which])
-            start, end = np.frombuffer(self._files.read(path, number * RANGE, RANGE), np.int64)
+            kept = self._cache.ranges(self.indexes[which])
+            start, end = np.frombuffer(self._files.read(kept.path, number * RANGE, RANGE, kept), np.int64)
         return int(start), int(end)
 
 

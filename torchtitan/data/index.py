@@ -1,7 +1,7 @@
 """Where the sound documents of a local file are: the range of bytes of each, so that they can be read in any order.
 
-A file that can't be read at any place (compressed, Parquet, a JSON array) is copied as plain text at the same time.
-Documents that can't be decoded are left out and counted.
+A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as plain text at the
+same time. Documents that can't be decoded are left out and counted.
 """
 
 import array
@@ -16,15 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from torchtitan.data.files import FileStamp, is_compressed
-from torchtitan.data.records import SKIP_ADVICE, BadDocument, LongText, Text, decode, kind_of, place, read_records
+from torchtitan.data.files import FileStamp, is_compressed, open_data
+from torchtitan.data.identity import sample
+from torchtitan.data.records import SKIP_ADVICE, decode, kind_of, place, read_records
+from torchtitan.data.texts import BadDocument, LongText, Text
 
-_VERSION = 1
+_VERSION = 2
 """Of what is kept of a file, and of what counts as a document."""
 RANGE = 16
 """Bytes of a document in `.ranges`."""
 _PLACES = 1000
 """Bad documents of a file whose places are kept."""
+
+
+class KeptFile(BaseModel):
+    """A file of the cache, as it was written."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    sum: str
 
 
 class FileIndex(BaseModel):
@@ -34,9 +45,12 @@ class FileIndex(BaseModel):
     path: str
     size: int
     mtime_ns: int
+    inode: int
+    sample: str = ""
+    """Of its contents."""
     column: str
     kind: str
-    """`json`, `array`, `text` or `parquet`."""
+    """`records.kind_of` the file."""
     copied: bool
     """Whether the texts are read from the copy."""
     documents: int = 0
@@ -45,18 +59,28 @@ class FileIndex(BaseModel):
     """Documents left out, by kind."""
     places: list[tuple[int, str]] = []
     """Number and problem of the first of them."""
+    ranges: KeptFile | None = None
+    """None if they are in memory."""
+    texts: KeptFile | None = None
+    """None if the texts are read from the file itself."""
+
+    @property
+    def stamp(self) -> FileStamp:
+        """What the file was when it was indexed."""
+        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
 
 
 def new_index(stamp: FileStamp, column: str) -> FileIndex:
     """The index of a file, before its documents are looked for."""
-    kind = kind_of(Path(stamp.path))
-    copied = kind in ("array", "parquet") or is_compressed(Path(stamp.path))
+    kind = kind_of(Path(stamp.path), stamp)
+    copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(key=key_of([stamp], column), kind=kind, copied=copied, column=column, **vars(stamp))
 
 
 def key_of(stamps: Sequence[FileStamp], column: str) -> str:
-    """Names what is kept of files: it changes when they do."""
-    name = json.dumps([[vars(stamp) for stamp in stamps], column, _VERSION])
+    """Names what is kept of files: it changes when they do. The inode is left out, see `FileStamp.sample`."""
+    named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
+    name = json.dumps([named, column, _VERSION])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
@@ -82,10 +106,12 @@ def find_documents(
         BadDocument: the first one, if `stop`; with its file and line.
     """
     file = Path(index.path)
+    with open_data(file, index.stamp) as content:
+        index.sample = sample(content.fileno())
     found: array.array[int] = array.array("q")
     bad: Counter[str] = Counter()
     written = 0
-    for record in read_records(file, index.column):
+    for record in read_records(file, index.column, stamp=index.stamp):
         advance()
         try:
             text = decode(record.content, index.column)

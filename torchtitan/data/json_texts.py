@@ -12,7 +12,9 @@ import pyarrow
 from datasets.builder import Key
 from datasets.packaged_modules.json.json import Json
 
-from torchtitan.data.records import BadDocument, Record, records_of
+from torchtitan.data.json_records import records_of
+from torchtitan.data.retry import DataError
+from torchtitan.data.texts import BadDocument, Record
 
 _BATCH = 4 * 2**20
 """Bytes of lines in a table."""
@@ -38,8 +40,11 @@ class JsonTexts(Json):
             # `open`, in this module, is replaced by `datasets`: it decompresses, and reads URLs.
             for name in files:
                 with open(name, "rb") as file:
-                    for part, rows in enumerate(_batches(records_of(file), str(name))):
-                        yield Key(shard, part), pyarrow.Table.from_pylist(rows, pyarrow.schema(_COLUMNS))
+                    try:
+                        for part, rows in enumerate(_batches(records_of(file), str(name))):
+                            yield Key(shard, part), pyarrow.Table.from_pylist(rows, pyarrow.schema(_COLUMNS))
+                    except DataError as error:
+                        raise DataError(f"{name}: {error}") from None
 
 
 def _batches(records: Iterable[Record], name: str) -> Iterator[list[dict[str, Any]]]:

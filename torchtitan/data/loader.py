@@ -6,15 +6,17 @@ DataSpec -> open_source -> Source.reader -> StepReader -> StepLoader -> StepBatc
 import math
 import queue
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.data.changed import ContentsRecord
+from torchtitan.data.contents import Lists
 from torchtitan.data.mixture import Shares, run_dry, whole_steps
-from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, SourceFingerprint, joined
+from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, joined
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.reader import Rows, StepReader
 from torchtitan.data.rows import Share, blank_row
@@ -84,18 +86,7 @@ class StepLoader:
         self.retries = {source.name: spec.retry(source) for source in spec.sources}
         self.sources = {source.name: open_source(spec, source, self.retries[source.name]) for source in spec.sources}
         self._warn_of_shared_lanes()
-        self.fingerprint = DataFingerprint(
-            sources={
-                source.name: SourceFingerprint(
-                    dataset=source.dataset_path or source.dataset,
-                    contents=self.sources[source.name].fingerprint,
-                )
-                for source in spec.sources
-            },
-            tokenizer=spec.tokenizer.fingerprint,
-            seq_len=spec.seq_len,
-            seed=spec.seed,
-        )
+        self.record = ContentsRecord(spec, {name: source.contents for name, source in self.sources.items()})
         self.start = _beginning(0)
         """Where the next iteration starts."""
         self._ahead: ReadAhead[StepBatch] | None = None
@@ -106,6 +97,18 @@ class StepLoader:
         ranks = math.prod(count for _, count in self.share)
         return -(-self.spec.at(step).rows // (ranks * self.local_batch_size)) * self.local_batch_size
 
+    @property
+    def fingerprint(self) -> DataFingerprint:
+        """What a position is valid for."""
+        spec = self.spec
+        return DataFingerprint(
+            sources=self.record.fingerprints,
+            tokenizer=spec.tokenizer.fingerprint,
+            seq_len=spec.seq_len,
+            seed=spec.seed,
+            held_out=self.record.held_out,
+        )
+
     def state(self, parts: Sequence[DataPosition]) -> DataState:
         """The data position that a checkpoint records.
 
@@ -115,23 +118,30 @@ class StepLoader:
         whole = joined(parts)
         return DataState(step=whole.step, shares=whole.shares, sources=whole.sources, fingerprint=self.fingerprint)
 
-    def seek(self, state: DataState) -> None:
+    def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
         """Continue from a recorded position, on any number of ranks and workers, with other weights or batch sizes.
 
+        Args:
+            lists: reads the files of the sources at that position, as far as they were recorded.
+
         Raises:
-            UserError: it is a position in other data.
+            UserError: it is a position in other data, unless `on_changed_data` allows that.
         """
         saved, now = state.fingerprint, self.fingerprint
         for name in ("tokenizer", "seq_len", "seed"):
             key = _KEYS.get(name, f"{self.spec.section}.{name}")
             self._check_same(name, key, getattr(saved, name), getattr(now, name))
-        for source in self.spec.sources:
-            if old := state.sources.get(source.name):  # files may have moved, if their contents are the same
-                what = "contents" if len(self.spec.sources) == 1 else f"contents of {source.name}"
-                contents = self.sources[source.name].fingerprint
-                self._check_same(what, f"{self.spec.key(source)}.dataset", old.contents, contents)
+        positions = dict(state.sources)
+        for name in self.record.compare(state, lists):
+            if self.sources[name].takes(positions[name]):
+                positions[name] = positions[name].restarted()
+            else:
+                logger.warning(
+                    f"{self.spec.section}.sources: {name} is data of another kind; starting at its beginning"
+                )
+                del positions[name]
         self._announce_changes(set(saved.sources))
-        self.start = state
+        self.start = state.model_copy(update={"sources": positions})
         self._workers = None
 
     def begin(self, step: int) -> None:

@@ -75,6 +75,13 @@ class SourcePosition(Strict):
                 found.update(lane.cursor.skipped)
         return found
 
+    def restarted(self) -> "SourcePosition":
+        """This position for contents that have changed: each lane begins anew with the document it stood in."""
+        lanes = {
+            index: lane.model_copy(update={"offset": -1, "position": 0}) for index, lane in (self.lanes or {}).items()
+        }
+        return self.model_copy(update={"lanes": lanes}) if lanes else self
+
 
 class SharesState(Strict):
     """How the rows since the last change of weights were divided among the sources."""
@@ -110,6 +117,8 @@ class DataFingerprint(Strict):
     tokenizer: str
     seq_len: Count
     seed: Count
+    held_out: dict[str, SourceFingerprint] = Field(default={})
+    """Validation sets, by the sections that configure them. No position depends on them."""
 
 
 class DataState(DataPosition):

@@ -1,6 +1,6 @@
 """The documents of one file, in sequence: first as they lie there, cheap to find, then decoded.
 
-    read_records(file, column)  ->  Record(number, content), ...      one JSON line, array entry, Parquet row or text
+    read_records(file, column)  ->  Record(number, content), ...      one JSON line, array entry, row or text
     decode(content, column)     ->  its text; or `BadDocument`, with the kind of its fault
 
 Only the column asked for is read. One process may find the records and others decode them.
@@ -9,95 +9,69 @@ Only the column asked for is read. One process may find the records and others d
 import codecs
 import io
 import json
-from abc import ABC, abstractmethod
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, Literal
 
-from torchtitan.data.files import format_of, is_compressed, is_damage, open_plain
+from torchtitan.data.files import Format, Stamp, format_of, is_compressed, is_damage, open_plain
+from torchtitan.data.json_records import is_array, records_of
+from torchtitan.data.json_strings import without_long_strings
 from torchtitan.data.retry import DataError
+from torchtitan.data.tables import arrow_rows, csv_rows, parquet_rows
+from torchtitan.data.texts import (
+    BLOCK,
+    LONG,
+    BadDocument,
+    HeldText,
+    LongText,
+    Record,
+    Text,
+    describe_byte,
+    missing_column,
+    not_json,
+)
 
-_BLOCK = 2**20
-_LONGEST = 1000 * 2**20
-"""Bytes of the longest JSON line. It is parsed in memory."""
-LONG = 4 * 2**20
-"""Longer texts, in bytes or characters, are handed on in parts."""
 SKIP_ADVICE = '. on_bad_document = "skip" leaves such documents out'
 _BOM = b"\xef\xbb\xbf"
-
-
-class BadDocument(DataError):
-    """A document that can't be decoded, or has no text."""
-
-    def __init__(self, kind: str, problem: str):
-        super().__init__(problem)
-        self.kind = kind
-        """What `run.json` counts it as."""
-
-    def __reduce__(self) -> tuple[type["BadDocument"], tuple[str, str]]:
-        return BadDocument, (self.kind, str(self))
-
-
-class LongText(ABC):
-    """A text that is read in parts, as often as needed. Positions in it are bytes or characters."""
-
-    @abstractmethod
-    def parts(self, start: int = 0) -> Iterator[str]:
-        """The text from position `start` on."""
-
-    @abstractmethod
-    def size(self, part: str) -> int:
-        """How far `part` advances the position."""
-
-    def __str__(self) -> str:
-        return "".join(self.parts())
-
-
-Text = str | LongText
-
-
-class HeldText(LongText):
-    """A long text in memory. What is made of it, such as its tokens, would take many times its size."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def parts(self, start: int = 0) -> Iterator[str]:
-        for begin in range(start, len(self.text), _BLOCK):
-            yield self.text[begin : begin + _BLOCK]
-
-    def size(self, part: str) -> int:
-        return len(part)
 
 
 class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
-    def __init__(self, path: str, start: int = 0, end: int | None = None):
+    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: Stamp | None = None):
+        """
+        Args:
+            stamp: what the file was when its documents were found.
+        """
         self.path, self.start, self.end = path, start, end
-        self.attempt: Callable[[Callable[[], bytes]], bytes] | None = None
-        """Makes a read, again if it fails."""
+        self.stamp = stamp
+        self.attempt: Callable[[Callable[[], Any]], Any] = operator.call
+        """Opens the file or reads from it, again if that fails."""
 
     def parts(self, start: int = 0) -> Iterator[str]:
         """
         Raises:
             BadDocument: it isn't UTF-8.
+            DataError: the file has changed.
         """
         decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-        with open_plain(Path(self.path)) as file:
+        with self.attempt(lambda: open_plain(Path(self.path), stamp=self.stamp)) as file:
             place = file.seek(self.start + start) if self.start + start else 0
             while True:
-                wanted = _BLOCK if self.end is None else min(_BLOCK, self.end - place)
+                wanted = BLOCK if self.end is None else min(BLOCK, self.end - place)
                 try:
-                    read = partial(_read_at, file, place, wanted)
-                    block = self.attempt(read) if self.attempt else file.read(wanted)
+                    block = self.attempt(partial(_read_at, file, place, wanted))
+                    if self.stamp is not None and not is_compressed(Path(self.path)):
+                        self.stamp.check(file.fileno())
                     first, place = not place, place + len(block)
                     text = decoder.decode(block.removeprefix(_BOM) if first else block, final=not block)
                 except UnicodeDecodeError as error:
                     at = place - len(error.object) + error.start
                     line += error.object[: error.start].count(b"\n")
-                    raise BadDocument("not UTF-8", f"line {line}: not UTF-8: {_byte(error)} at byte {at + 1}") from None
+                    problem = f"line {line}: not UTF-8: {describe_byte(error)} at byte {at + 1}"
+                    raise BadDocument("not UTF-8", problem) from None
                 except Exception as error:
                     if is_damage(error):
                         raise _damaged(error) from None
@@ -118,31 +92,30 @@ def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
     return file.read(size)
 
 
-class Record(NamedTuple):
-    """A document as it lies in its file."""
-
-    number: int
-    """Of its line, entry or row, counted from 1."""
-    content: Any
-    """A JSON line (bytes), an array's entry or a row (dict), a text file (`FileText`), or what is wrong."""
-    start: int = -1
-    """First byte of a JSON line in the decompressed file."""
+_NOUNS = {"json": "line", "array": "entry", "csv": "line", "tsv": "line", "parquet": "row", "arrow": "row"}
 
 
 def place(file: Path, number: int) -> str:
     """Names a record, for messages."""
-    noun = {"json": "line", "parquet": "row", "array": "entry"}.get(kind_of(file))
+    noun = _NOUNS.get(kind_of(file))
     return f"{file}: {noun} {number}" if noun else str(file)
 
 
-def kind_of(file: Path) -> str:
-    """`json` (lines), `array` (a JSON array), `text` or `parquet`."""
+Kind = Literal[Format, "array"]
+_TABULAR = ("parquet", "arrow")
+"""Formats that are read at many places of a file."""
+
+
+def kind_of(file: Path, stamp: Stamp | None = None) -> Kind:
+    """The format of a file; of JSON `json` for lines and `array` for an array."""
     kind = format_of(file)
     assert kind is not None, file
-    if kind != "json" or ".jsonl" in file.suffixes:
+    if kind == "lines":
+        return "json"
+    if kind != "json":
         return kind
     try:
-        with open_plain(file) as content:
+        with open_plain(file, stamp=stamp) as content:
             return "array" if is_array(content.read(4096)) else "json"
     except Exception as error:
         if is_damage(error):
@@ -150,116 +123,50 @@ def kind_of(file: Path) -> str:
         raise
 
 
-def read_records(file: Path, column: str, advance: Callable[[int], None] | None = None) -> Iterator[Record]:
+def read_records(
+    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None
+) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 
     Args:
         advance: called with numbers of bytes that were read of the file.
+        stamp: what the file is expected to be.
 
     Raises:
         OSError: reading fails.
-        DataError: the file is no Parquet file.
+        DataError: the file's structure is damaged, so that its records can't be told apart; or it is not a regular
+            file, or has changed since `stamp`.
     """
-    kind = kind_of(file)
+    kind = kind_of(file, stamp)
     if kind == "text":
-        yield Record(1, FileText(str(file)))
+        yield Record(1, FileText(str(file), stamp=stamp))
         if advance:
             advance(file.stat().st_size)
         return
+    tabular = kind in _TABULAR
+    if tabular and is_compressed(file):
+        raise DataError(f"{file}: decompress it; {kind} files are read at many places, and can be compressed inside")
     number = 0
     try:
-        if kind == "parquet":
-            yield from _parquet_rows(file, column, advance)
-            return
-        with open_plain(file, advance) as content:
-            for record in records_of(content, array=kind == "array"):
-                number = record.number
-                yield record
+        with open_plain(file, None if tabular else advance, stamp) as content:
+            try:
+                for record in _records(content, kind, column, advance):
+                    number = record.number
+                    yield record
+            except DataError as error:
+                raise DataError(f"{file}: {error}") from None
     except Exception as error:
         if not (is_compressed(file) and is_damage(error)):
             raise
         yield Record(number + 1, _damaged(error))
 
 
-def records_of(file: IO[bytes], array: bool | None = None) -> Iterator[Record]:
-    """The records of an open JSON file: of lines, or of an `array` (None: as the first character says)."""
-    if array is None:
-        file = buffered = io.BufferedReader(cast(io.RawIOBase, file), _BLOCK)
-        array = is_array(buffered.peek(4096))
-    return _entries(file) if array else _lines(file)
-
-
-def is_array(beginning: bytes) -> bool:
-    """Whether JSON that begins like this is an array instead of lines."""
-    return beginning.removeprefix(_BOM).lstrip().startswith(b"[")
-
-
-def _lines(file: IO[bytes]) -> Iterator[Record]:
-    start = number = 0
-    while line := file.readline(_LONGEST + 1):
-        number, begin = number + 1, start
-        start += len(line)
-        if number == 1 and line.startswith(_BOM):
-            line, begin = line[len(_BOM) :], len(_BOM)
-        if len(line) > _LONGEST:
-            while not line.endswith(b"\n") and (line := file.readline(_LONGEST)):
-                start += len(line)
-            yield Record(number, BadDocument("too long", f"longer than {_LONGEST >> 20} MiB; split its text"), begin)
-        elif not line.isspace():
-            yield Record(number, line, begin)
-
-
-def _entries(file: IO[bytes]) -> Iterator[Record]:
-    """The entries of a JSON array, of which only one and a block are held. What follows a bad one can't be read."""
-    # Bytes that aren't UTF-8 become lone surrogates, so that only their entry is bad.
-    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape")
-    decoder, number = json.JSONDecoder(), 0
-    buffer, block = text.read(_BLOCK).lstrip()[1:], _BLOCK
-    while True:
-        buffer = buffer.lstrip(" \t\r\n,")
-        if buffer.startswith("]"):
-            return
-        try:
-            entry, end = decoder.raw_decode(buffer)
-            if end == len(buffer):  # a number may go on
-                raise json.JSONDecodeError("cut off", buffer, end)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, RecursionError) or not (more := text.read(block)):
-                yield Record(number + 1, _not_json(error))
-                return
-            buffer, block = buffer + more, min(2 * block, 2**28)
-            continue
-        number, buffer, block = number + 1, buffer[end:], _BLOCK
-        yield Record(number, entry)
-
-
-def _parquet_rows(file: Path, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise DataError(f"{file}: not a Parquet file (damaged or cut off?): {str(error).splitlines()[0]}") from None
-    with table:
-        if column not in table.schema_arrow.names:
-            bad = _missing(column, table.schema_arrow.names)
-            yield from (Record(i + 1, bad) for i in range(table.metadata.num_rows))
-            return
-        number, share = 0, file.stat().st_size / max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(256, columns=[column], use_threads=False):
-            values = batch.column(0)
-            if pyarrow.types.is_dictionary(values.type):
-                values = values.dictionary_decode()
-            if str(values.type) in ("string", "large_string"):
-                values = values.cast(pyarrow.large_binary())  # Arrow doesn't check UTF-8; `decode` does
-            for value in values.to_pylist():
-                number += 1
-                yield Record(number, {column: value})
-            if advance:
-                advance(int(share * len(values)))
+def _records(file: IO[bytes], kind: Kind, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
+    if kind in ("csv", "tsv"):
+        return csv_rows(file, column, "," if kind == "csv" else "\t")
+    if kind in _TABULAR:
+        return (parquet_rows if kind == "parquet" else arrow_rows)(file, column, advance)
+    return records_of(file, array=kind == "array")
 
 
 def decode(content: Any, column: str) -> Text:
@@ -277,8 +184,12 @@ def decode(content: Any, column: str) -> Text:
             if (length := length + len(part)) > LONG:
                 return content
         return "".join(texts)
-    text = _row_text(_json(content, column) if isinstance(content, bytes) else content, column)
-    return HeldText(text) if len(text) > LONG else text
+    if isinstance(content, bytes):
+        line, held = without_long_strings(content, LONG) if len(content) > LONG else (content, {})
+        text = _row_text(_json(line, column), column)
+        return held.get(text, text) if isinstance(text, str) else text
+    text = _row_text(content, column)
+    return HeldText(text) if isinstance(text, str) and len(text) > LONG else text
 
 
 def _json(line: bytes, column: str) -> Any:
@@ -287,7 +198,7 @@ def _json(line: bytes, column: str) -> Any:
         return json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
-            raise _not_json(error) from None
+            raise not_json(error) from None
         # Too deep, or a number of too many digits. Arrow skips these beside the column, without recursion.
         import pyarrow
         import pyarrow.json
@@ -299,54 +210,38 @@ def _json(line: bytes, column: str) -> Any:
         try:
             (row,) = pyarrow.json.read_json(io.BytesIO(line), blocks, options).to_pylist()
         except (pyarrow.ArrowException, ValueError):
-            raise _not_json(error) from None
+            raise not_json(error) from None
         return row
 
 
-def _row_text(row: Any, column: str) -> str:
+def _row_text(row: Any, column: str) -> Text:
     if isinstance(row, str):  # an array of texts
         text: Any = row
     elif not isinstance(row, dict):
         raise BadDocument("not an object", f'must be an object with a "{column}", got {type(row).__name__}')
     elif column not in row:
-        raise _missing(column, row)
+        raise missing_column(column, row)
     else:
         text = row[column]
+    if isinstance(text, LongText):
+        return text
     if text is None:
         raise BadDocument(f"null {column}", f"column {column!r} is null")
     if isinstance(text, bytes):
         try:
             return text.decode()
         except UnicodeDecodeError as error:
-            raise _not_json(error) from None
+            raise not_json(error) from None
     if not isinstance(text, str):
         raise BadDocument("not a string", f"column {column!r} holds {type(text).__name__}, not text")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            escaped = 0xDC80 <= ord(text[error.start]) <= 0xDCFF  # by `_entries`
+            escaped = 0xDC80 <= ord(text[error.start]) <= 0xDCFF  # by `json_records` and `csv_rows`
             kind, problem = ("not UTF-8", "not UTF-8") if escaped else ("lone surrogate", "half a surrogate pair")
             raise BadDocument(kind, f"{problem} at character {error.start + 1}") from None
     return text
-
-
-def _missing(column: str, names: Any) -> BadDocument:
-    has = ", ".join(map(str, names)) or "none"
-    advice = "Name the column that holds the text as text_column"
-    return BadDocument(f"no column {column}", f"no column {column!r}; it has {has}. {advice}")
-
-
-def _not_json(error: Exception) -> BadDocument:
-    if isinstance(error, UnicodeDecodeError):
-        return BadDocument("not UTF-8", f"not UTF-8: {_byte(error)} at byte {error.start + 1}")
-    if isinstance(error, json.JSONDecodeError):
-        return BadDocument("not JSON", f"not JSON (cut off?): {error.msg} at character {error.pos + 1}")
-    return BadDocument("not JSON", "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}")
-
-
-def _byte(error: UnicodeDecodeError) -> str:
-    return f"0x{error.object[error.start]:02x}, {error.reason}"
 
 
 def _damaged(error: BaseException) -> BadDocument:

@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 from torchtitan.data.documents import Documents
 from torchtitan.data.mixture import Slots
 from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
-from torchtitan.data.records import FileText, Text
+from torchtitan.data.records import FileText
 from torchtitan.data.retry import Retry
 from torchtitan.data.shuffle import permute
+from torchtitan.data.texts import Text
 from torchtitan.data.token_files import TokenFiles
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -122,7 +123,7 @@ class TokenReader(SourceReader):
         return self.consumed / len(self.files)
 
     def position(self) -> SourcePosition:
-        return SourcePosition(contents=self.files.fingerprint, rows=self.consumed)
+        return SourcePosition(contents=self.files.contents.fingerprint, rows=self.consumed)
 
     def seek(self, position: SourcePosition) -> None:
         self.consumed = position.rows

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torchtitan.config import data as config
+from torchtitan.data.contents import Contents
 from torchtitan.data.custom import is_stream, open_custom
 from torchtitan.data.documents import Documents, OnBad, open_documents
-from torchtitan.data.files import find_files
+from torchtitan.data.files import find_token_files
 from torchtitan.data.mixture import Phase
+from torchtitan.data.positions import DocumentPosition, SourcePosition
 from torchtitan.data.retry import Retry
 from torchtitan.data.rows import (
     Cursor,
@@ -31,6 +32,8 @@ from torchtitan.data.streams import StreamCursor, open_stream
 from torchtitan.data.token_files import TokenFiles
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
+
+OnChanged = Literal["stop", "continue"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class DataSpec:
     options: config.DataLoader
     on_bad_document: OnBad = "stop"
     """What to do with documents that can't be decoded or have no text."""
+    on_changed_data: OnChanged = "stop"
+    """What a resume does if files have other contents than at the checkpoint."""
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
     custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -89,8 +94,7 @@ class DataSpec:
 class Source(Protocol):
     """An open data source."""
 
-    fingerprint: str
-    """Changes when the contents do."""
+    contents: Contents
     rows: int | None
     """Until the source ends; None if it doesn't, or that isn't known."""
 
@@ -100,6 +104,9 @@ class Source(Protocol):
         Args:
             lanes: how many a saved position has.
         """
+
+    def takes(self, position: SourcePosition) -> bool:
+        """Whether a position in other contents means something in these."""
 
 
 def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
@@ -113,10 +120,10 @@ def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
 
 def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     section, make = spec.key(source), spec.custom.get(source.dataset)
-    if make is None and source.dataset_path is not None and (pattern := token_files(source.dataset_path)):
+    if make is None and source.dataset_path is not None:
         key = f"{section}.dataset_path"
-        files = TokenFiles(find_files(pattern, key), spec.seq_len, spec.tokenizer, key)
-        return TokenSource(files, spec, source, retry)
+        if found := find_token_files(source.dataset_path, key):
+            return TokenSource(TokenFiles(found, spec.seq_len, spec.tokenizer, key), spec, source, retry)
     if source.max_epochs is not None:
         raise UserError(
             f"{section}.max_epochs: the end of a text is known only from its tokens; write token files with "
@@ -142,20 +149,12 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     return StreamSource(open_stream(source.dataset, section, source.text_column), spec, source, retry)
 
 
-def token_files(path: str) -> str | None:
-    """The glob of the token files that `path` names, a folder of them included."""
-    folder = Path(path).expanduser()
-    if folder.is_dir() and any(folder.glob("*.bin")):
-        return f"{path}/*.bin"
-    return path if path.endswith(".bin") else None
-
-
 class TokenSource:
     """Rows are windows of token files."""
 
     def __init__(self, files: TokenFiles, spec: DataSpec, source: config.Source, retry: Retry):
         self.files, self.spec, self.retry = files, spec, retry
-        self.fingerprint = files.fingerprint
+        self.contents = files.contents
         self.epochs = source.max_epochs if spec.infinite else 1
         self.rows = None if self.epochs is None else self.epochs * len(files)
         """Until the source ends."""
@@ -163,11 +162,14 @@ class TokenSource:
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
         return TokenReader(self.files, self.spec.seed, self.epochs, self.retry, shuffled=self.spec.infinite)
 
+    def takes(self, position: SourcePosition) -> bool:
+        return position.lanes is None
+
 
 class _LaneSource(ABC):
     """Rows are cut from lanes of documents."""
 
-    fingerprint: str
+    contents: Contents
     rows: int | None = None
 
     def __init__(self, lanes: int, spec: DataSpec, retry: Retry):
@@ -177,11 +179,15 @@ class _LaneSource(ABC):
     def cursor(self, lane: int, lanes: int) -> Cursor:
         """The documents of a lane."""
 
+    @abstractmethod
+    def takes(self, position: SourcePosition) -> bool:
+        """See `Source`."""
+
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
         spec, lanes = self.spec, lanes or self.lanes
         own = {lane for rows in spec.batch_sizes for lane in lanes_within(own_rows(rows, share), rows, lanes)}
         made = {lane: Lane(self.cursor(lane, lanes), spec.tokenizer, spec.seq_len) for lane in sorted(own)}
-        return LaneReader(self.fingerprint, made, lanes)
+        return LaneReader(self.contents.fingerprint, made, lanes)
 
 
 class DocumentSource(_LaneSource):
@@ -189,10 +195,14 @@ class DocumentSource(_LaneSource):
 
     def __init__(self, documents: Documents, spec: DataSpec, retry: Retry):
         super().__init__(min(max(spec.batch_sizes), len(documents)), spec, retry)
-        self.documents, self.fingerprint = documents, documents.fingerprint
+        self.documents, self.contents = documents, documents.contents
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
         return DocumentCursor(self.documents, lane, lanes, self.spec.seed, self.spec.infinite, self.retry)
+
+    def takes(self, position: SourcePosition) -> bool:
+        lanes = (position.lanes or {}).values()
+        return bool(lanes) and all(isinstance(lane.cursor, DocumentPosition) for lane in lanes)
 
 
 class StreamSource(_LaneSource):
@@ -201,7 +211,11 @@ class StreamSource(_LaneSource):
     def __init__(self, stream: Any, spec: DataSpec, source: config.Source, retry: Retry):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read the whole stream.
         super().__init__(math.gcd(max(spec.batch_sizes), stream.num_shards), spec, retry)
-        self.stream, self.source, self.fingerprint = stream, source, f"stream of {source.dataset}"
+        self.stream, self.source = stream, source
+        self.contents = Contents(f"stream of {source.dataset}")
+
+    def takes(self, position: SourcePosition) -> bool:
+        return False  # it holds a stream's own state
 
     def check(self) -> None:
         """

@@ -10,8 +10,9 @@ from typing import Any
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.data.documents import OnBad
 from torchtitan.data.positions import StreamPosition, json_fault
-from torchtitan.data.records import SKIP_ADVICE, BadDocument, Text, decode
+from torchtitan.data.records import SKIP_ADVICE, decode
 from torchtitan.data.retry import DataError, Retry
+from torchtitan.data.texts import BadDocument, Text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 

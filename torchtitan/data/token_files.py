@@ -1,9 +1,12 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
 corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
-corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", ...}
+corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
+
+Those of Megatron, which have an `.idx` file beside them instead, are read, too (`megatron.py`).
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -15,12 +18,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.messages import explain_errors
-from torchtitan.data.files import EndOfFileError, OpenFiles
+from torchtitan.data.contents import Contents, sampled
+from torchtitan.data.files import EndOfFileError, FileStamp, OpenFiles
+from torchtitan.data.megatron import read_index
 from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.logging import logger
+from torchtitan.utils.text import plural
 
 
 class _Meta(BaseModel):
@@ -32,6 +39,8 @@ class _Meta(BaseModel):
     tokens: int = Field(ge=0, lt=2**60)
     bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
+    hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
+    """Of the token file, as its writer made it."""
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -51,12 +60,15 @@ def write_token_file(
         The contents of the JSON file.
     """
     dtype = token_dtype(tokenizer)
+    digest = hashlib.blake2b(digest_size=8)
     tokens = count = 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             for ids in documents:
-                file.write(np.ascontiguousarray(ids, dtype).data)
+                content = np.ascontiguousarray(ids, dtype).data
+                file.write(content)
+                digest.update(content)
                 tokens, count = tokens + len(ids), count + 1
             file.flush()
             os.fsync(file.fileno())
@@ -69,6 +81,7 @@ def write_token_file(
         "documents": count,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
+        "hash": digest.hexdigest(),
         **about,
     }
     temporary.replace(path)
@@ -81,14 +94,17 @@ class TokenFiles:
 
     def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
         self.seq_len = seq_len
-        self.files: list[tuple[Path, np.dtype[Any], int]] = []
-        """(path, dtype, number of tokens)"""
+        self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
+        """(what it was when opened, dtype, number of tokens)"""
         self._open = OpenFiles()
         self.text_bytes: int | None = 0
         """Of the texts, as UTF-8; None if a file's description doesn't say."""
         self.vocab_size = tokenizer.vocab_size
+        stamps: list[FileStamp] = []
+        wholes: list[str] = []
+        dtypes: set[str] = set()
         for file in files:
-            meta = _read_meta(file, key)
+            meta = _read_megatron(file, tokenizer, key) or _read_meta(file, key)
             if meta.tokenizer != tokenizer.fingerprint:
                 raise UserError(
                     f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
@@ -96,21 +112,31 @@ class TokenFiles:
                 )
             dtype = np.dtype(meta.dtype)
             size = dtype.itemsize * meta.tokens
-            if file.stat().st_size != size:
+            stamp = _stamp(file, key)
+            if stamp.size != size:
                 raise UserError(
-                    f"{key}: {file} has {file.stat().st_size} bytes instead of {size} (truncated?); "
-                    "tokenize the text again"
+                    f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); tokenize the text again"
                 )
+            stamps.append(stamp)
+            wholes.append(meta.hash)
+            dtypes.add(dtype.name)
             if self.text_bytes is not None:
                 self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
-                self.files.append((file, dtype, meta.tokens))
+                self.files.append((stamp, dtype, meta.tokens))
+        if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
+            logger.info(
+                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be checked: ids must be "
+                f"those of model.hf_assets_path, and below {self.vocab_size}"
+            )
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
             raise UserError(f"{key}: no tokens in {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}")
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
-        self.fingerprint = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
+        earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
+        found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
+        self.contents = Contents.of(found, earlier, ", ".join(sorted(dtypes)))
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -119,7 +145,8 @@ class TokenFiles:
         ids = [i for i in special if i is not None]
         try:
             if all(np.isin(self.window(i), ids).all() for i in range(len(self))):  # seldom reads more than one
-                raise DataError(f"{self.files[0][0].parent} holds no tokens but begin-of-text and end-of-text")
+                folder = Path(self.files[0][0].path).parent
+                raise DataError(f"{folder} holds no tokens but begin-of-text and end-of-text")
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
 
@@ -128,28 +155,47 @@ class TokenFiles:
 
         Raises:
             OSError: the file can't be read, or has been truncated since it was opened.
-            DataError: it holds ids that the tokenizer doesn't have.
+            DataError: it has changed since it was opened, or holds ids that the tokenizer doesn't have.
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
-        path, dtype, tokens = self.files[which]
+        stamp, dtype, tokens = self.files[which]
         count = min(self.seq_len + 1, tokens - start)
         try:
-            content = self._open.read(str(path), start * dtype.itemsize, count * dtype.itemsize)
+            content = self._open.read(stamp.path, start * dtype.itemsize, count * dtype.itemsize, stamp)
         except EndOfFileError:
-            raise OSError(f"{path} ends before token {start + count} (truncated?)") from None
+            raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
         if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
             first = int(wrong[0])
             raise DataError(
-                f"{path} has id {ids[first]} at token {start + first}, but the tokenizer has only {self.vocab_size}"
+                f"{stamp.path} has id {ids[first]} at token {start + first}, but the tokenizer has only "
+                f"{self.vocab_size}"
             )
         return ids
 
 
+def _stamp(file: Path, key: str) -> FileStamp:
+    try:
+        return FileStamp.of(file)
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
+    """What Megatron's index says of a file, which doesn't name a tokenizer; None if there is no index."""
+    if not os.path.lexists(file.with_suffix(".idx")):
+        return None
+    try:
+        dtype, tokens = read_index(FileStamp.of(file))
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
+    return _Meta.model_validate({"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint})
+
+
 def _read_meta(file: Path, key: str) -> _Meta:
     about = file.with_suffix(".json")
-    advice = "write token files with torchtitan tokenize"
+    advice = "write token files with torchtitan tokenize; of Megatron's, copy the .idx file, too"
     try:
         return _Meta.model_validate(read_json_object(about))
     except ValidationError as error:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.pieces import LLAMA3_PATTERN, backend_state, pieces, separable
-from torchtitan.data.records import LongText, Text
+from torchtitan.data.texts import LongText, Text
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.json_files import read_json_object

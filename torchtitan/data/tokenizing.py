@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.duplicates import HASH, save_hashes
+from torchtitan.data.files import FileStamp
 from torchtitan.data.pieces import PIECE
-from torchtitan.data.records import BadDocument, FileText, decode, place, read_records
+from torchtitan.data.records import FileText, decode, place, read_records
 from torchtitan.data.retry import DataError
+from torchtitan.data.texts import BadDocument, HeldBytes
 from torchtitan.data.token_files import token_dtype, write_token_file
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.utils.errors import UserError
@@ -63,7 +65,7 @@ class Encoder:
     def __call__(self, batch: Sequence[Item]) -> Encoded:
         """
         Raises:
-            UserError: a document is bad and `stop` is set.
+            UserError: a document is bad and `stop` is set, or a file has changed.
         """
         tokenizer = _tokenizer(self.tokenizer)
         dtype = token_dtype(tokenizer)
@@ -88,6 +90,8 @@ class Encoder:
                 if self.stop:
                     raise UserError(f"--input: {problem}. --on-bad-document skip leaves such documents out") from None
                 bad.append((error.kind, problem))
+            except DataError as error:
+                raise UserError(f"--input: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
         return Encoded(np.concatenate(ids) if ids else np.empty(0, dtype), np.array(hashes, HASH), bad)
 
@@ -124,7 +128,7 @@ def read_items(files: Iterable[Path], column: str, advance: Callable[[int], None
     """
     for file in files:
         try:
-            for number, content, _ in read_records(file, column, advance):
+            for number, content, _ in read_records(file, column, advance, FileStamp.of(file)):
                 yield Item(str(file), number, content)
         except (OSError, DataError) as error:
             raise UserError(f"--input: {error if isinstance(error, DataError) else f'{file}: {error}'}") from error
@@ -148,7 +152,7 @@ def _size(content: Any) -> int:
         return os.path.getsize(content.path)
     if isinstance(content, dict):
         return sum(map(_size, content.values()))
-    return len(content) if isinstance(content, bytes | str) else 100
+    return len(content) if isinstance(content, bytes | str | HeldBytes) else 100
 
 
 @dataclass(frozen=True)

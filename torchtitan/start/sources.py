@@ -4,8 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from torchtitan.data.files import find_files, find_text_files
-from torchtitan.data.sources import token_files
+from torchtitan.data.files import find_text_files, find_token_files
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 
 _HELD_OUT = {"demo": "demo_validation", "c4": "c4_validation"}
@@ -62,11 +61,9 @@ def _name(path: str) -> str:
 
 
 def _local(path: str) -> Data:
-    tokens = token_files(path)
     try:
-        if tokens:
-            find_files(tokens, "--data")
-        else:
+        tokens = find_token_files(path, "--data")
+        if not tokens:
             find_text_files(path, "--data")
     except UserError as error:
         raise ConfigError([str(error)]) from None

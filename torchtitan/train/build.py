@@ -53,6 +53,8 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     share = mesh.dp_rank, mesh.dp_degree
     loader = build_data(config, "training", setup.tokenizer, share)
     held_out = build_held_out(config, setup.tokenizer, share) if config.validation.enable else []
+    for one in held_out:
+        loader.record.add_held_out(one.loader.record)
     models = parallelize(config, setup.spec, setup.args, setup.stages, mesh, device)
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
@@ -126,6 +128,7 @@ def build_data(
         infinite=key == "training",
         options=section.dataloader,
         on_bad_document=config.training.on_bad_document,
+        on_changed_data=config.training.on_changed_data,
         section=key if held_out is None else f"{key}.sets.{held_out.name}",
         custom={
             source.dataset: make for source in sources if (make := data_sources.chosen(source.dataset, config.custom))

@@ -11,12 +11,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.data import ValidationSet
+from torchtitan.config.data import Source, ValidationSet
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.schema import Config, MoE, Training, Validation
 from torchtitan.config.stages import PipelineStages, pipeline_stages
 from torchtitan.config.support import names_any, splits_backward
+from torchtitan.data.files import path_problem
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_names
 from torchtitan.models.decoder_spec import is_decoder
@@ -233,7 +234,8 @@ def _check_hugging_face(config: Config, spec: ModelSpec, args: Any) -> Iterator[
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    sections: dict[str, Training | Validation | ValidationSet] = {"training": config.training}
+    sections: dict[str, Training | Source | Validation | ValidationSet] = {"training": config.training}
+    sections |= {f"training.sources.{one.name}": one for one in config.training.sources}
     if config.validation.enable:
         sections["validation"] = config.validation
         sections |= {f"validation.sets.{one.name}": one for one in config.validation.sets}
@@ -241,9 +243,14 @@ def _check_paths(config: Config) -> Iterator[str]:
         # What a registered source reads is its own affair.
         path = section.dataset_path if data_sources.find(section.dataset) is None else None
         # Only the loader can look up a remote file (hf://, s3://).
-        if path and "://" not in path and not os.path.isdir(path):
+        if not path or "://" in path:
+            continue
+        if os.path.exists(path):
+            if problem := path_problem(path):
+                yield f"{name}.dataset_path: {problem}"
+        else:
             try:
-                found = next(matching_files(path, _MOST_ENTRIES), None)
+                found = next(matching_files(path, _MOST_ENTRIES, skipped=[]), None)
             except TooManyEntriesError as error:
                 yield f"{name}.dataset_path: {error} and finds no file; name a folder closer to the files"
             else:

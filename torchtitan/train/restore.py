@@ -28,7 +28,7 @@ def restore(
     """
     section = config.checkpoint
     if resumed := checkpointer.resume():
-        state.load(resumed.train_state, set(section.exclude_from_loading))
+        state.load(resumed.train_state, set(section.exclude_from_loading), resumed.data_files)
         if changed := changed_settings(resumed.manifest.model_dump(), checkpointer.about):
             logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
     elif section.enable and section.initial_load_in_hf:
@@ -37,7 +37,7 @@ def restore(
         logger.info(f"Starting from the Hugging Face weights in {folder}")
     elif section.enable and section.initial_load_path:
         if initial := checkpointer.load_initial(storage_path(section.initial_load_path)):
-            state.load(initial.train_state, set())
+            state.load(initial.train_state, set(), initial.data_files)
         logger.info(f"Starting from {section.initial_load_path}")
     else:
         logger.info(f"Starting from scratch, seed {config.debug.seed}")

@@ -1,6 +1,7 @@
 """The parts of a run, and what a checkpoint holds besides their tensors."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.data.contents import Lists
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataPosition
 from torchtitan.observe.guard import Guard
@@ -92,11 +94,12 @@ class RunState:
         }
         return state if self.average is None else state | {"ema": self.average.state_dict()}
 
-    def load(self, state: dict[str, Any], exclude: set[str]) -> None:
+    def load(self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]) -> None:
         """Continue from a saved state.
 
         Args:
             exclude: `checkpoint.exclude_from_loading`.
+            data_files: reads the files that the data sources had.
         """
         if "train_state" not in exclude:
             self.progress.load_state_dict(state["progress"])
@@ -104,7 +107,7 @@ class RunState:
         if "lr_scheduler" not in exclude:
             self.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:
-            self.loader.seek(state["data"])
+            self.loader.seek(state["data"], data_files)
         else:
             self.loader.begin(self.progress.step)
         if self.average is not None and "ema" not in exclude:

@@ -88,6 +88,7 @@ class Trainer:
             about,
             confirm=lambda: self.folders.confirm(remote=True),
             confirm_copies=self.folders.confirm_copies,
+            data_files=self.parts.loader.record.lists,
         )
         self.guard = Guard(
             config.guard,

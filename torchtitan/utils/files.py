@@ -44,16 +44,25 @@ def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> I
     """
     if is_remote(path):
         return path.open("rb")
-    if not links and path.is_symlink():
+    return cast(IO[bytes], open(regular_handle(path, links=links), "rb", buffering=-1 if buffered else 0))
+
+
+def regular_handle(path: str | Path, *, links: bool = False) -> int:
+    """The descriptor of a regular file, opened to read it; see `open_regular`.
+
+    Raises:
+        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without `links`.
+    """
+    if not links and os.path.islink(path):
         raise OSError(errno.ELOOP, "is a symbolic link", str(path))
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     kind = stat.S_IFMT(os.fstat(handle).st_mode)
-    if kind != stat.S_IFREG:
-        os.close(handle)
-        if kind == stat.S_IFDIR:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return cast(IO[bytes], open(handle, "rb", buffering=-1 if buffered else 0))
+    if kind == stat.S_IFREG:
+        return handle
+    os.close(handle)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:

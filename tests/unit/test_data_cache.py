@@ -1,0 +1,131 @@
+"""The cache of indexes: damage is found and repaired, and a sound cache is never made again."""
+
+import gzip
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from torchtitan.data import cache as caches
+from torchtitan.data.documents import LocalDocuments
+from torchtitan.data.identity import WHOLE, sample, whole
+
+TEXTS = [f"document {i} of words" for i in range(40)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A file that is copied, one that is read in place, and their cache."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines[:20]).encode()))
+    (folder / "b.jsonl").write_text("".join(lines[20:]))
+    return folder
+
+
+def read(folder):
+    documents = LocalDocuments(str(folder), "key", cache_folder=str(folder.with_name("cache")))
+    return [str(documents[i]) for i in range(len(documents))]
+
+
+def shifted(file):
+    """Positions that are as plausible as the right ones."""
+    ranges = np.fromfile(file, "int64").reshape(-1, 2)
+    np.roll(ranges, 1, axis=0).tofile(file)
+
+
+DAMAGES = {
+    "texts deleted": ("*.texts", os.unlink),
+    "texts cut": ("*.texts", lambda file: os.truncate(file, 10)),
+    "texts of others": ("*.texts", lambda file: file.write_bytes(b"x" * file.stat().st_size)),
+    "ranges deleted": ("*.ranges", os.unlink),
+    "ranges cut": ("*.ranges", lambda file: os.truncate(file, 16)),
+    "other ranges": ("*.ranges", shifted),
+    "a pipe": ("*.ranges", lambda file: (file.unlink(), os.mkfifo(file))),
+    "empty records": ("*.json", lambda file: file.write_text("{}")),
+    "an empty corpus": ("*.corpus.json", lambda file: file.write_text("[]")),
+    "a nested corpus": ("*.corpus.json", lambda file: file.write_text("[" * 100_000)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_again(corpus, caplog, monkeypatch, damage):
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    assert read(corpus) == TEXTS
+    pattern, change = DAMAGES[damage]
+    files = list(corpus.with_name("cache").glob(pattern))
+    assert files
+    for file in files:
+        change(file)
+    caplog.clear()
+    assert read(corpus) == TEXTS
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    if "corpus" in damage:
+        assert not warnings
+    else:
+        assert len(warnings) == 1
+        assert "was changed or deleted; indexing again: " in warnings[0]
+    monkeypatch.setattr(caches, "find_documents", lambda *_: pytest.fail("indexed again"))
+    assert read(corpus) == TEXTS
+
+
+def test_a_cache_that_changes_in_mid_run_is_an_error(corpus):
+    documents = LocalDocuments(str(corpus), "key", cache_folder=str(corpus.with_name("cache")))
+    for file in corpus.with_name("cache").glob("*.texts"):
+        file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(ValueError, match=r"\.texts has changed since the run indexed it; start the run again"):
+        documents[0]
+
+
+def test_a_copied_cache_is_used(corpus, monkeypatch):
+    """Its files have other times and inodes, but the same contents."""
+    assert read(corpus) == TEXTS
+    cache = corpus.with_name("cache")
+    cache.rename(cache.with_name("old"))
+    shutil.copytree(cache.with_name("old"), cache, copy_function=shutil.copyfile)
+    monkeypatch.setattr(caches, "find_documents", lambda *_: pytest.fail("indexed again"))
+    assert read(corpus) == TEXTS
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_inode_is_not_another_file(corpus, monkeypatch, same):
+    """File systems in user space may number files anew; but a file may also be replaced by one with the same time."""
+    assert read(corpus) == TEXTS
+    file = corpus / "b.jsonl"
+    status, content = file.stat(), file.read_bytes()
+    new = file.with_name(".new")
+    new.write_bytes(content if same else content.replace(b"words", b"WORDS"))
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.replace(file)
+    assert file.stat().st_ino != status.st_ino
+    if same:
+        monkeypatch.setattr(caches, "find_documents", lambda *_: pytest.fail("indexed again"))
+    assert read(corpus) == TEXTS[:20] + [text if same else text.replace("words", "WORDS") for text in TEXTS[20:]]
+
+
+def hashes(path):
+    with path.open("rb") as file:
+        return sample(file.fileno()), whole(file.fileno())
+
+
+@pytest.mark.parametrize("size", [0, 1, WHOLE, WHOLE + 1, 100 * WHOLE])
+def test_samples(tmp_path, size):
+    """Every byte of a small file counts; of a large one the first, the last, some between them, and the size."""
+    content = bytearray(np.random.default_rng(size).bytes(size))
+    file = tmp_path / "x"
+    file.write_bytes(content)
+    first = hashes(file)
+    assert hashes(file) == first
+    for at in {0, size // 3, 2**14 * (size // 2**15), size - 1} if size else ():
+        content[at] ^= 1
+        file.write_bytes(content)
+        changed = hashes(file)
+        assert changed[1] != first[1]
+        if size <= WHOLE or at in (0, size - 1):
+            assert changed[0] != first[0]
+        content[at] ^= 1
+    file.write_bytes(content + b"\0")
+    assert hashes(file)[0] != first[0]

@@ -1,0 +1,231 @@
+"""Which files a path names, and that only regular files that nobody has changed are read."""
+
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchtitan.commands import tokenize
+from torchtitan.config.data import DataLoader, Source
+from torchtitan.data.documents import LocalDocuments
+from torchtitan.data.files import FileStamp, find_text_files, find_token_files, open_plain
+from torchtitan.data.loader import build_loader
+from torchtitan.data.records import LONG, read_records
+from torchtitan.data.retry import DataError
+from torchtitan.data.sources import DataSpec
+from torchtitan.data.token_files import write_token_file
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.utils.errors import UserError
+
+TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
+
+
+def texts(seed, count=20):
+    return [f"{seed} {i} of words" for i in range(count)]
+
+
+def write_lines(path, seed=1, count=20):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(seed, count)))
+    return path
+
+
+def read(path, **options):
+    documents = LocalDocuments(str(path), "training.dataset_path", **options)
+    return [str(documents[i]) for i in range(len(documents))]
+
+
+def loader(path):
+    """With the retries of a run, which would take seven seconds."""
+    source = Source(name="data", dataset_path=str(path))
+    return build_loader(
+        DataSpec(
+            sources=[source],
+            tokenizer=TOKENIZER,
+            seq_len=16,
+            rows_per_step=4,
+            seed=1,
+            infinite=True,
+            options=DataLoader(),
+        )
+    )
+
+
+def link_nowhere(path):
+    path.symlink_to("/nonexistent/a.jsonl")
+
+
+def link_to_itself(path):
+    path.symlink_to(path)
+
+
+UNREADABLE = {
+    "pipe": (os.mkfifo, r"b\.jsonl is not a regular file"),
+    "dangling link": (link_nowhere, r"b\.jsonl is a link to /nonexistent/a\.jsonl, which doesn't exist"),
+    "circular link": (link_to_itself, r"b\.jsonl is a link that leads in a circle"),
+}
+
+
+@pytest.mark.parametrize("named", ["", "*", "**/*.jsonl", "b.jsonl"])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_read_is_one_sentence_at_once(tmp_path, monkeypatch, kind, named):
+    """A pipe would block, and pauses between attempts raise here."""
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail("it was tried again"))
+    make, problem = UNREADABLE[kind]
+    write_lines(tmp_path / "a.jsonl")
+    make(tmp_path / "b.jsonl")
+    with pytest.raises(UserError, match=problem) as error:
+        loader(tmp_path / named)
+    assert str(error.value).startswith("training.dataset_path: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.json"])
+def test_a_pipe_among_token_files(tmp_path, name):
+    write_token_file(tmp_path / "a.bin", [np.arange(10, 100)], TOKENIZER, {})
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=rf"training\.dataset_path: .*{name}.* regular file"):
+        loader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.txt", "pipe.parquet", "pipe.json.gz"])
+def test_tokenize_reads_no_pipe(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=rf"--input: .*{name} is not a regular file"):
+        tokenize.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "1"])
+
+
+def write_parquet(path, seed):
+    pq.write_table(pa.table({"text": texts(seed)}), path)
+
+
+def write_text(path, seed):
+    path.write_text("\n".join(texts(seed)))
+
+
+def write_long_text(path, seed):
+    path.write_text(f"{seed}" * (LONG + 1))
+
+
+def write_tokens(path, seed):
+    """Within the same file if there is one, so that it is the one that is open."""
+    if path.exists():
+        path.write_bytes(np.arange(seed, seed + 90, dtype="uint16").tobytes())
+    else:
+        write_token_file(path, [np.arange(seed, seed + 90)], TOKENIZER, {})
+
+
+REWRITTEN = {"a.jsonl": write_lines, "a.txt": write_text, "long.txt": write_long_text, "a.bin": write_tokens}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_file_rewritten_at_equal_size_is_an_error(tmp_path, name):
+    write = REWRITTEN[name]
+    write(tmp_path / name, 3)
+    size = (tmp_path / name).stat().st_size
+    steps = loader(tmp_path / name)
+    write(tmp_path / name, 4)
+    assert (tmp_path / name).stat().st_size == size
+    with pytest.raises(UserError, match=rf"{name} has changed since the run indexed it; start the run again"):
+        next(iter(steps))
+    steps.close()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet"])
+def test_every_reader_compares_the_stamp(tmp_path, name):
+    write = {**REWRITTEN, "a.parquet": write_parquet}[name]
+    file = tmp_path / name
+    write(file, 3)
+    stamp = FileStamp.of(file)
+    os.utime(file, ns=(stamp.mtime_ns, stamp.mtime_ns + 1))
+    with pytest.raises(DataError, match="has changed since"):
+        [
+            list(record.content.parts()) if name == "a.txt" else record
+            for record in read_records(file, "text", stamp=stamp)
+        ]
+    with pytest.raises(DataError, match="has changed since"):
+        open_plain(file, stamp=stamp)
+
+
+def test_a_longer_file_is_no_error_of_decoding(tmp_path):
+    """The range of the old text ends within a character of the new one."""
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text("word " * 60)
+    steps = loader(tmp_path)
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text("xé" * 3000)
+    with pytest.raises(UserError, match=r"\.txt has changed since the run indexed it; start the run again"):
+        next(iter(steps))
+    steps.close()
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.jsonl"])
+def test_a_file_is_found_once_whatever_links_lead_to_it(tmp_path, caplog, monkeypatch, pattern):
+    """A loop was read 41 times, an alias of the folder twice; two loops would be 2^40 folders."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    (tmp_path / "v1").mkdir()
+    write_lines(tmp_path / "v1/a.jsonl")
+    write_lines(tmp_path / "b.jsonl", seed=2)
+    os.link(tmp_path / "b.jsonl", tmp_path / "hard.jsonl")
+    (tmp_path / "latest").symlink_to("v1")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "v1/loop").symlink_to(tmp_path)
+    (tmp_path / "v1/0.jsonl").symlink_to("a.jsonl")
+    assert find_text_files(str(tmp_path / pattern), "key") == [
+        tmp_path / "b.jsonl",
+        tmp_path / "hard.jsonl",
+        tmp_path / "v1/a.jsonl",
+    ]
+    assert "key: skipping 4 links to what is read under another name: " in caplog.text
+    for name in ("latest", "loop", "v1/loop", "v1/0.jsonl"):
+        assert str(tmp_path / name) in caplog.text
+
+
+def test_links_out_of_the_folder_are_followed_once(tmp_path):
+    (tmp_path / "other").mkdir()
+    write_lines(tmp_path / "other/x.jsonl")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/b").symlink_to(tmp_path / "other")
+    (tmp_path / "data/c").symlink_to(tmp_path / "other")
+    (tmp_path / "data/d.jsonl").symlink_to(tmp_path / "other/x.jsonl")
+    assert find_text_files(str(tmp_path / "data"), "key") == [tmp_path / "data/b/x.jsonl"]
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Makes a folder of token files."""
+
+    def make(name):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        write_token_file(folder / "a.bin", [np.arange(10, 90)], TOKENIZER, {})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["[x]", "a*b?", "tokens.bin"])
+def test_names_of_token_folders_are_no_patterns(tokens, name):
+    folder = tokens(name)
+    assert find_token_files(str(folder), "key") == [folder / "a.bin"]
+
+
+def test_token_files_at_any_depth(tokens, tmp_path, caplog, monkeypatch):
+    """A folder of text isn't one of token files because a model lies somewhere below it."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    inner = tokens("tokens/part-0")
+    (tmp_path / "tokens/pytorch_model.bin.d").mkdir()
+    (tmp_path / "tokens/pytorch_model.bin.d/model.bin").write_bytes(b"weights")
+    (tmp_path / "tokens/tokens-report.json").write_text("{}")
+    assert find_token_files(str(tmp_path / "tokens"), "key") == [inner / "a.bin"]
+    assert "beside" not in caplog.text
+    write_lines(tmp_path / "tokens/more.jsonl")
+    assert find_token_files(str(tmp_path / "tokens"), "key") == [inner / "a.bin"]
+    assert "reading 1 token file of" in caplog.text
+    assert "and not what lies beside: more.jsonl" in caplog.text
+    (inner / "a.bin").unlink()
+    assert find_token_files(str(tmp_path / "tokens"), "key") == []

@@ -1,0 +1,114 @@
+"""Notices, at a resume, data that has changed since the checkpoint was saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torchtitan.config.data import Source
+from torchtitan.data.contents import Contents, DataFile, Lists, changes, in_words, render_lists
+from torchtitan.data.positions import DataState, SourceFingerprint
+from torchtitan.data.sources import DataSpec
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.logging import logger
+
+
+class ContentsRecord:
+    """The contents of a run's sources and validation sets, as checkpoints record them."""
+
+    def __init__(self, spec: DataSpec, contents: Mapping[str, Contents]):
+        """
+        Args:
+            contents: of each source, by its name.
+        """
+        self.spec = spec
+        self.contents = contents
+        self.fingerprints = {
+            source.name: SourceFingerprint(
+                dataset=source.dataset_path or source.dataset,
+                contents=contents[source.name].fingerprint,
+            )
+            for source in spec.sources
+        }
+        self.held_out: dict[str, SourceFingerprint] = {}
+        self._lists: dict[str, dict[str, Sequence[DataFile]]] = {
+            "sources": {name: held.files for name, held in contents.items()}
+        }
+        self._held_out: dict[str, ContentsRecord] = {}
+        self._rendered: bytes | None = None
+
+    def add_held_out(self, other: "ContentsRecord") -> None:
+        """Record a validation set, too."""
+        (source,) = other.spec.sources
+        section = other.spec.section
+        self.held_out[section] = other.fingerprints[source.name]
+        self._held_out[section] = other
+        self._lists.setdefault("held_out", {})[section] = other.contents[source.name].files
+        self._rendered = None
+
+    def lists(self) -> bytes:
+        """The file of a checkpoint that names the files of all sources."""
+        if self._rendered is None:
+            self._rendered = render_lists(self._lists)
+        return self._rendered
+
+    def compare(self, state: DataState, lists: Callable[[], Lists]) -> list[str]:
+        """The sources whose contents are no longer those at a position.
+
+        Args:
+            lists: reads the recorded files of the sources. Called only if something has changed.
+
+        Raises:
+            UserError: there are some, or validation sets, unless `on_changed_data` allows that.
+        """
+        saved = state.sources
+        if parked := saved.keys() - self.contents.keys():
+            kept = lists().get("sources", {})
+            self._lists["sources"] |= {name: kept[name] for name in parked if name in kept}
+            self._rendered = None
+        found = []
+        for source in self.spec.sources:
+            if source.name in saved:
+                recorded = partial(_files, lists, "sources", source.name)
+                if self._has_changed(self, source, saved[source.name].contents, recorded):
+                    found.append(source.name)
+        for section, other in self._held_out.items():
+            before = state.fingerprint.held_out.get(section)
+            # Under another name the set was changed on purpose; no position depends on it.
+            if before is not None and before.dataset == self.held_out[section].dataset:
+                recorded = partial(_files, lists, "held_out", section)
+                self._has_changed(other, other.spec.sources[0], before.contents, recorded)
+        return found
+
+    def _has_changed(
+        self, own: "ContentsRecord", source: Source, before: str, files: Callable[[], Sequence[DataFile]]
+    ) -> bool:
+        """
+        Args:
+            own: the record of the source.
+            before: its fingerprint at the checkpoint.
+            files: reads its files at the checkpoint.
+        """
+        key = f"{own.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}"
+        now = own.contents[source.name]
+        if before == now.fingerprint:
+            return False
+        if before == now.earlier:
+            logger.info(f"{key}: the checkpoint's version recorded no contents of files, so they were not compared")
+            return False
+        recorded = files() if now.files else ()
+        same_reading = before.partition("; ")[2] == now.fingerprint.partition("; ")[2]
+        found = changes(recorded, now.files) if recorded and same_reading else []
+        if recorded and same_reading and not found:
+            return False
+        what = in_words(found) if found else f"it was {before}, and is {now.fingerprint}"
+        problem = f"{key}: the data has changed since the checkpoint was saved: {what}"
+        if self.spec.on_changed_data == "continue":
+            logger.warning(f"{problem}. Continuing with it as it is, as training.on_changed_data says")
+            return True
+        raise UserError(
+            f'{problem}.\nRestore it, or set training.on_changed_data = "continue" to continue with it as it is, or '
+            'restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
+        )
+
+
+def _files(lists: Callable[[], Lists], section: str, name: str) -> Sequence[DataFile]:
+    return lists().get(section, {}).get(name, ())
