@@ -167,8 +167,10 @@ def _damage(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (DataError, MemoryError):
+    except DataError:
         raise
+    except pyarrow.ArrowMemoryError as error:  # of a size that is damaged, or true
+        raise DataError(f"a part doesn't fit in memory (damaged?): {error}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
