@@ -218,7 +218,7 @@ def test_a_file_that_is_not_there_may_be_another(toml):
     assert problem.endswith("No such file or directory; did you mean 'llama3_1b'?")
     file = toml("", "narrow.toml")
     (problem,) = problems("--config", file.replace("narrow", "narow"))
-    assert problem.endswith(f"; did you mean {file!r}?")
+    assert problem.endswith("; did you mean 'narrow.toml'?")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class _Files:
             self._bytes_left -= len(text)
             tables = tomli.loads(text)
         except OSError as error:
-            hint = did_you_mean(str(path), _near(path)) if isinstance(error, FileNotFoundError) else ""
+            hint = _suggestion(path) if isinstance(error, FileNotFoundError) else ""
             self.problems.append(f"{named_at}: can't read {path}: {error.strerror or error}{hint}")
         except UnicodeDecodeError as error:
             self.problems.append(f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: {error.reason})")
@@ -112,9 +112,12 @@ class _Files:
         return "", {}
 
 
-def _near(path: Path) -> list[str]:
-    """What can be meant by a file that isn't there: shipped configurations, and files beside it."""
-    return [*shipped_configs(), *map(str, islice(path.parent.glob("*.toml"), _MOST_NEAR))]
+def _suggestion(path: Path) -> str:
+    """The end of a message about a missing file: a shipped configuration, or a file beside it, of nearly that name."""
+    beside = sorted(file.stem for file in islice(path.parent.glob("*.toml"), _MOST_NEAR))
+    if path.suffix == ".toml" and (hint := did_you_mean(path.stem, beside)):
+        return hint.replace("'?", ".toml'?")
+    return did_you_mean(path.stem, shipped_configs())
 
 
 def excess(tables: dict[str, Any]) -> str | None:
