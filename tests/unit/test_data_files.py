@@ -8,19 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpora import TOKENIZER, loader
 from torchtitan.commands import tokenize
-from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.files import FileStamp, find_text_files, find_token_files, open_plain
-from torchtitan.data.loader import build_loader
 from torchtitan.data.records import LONG, read_records
 from torchtitan.data.retry import DataError
-from torchtitan.data.sources import DataSpec
 from torchtitan.data.token_files import write_token_file
-from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.utils.errors import UserError
-
-TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 
 
 def texts(seed, count=20):
@@ -35,22 +30,6 @@ def write_lines(path, seed=1, count=20):
 def read(path, **options):
     documents = LocalDocuments(str(path), "training.dataset_path", **options)
     return [str(documents[i]) for i in range(len(documents))]
-
-
-def loader(path):
-    """With the retries of a run, which would take seven seconds."""
-    source = Source(name="data", dataset_path=str(path))
-    return build_loader(
-        DataSpec(
-            sources=[source],
-            tokenizer=TOKENIZER,
-            seq_len=16,
-            rows_per_step=4,
-            seed=1,
-            infinite=True,
-            options=DataLoader(),
-        )
-    )
 
 
 def link_nowhere(path):

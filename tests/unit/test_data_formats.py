@@ -3,12 +3,8 @@
 import csv
 import gzip
 import io
-import itertools
 import json
-import logging
-import os
 import re
-import struct
 import tracemalloc
 from random import Random
 
@@ -17,60 +13,25 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-import torch
 
+from tests.corpora import TEXTS, assert_same_rows, write_json_lines, write_megatron
 from tests.runs import SAVE, arguments, losses, train
 from torchtitan.commands import tokenize
 from torchtitan.config import resolve
-from torchtitan.config.data import DataLoader, Source
 from torchtitan.data.documents import LocalDocuments
 from torchtitan.data.files import FileStamp
 from torchtitan.data.index import find_documents, new_index
 from torchtitan.data.json_records import records_of
 from torchtitan.data.json_strings import without_long_strings
-from torchtitan.data.loader import build_loader
 from torchtitan.data.records import read_records
-from torchtitan.data.sources import DataSpec
 from torchtitan.data.texts import BadDocument, HeldBytes
-from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
-
-TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
-TEXTS = ["", "a, b\tc", "two\nlines\r\nand a third", 'say "so"', "ä日本🚀", "\ufeff x"] + [
-    f"{i} of {i * i} words, as {'many ' * (i % 5)}others" for i in range(25)
-]
 
 
 def read(path, **options):
     documents = LocalDocuments(str(path), "training.dataset_path", **options)
     return [str(documents[i]) for i in range(len(documents))]
-
-
-def loader(path):
-    source = Source(name="data", dataset_path=str(path))
-    spec = DataSpec(
-        sources=[source],
-        tokenizer=TOKENIZER,
-        seq_len=16,
-        rows_per_step=4,
-        seed=1,
-        infinite=True,
-        options=DataLoader(),
-    )
-    return build_loader(spec, dp_rank=0, dp_degree=1)
-
-
-def take(loader, count):
-    try:
-        return list(itertools.islice(iter(loader), count))
-    finally:
-        loader.close()
-
-
-def write_json_lines(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts))
-    return path
 
 
 def write_csv(path, delimiter=",", opener=open):
@@ -148,13 +109,7 @@ def test_rows_are_those_of_json_lines(tmp_path, form):
     path = FORMS[form](tmp_path / "form")
     lines = write_json_lines(tmp_path / "x.jsonl")
     assert read(path) == TEXTS
-    expected = take(loader(lines), 9)
-    whole = take(loader(path), 5)
-    resumed = loader(path)
-    resumed.seek(resumed.state([whole[-1].position]))
-    for step, other in zip([*whole, *take(resumed, 4)], expected, strict=True):
-        assert torch.equal(step.tokens, other.tokens)
-        assert torch.equal(step.labels, other.labels)
+    assert_same_rows(path, lines)
     for name, one in (("a", path), ("b", lines)):
         tokenize.main(["--input", str(one), "--output", str(tmp_path / name), "--workers", "1"])
     ids = [(tmp_path / name / "tokens-00000.bin").read_bytes() for name in ("a", "b")]
@@ -411,91 +366,6 @@ def test_python_holds_no_copy_of_a_long_document(tmp_path, suffix, most):
         tracemalloc.stop()
     assert (index.documents, index.text_bytes) == (22, size + 21 * len("short"))
     assert peak < most * size
-
-
-def write_megatron(folder, name="corpus", dtype=np.uint16, code=8, sentences=1):
-    """As Megatron's builder does, each text a document of sequences, with end-of-text at its end."""
-    documents = [[TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id] for text in TEXTS]
-    parts = [part for ids in documents for part in np.array_split(ids, sentences)]
-    lengths = np.array([len(part) for part in parts], np.int32)
-    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
-    bounds = np.arange(len(documents) + 1, dtype=np.int64) * sentences
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(bounds))
-    (folder / f"{name}.idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + bounds.tobytes())
-    (folder / f"{name}.bin").write_bytes(np.concatenate(parts).astype(dtype).tobytes())
-    return folder / f"{name}.bin"
-
-
-@pytest.mark.parametrize(("dtype", "code", "sentences"), [(np.uint16, 8, 1), (np.int32, 4, 2), (np.int64, 5, 1)])
-@pytest.mark.parametrize("named", ["folder", "bin", "idx", "above"])
-def test_rows_of_megatron_are_those_of_token_files(tmp_path, dtype, code, sentences, named):
-    lines = write_json_lines(tmp_path / "x.jsonl")
-    tokenize.main(["--input", str(lines), "--output", str(tmp_path / "tokens"), "--workers", "1"])
-    folder = tmp_path / "corpora/megatron"
-    folder.mkdir(parents=True)
-    file = write_megatron(folder, dtype=dtype, code=code, sentences=sentences)
-    path = {"folder": folder, "bin": file, "idx": file.with_suffix(".idx"), "above": tmp_path / "corpora"}[named]
-    expected = take(loader(tmp_path / "tokens"), 9)
-    whole = take(loader(path), 5)
-    resumed = loader(path)
-    resumed.seek(resumed.state([whole[-1].position]))
-    for step, other in zip([*whole, *take(resumed, 4)], expected, strict=True):
-        assert torch.equal(step.tokens, other.tokens)
-        assert torch.equal(step.labels, other.labels)
-
-
-def changed(place, content, suffix=".idx"):
-    """Changes bytes of a pair; None cuts the file there."""
-
-    def change(file):
-        path = file.with_suffix(suffix)
-        data = bytearray(path.read_bytes())
-        if content is None:
-            del data[place:]
-        else:
-            data[place : place + len(content)] = content
-        path.write_bytes(data)
-
-    return change
-
-
-N = len(TEXTS)
-BAD_PAIRS = {
-    "another file": (changed(0, b"NOTANIDX"), "corpus.idx is no index of a Megatron token file"),
-    "the older kind": (changed(0, b"TNTIDX\0\0"), "older kind; .*--dataset-impl mmap"),
-    "another version": (changed(9, b"\2"), "has version 2; only version 1"),
-    "floats": (changed(17, b"\7"), "values are of type 7 .float32., which are no token ids"),
-    "doubles": (changed(17, b"\6"), "values are of type 6 .float64."),
-    "an unknown type": (changed(17, b"\x09"), "type 9 .unknown."),
-    "a header that is cut": (changed(20, None), "no index of a Megatron token file .cut off"),
-    "a cut index": (changed(-3, None), r"corpus.idx has .* bytes instead of the"),
-    "too many sequences": (changed(18, b"\xff" * 7), r"corpus.idx has .* bytes instead of the"),
-    "modes": (lambda f: f.with_suffix(".idx").open("ab").write(bytes(N)), "multimodal"),
-    "a length": (changed(34 + 4, b"\x01"), "sequence 2 doesn't begin where"),
-    "a negative length": (changed(34 + 4 * (N - 1) + 3, b"\xff"), f"sequence {N - 1} doesn't begin where"),
-    "a place": (changed(34 + 4 * N + 8 * 5, b"\x01"), "sequence 5 doesn't begin where"),
-    "a boundary": (changed(34 + 12 * N + 8 * 3, b"\xff"), "boundaries of its documents aren't in order"),
-    "the last boundary": (changed(34 + 12 * N + 8 * N, b"\xff"), f"documents end at sequence 255 of {N}"),
-    "cut ids": (changed(-2, None, ".bin"), "corpus.bin has .* bytes instead of the .* of corpus.idx"),
-    "an id beyond the vocabulary": (changed(0, b"\xff\xff", ".bin"), "has id 65535 at token 0, but the tokenizer"),
-    "a pipe": (lambda f: (f.with_suffix(".idx").unlink(), os.mkfifo(f.with_suffix(".idx"))), "not a regular file"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PAIRS)
-def test_bad_pairs_of_megatron_are_named(tmp_path, case):
-    change, text = BAD_PAIRS[case]
-    file = write_megatron(tmp_path)
-    change(file)
-    with pytest.raises(UserError, match=rf"training.dataset_path: .*{text}"):
-        take(loader(tmp_path), 200)
-
-
-def test_megatron_says_what_cannot_be_checked(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    with caplog.at_level("INFO", "torchtitan"):
-        loader(write_megatron(tmp_path).parent)
-    assert "1 Megatron token file of a tokenizer that can't be checked" in caplog.text
 
 
 def test_config_refuses_what_it_can_see(tmp_path):
