@@ -18,8 +18,9 @@ TEXTS = ["", "a, b\tc", "two\nlines\r\nand a third", 'say "so"', "ä日本🚀",
 ]
 
 
-def loader(path):
-    source = Source(name="data", dataset_path=str(path))
+def loader(path, *, stream=False):
+    """Reads the files in a folder in any order, or in sequence through `datasets`."""
+    source = Source(name="data", **{"dataset" if stream else "dataset_path": str(path)})
     spec = DataSpec(
         sources=[source],
         tokenizer=TOKENIZER,

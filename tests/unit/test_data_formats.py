@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from tests.corpora import TEXTS, assert_same_rows, write_json_lines, write_megatron
+from tests.corpora import TEXTS, assert_same_rows, loader, take, write_json_lines, write_megatron
 from tests.runs import SAVE, arguments, losses, train
 from torchtitan.commands import tokenize
 from torchtitan.config import resolve
@@ -218,6 +218,12 @@ def test_damage_is_named(tmp_path, case, policy):
     make, text = DAMAGED[case]
     with pytest.raises(UserError, match=rf"(?s)training.dataset_path: .*{text}"):
         read(make(tmp_path), on_bad_document=policy)
+
+
+def test_damage_is_named_in_a_stream(tmp_path):
+    write(tmp_path / "x.json", '[{"text": "a"}]\n[{"text": "b"}]')
+    with pytest.raises(UserError, match=r"^training.dataset: .*x\.json: line 2, byte 17: nothing may follow"):
+        take(loader(tmp_path, stream=True), 2)
 
 
 def test_sound_arrays_in_small_blocks(monkeypatch):

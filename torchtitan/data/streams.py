@@ -54,6 +54,8 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
         if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
             builder.config.columns = [text_column]
         return builder.as_streaming_dataset(split=split or "train")
+    except DataError as error:
+        raise UserError(f"{section}.dataset: {error}") from None
     except Exception as error:
         raise UserError(
             f"{section}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
