@@ -50,12 +50,14 @@ def _differing(hf: HFMap, args: Any) -> Mapping[str, Any]:
 
 
 def _other_families(spec: ModelSpec, args: Any) -> str:
-    """Families of the same code whose class does express the model."""
-    able = [
-        to_toml_value(other.name)
-        for other in families()
-        if other.build is spec.build and other.hf is not None and not _differing(other.hf, args)
-    ]
+    """Families of the same code whose class does express the model; a dense model is none of a mixture's."""
+    able = []
+    for other in families():
+        if other.build is not spec.build or other.hf is None or _differing(other.hf, args):
+            continue
+        size = next(iter(other.flavors.values()))
+        if bool(other.expert_sizes(size)) == bool(spec.expert_sizes(args)):
+            able.append(to_toml_value(other.name))
     if not able:
         return ""
     return f"; set model.name = {' or '.join(able)}, whose class computes that, or export with `ckpt to-hf --model`"
