@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the figures are those of the CPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's `command &` starts; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 

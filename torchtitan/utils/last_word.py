@@ -17,6 +17,9 @@ from pathlib import Path
 
 REPORTER_ENV = "TORCHTITAN_REPORTER"
 """Process id of a launcher that reports the errors of its ranks itself."""
+_GIVE_WAY_SECONDS = 10
+"""How long a rank that doesn't report an error waits for the one that does. torchrun ends all ranks at the first exit,
+and the waiting ones with it."""
 _PATIENCE_SECONDS = 300
 """How long torchrun may take to end: it gives the other ranks 30 seconds."""
 
@@ -31,7 +34,7 @@ def tell_torchrun(message: str, *, repeat: bool) -> None:
 
     Args:
         repeat: also print `message` to torchrun's standard error after its end, unless it will restart the ranks. Only
-            one rank of a node gets to do that.
+            one rank of a node gets to do that. Without it, another rank reports, and this one lets it go first.
     """
     path, agent = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.getppid()
     if not path or launcher_reports():
@@ -39,8 +42,11 @@ def tell_torchrun(message: str, *, repeat: bool) -> None:
     about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # as torch's own handler writes it
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))
+    if not repeat:
+        time.sleep(_GIVE_WAY_SECONDS)
+        return
     is_last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-    if repeat and is_last and hasattr(os, "pidfd_open"):
+    if is_last and hasattr(os, "pidfd_open"):
         with suppress(OSError):
             _print_after(agent, message)
 
