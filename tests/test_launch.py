@@ -81,9 +81,13 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
 
 
 def test_torchrun_ends_with_our_error_after_its_own(tmp_path):
-    """Its report names the error as the cause, then the error stands last, once; the status is torchrun's."""
+    """Its report names the error as the cause, then the error stands last, once; the status is torchrun's.
+
+    Also if the other rank finds the error first: torchrun ends all ranks when one has ended.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = start(*torchrun, "-m", "torchtitan.train", "--model.flavor=3X", cwd=tmp_path)
+    late = "--experimental.custom_import=tests.faults.late_rank_0"
+    done = start(*torchrun, "-m", "torchtitan.train", "--model.flavor=3X", late, cwd=tmp_path)
     error = "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 1B, 3B, 8B, 70B, 405B)"
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == error

@@ -29,7 +29,7 @@ from torchtitan.rehearse.waits import check_circles
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import train_step
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -129,6 +129,16 @@ def test_the_command_rehearses_a_small_run(tmp_path, capsys):
 def test_refuses_what_the_trainer_refuses(tmp_path):
     with pytest.raises(ConfigError, match="but there are 3 ranks"):
         main([str(ROOT / "train_configs/debug_model.toml"), "--world", "3", f"{P}tensor_parallel_degree=2"])
+
+
+def test_doubts_about_the_model_are_shown(monkeypatch, capsys):
+    def stop(*args, **kwargs):
+        raise UserError("enough")
+
+    monkeypatch.setattr("torchtitan.commands.rehearse.rehearse", stop)
+    with pytest.raises(UserError, match="enough"):
+        main(["qwen3_moe_debug", "--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0"])
+    assert "warning: model.overrides.normalize_expert_weights: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import sys
 
 from torchtitan.config import Resolved, gradient_accumulation_steps, resolve
 from torchtitan.config.command_line import parse_args
 from torchtitan.config.keys import FIELDS
 from torchtitan.config.render import json_schema, markdown, to_toml, to_toml_value
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import show_warnings
 from torchtitan.utils.text import aligned, count, plural
 
 
@@ -57,11 +57,9 @@ def main(argv: list[str]) -> int:
         print(json_schema(), end="")
         return 0
     resolved = resolve(config_argv, options.world)
-    for warning in resolved.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    show_warnings(resolved.warnings)
     setup = preflight(resolved.config, output=False)
-    for warning in setup.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    show_warnings(setup.warnings)
     if options.shown == "--explain":
         print(explain(resolved))
     elif options.shown == "--toml":

@@ -7,7 +7,6 @@ the ranks would hang.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from torchtitan.config import resolve
@@ -16,7 +15,7 @@ from torchtitan.plan.planner import without_missing_files
 from torchtitan.rehearse.rehearsal import few_layers, few_ranks, rehearse
 from torchtitan.rehearse.report import as_data, as_text
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import UserError, show_warnings
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import count
 
@@ -45,10 +44,9 @@ def main(argv: list[str]) -> int:
     if wrong := [rank for rank in options.ranks if not 0 <= rank < options.world]:
         own.error(f"--ranks: there is no rank {wrong[0]} among {options.world}; --world sets their number")
     resolved = resolve(flags, options.world)
-    for warning in resolved.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    show_warnings(resolved.warnings)
     config, _ = without_missing_files(resolved.config)
-    preflight(config, output=False)
+    show_warnings(preflight(config, output=False).warnings)
     every_rank = few_ranks(options.world) if options.every_rank is None else options.every_rank
     ranks = range(options.world) if every_rank else options.ranks
     layers = None if options.every_layer else options.layers or few_layers(config)

@@ -1,7 +1,6 @@
 """From command-line arguments to a plan, and from a plan to the configuration that it proposes."""
 
 import dataclasses
-import sys
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torchtitan.plan.predict import Plan, predict, trace_memory
 from torchtitan.plan.search import LIKELY, Found, any_layout, search
 from torchtitan.plan.workload import Workload
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.errors import ConfigError, UserError, show_warnings
 from torchtitan.utils.text import plural, show_gib, show_rate
 
 _PROPOSALS = 3
@@ -68,12 +67,10 @@ def make_plan(
 
 def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a configuration by the closed forms, and notes on what is missing here."""
-    for warning in resolved.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    show_warnings(resolved.warnings)
     here, notes = without_missing_files(resolved.config)
     setup = preflight(here, output=False)
-    for warning in setup.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    show_warnings(setup.warnings)
     check_device(resolved.config, hardware.accelerator)
     return predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware), tuple(notes)
 

@@ -116,6 +116,12 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def show_warnings(warnings: Iterable[str]) -> None:
+    """Print what is legal, but probably a mistake, where there is no log."""
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0) -> int:
     """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that caused it.
 
