@@ -237,6 +237,10 @@ def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == contents
     with pytest.raises(UserError, match="was made from another input"):
         tokenize.main([*argv[:1], "demo", *argv[2:]])
+    changed = corpora["jsonl"].read_bytes().replace(b"e", b"i", 1)
+    (tmp_path / corpora["jsonl"].name).write_bytes(changed)
+    with pytest.raises(UserError, match="was made from another input"):
+        tokenize.main([*argv[:1], str(tmp_path / corpora["jsonl"].name), *argv[2:]])
 
 
 def write(path, content):

@@ -9,21 +9,22 @@ only the missing parts. A report of documents, tokens, bytes, exact duplicates a
 """
 
 import argparse
-import hashlib
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.schema import Model
+from torchtitan.data.contents import Contents, base_of, sampled
 from torchtitan.data.documents import DemoDocuments, counted
 from torchtitan.data.duplicates import count_duplicates
-from torchtitan.data.files import REPORT, find_text_files, listing
+from torchtitan.data.files import REPORT, FileStamp, find_text_files
+from torchtitan.data.retry import DataError
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.data.tokenizing import Encoder, Item, Output, read_items, tokenize
 from torchtitan.utils.errors import UserError
@@ -88,15 +89,16 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _size_and_fingerprint(options: argparse.Namespace, files: list[Path]) -> tuple[int, str]:
+def _size_and_fingerprint(options: argparse.Namespace, stamps: Sequence[FileStamp]) -> tuple[int, str]:
     """Bytes of the input, and what changes when it does."""
-    if not files:
+    if not stamps:
         demo = _demo(options)
         return demo.text_bytes, demo.contents.fingerprint
-    made_from = listing(files)
+    reading = ""
     if (options.text_column, options.on_bad_document) != ("text", "stop"):
-        made_from += f"{options.text_column}:{options.on_bad_document}"
-    return sum(file.stat().st_size for file in files), hashlib.sha256(made_from.encode()).hexdigest()[:16]
+        reading = f"{options.text_column}: {options.on_bad_document}"
+    contents = Contents.of(sampled(stamps, base_of(options.input)), None, reading)
+    return sum(stamp.size for stamp in stamps), contents.fingerprint
 
 
 def _demo(options: argparse.Namespace) -> DemoDocuments:
@@ -126,12 +128,28 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     }
 
 
-def _write(options: argparse.Namespace, encoder: Encoder, output: Output, files: list[Path], size: int) -> int:
+def _stamps(options: argparse.Namespace) -> list[FileStamp]:
+    """The files of the input; none of the demo text.
+
+    Raises:
+        UserError: there are none, or one can't be read.
+    """
+    if options.input in (["demo"], ["demo_validation"]):
+        return []
+    try:
+        return [FileStamp.of(file) for file in find_text_files(options.input, "--input")]
+    except DataError as error:
+        raise UserError(f"--input: {error}") from None
+
+
+def _write(
+    options: argparse.Namespace, encoder: Encoder, output: Output, stamps: Sequence[FileStamp], size: int
+) -> int:
     """Tokenize what is missing; the number of parts."""
     try:
         with (meter := Meter(size)).bar:
             items = (
-                read_items(files, options.text_column, meter.advance) if files else _demo_items(_demo(options), meter)
+                read_items(stamps, options.text_column, meter.advance) if stamps else _demo_items(_demo(options), meter)
             )
             return tokenize(items, encoder, output, options.workers, meter.wrote)
     except BrokenProcessPool:
@@ -145,8 +163,8 @@ def _write(options: argparse.Namespace, encoder: Encoder, output: Output, files:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    files = [] if options.input in (["demo"], ["demo_validation"]) else find_text_files(options.input, "--input")
-    size, fingerprint = _size_and_fingerprint(options, files)
+    stamps = _stamps(options)
+    size, fingerprint = _size_and_fingerprint(options, stamps)
     common = {"source": fingerprint, "tokenizer": build_tokenizer(options.tokenizer).fingerprint, "part": options.part}
     output = Output(options.output, options.name, options.part, common)
     try:
@@ -156,7 +174,7 @@ def main(argv: list[str]) -> int:
     if done := sum(output.meta(i) is not None for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
-    report = _report(output, _write(options, encoder, output, files, size))
+    report = _report(output, _write(options, encoder, output, stamps, size))
     write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
     skipped = Counter(report["skipped"])
     if not report["bytes"]:

@@ -59,9 +59,10 @@ class Contents:
     """The fingerprint that earlier versions recorded: of names and sizes, or a count of tokens."""
 
     @classmethod
-    def of(cls, files: Sequence[DataFile], earlier: str, reading: str = "") -> "Contents":
+    def of(cls, files: Sequence[DataFile], earlier: str | None, reading: str = "") -> "Contents":
         """
         Args:
+            earlier: see the attribute.
             reading: what is taken from the files, if that isn't always the same.
         """
         digest = hashlib.blake2b(digest_size=8)

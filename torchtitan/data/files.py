@@ -372,8 +372,3 @@ class OpenFiles:
 def _times(handle: int) -> tuple[int, int]:
     status = os.fstat(handle)
     return status.st_size, status.st_mtime_ns
-
-
-def listing(files: Sequence[Path]) -> str:
-    """Names and sizes, of which a fingerprint is made: files may move."""
-    return "".join(f"{file.name}:{file.stat().st_size};" for file in files)

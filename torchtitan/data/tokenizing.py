@@ -117,7 +117,7 @@ def _hash(parts: Iterable[str]) -> tuple[int, int]:
     return int.from_bytes(digest.digest(), "little"), size
 
 
-def read_items(files: Iterable[Path], column: str, advance: Callable[[int], None]) -> Iterator[Item]:
+def read_items(stamps: Iterable[FileStamp], column: str, advance: Callable[[int], None]) -> Iterator[Item]:
     """The documents of files.
 
     Args:
@@ -126,12 +126,14 @@ def read_items(files: Iterable[Path], column: str, advance: Callable[[int], None
     Raises:
         UserError: a file can't be read.
     """
-    for file in files:
+    for stamp in stamps:
         try:
-            for number, content, _ in read_records(file, column, advance, FileStamp.of(file)):
-                yield Item(str(file), number, content)
-        except (OSError, DataError) as error:
-            raise UserError(f"--input: {error if isinstance(error, DataError) else f'{file}: {error}'}") from error
+            for number, content, _ in read_records(Path(stamp.path), column, advance, stamp):
+                yield Item(stamp.path, number, content)
+        except DataError as error:
+            raise UserError(f"--input: {error}") from error
+        except OSError as error:
+            raise UserError(f"--input: {stamp.path}: {error}") from error
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
