@@ -17,8 +17,8 @@ setup(
     package_dir=PACKAGES,
     package_data={
         "torchtitan": [
-            *("py.typed", "commands/slurm.sbatch", "utils/*.toml"),
-            *("plan/*.js", "report/*.js", "report/*.css", "utils/web/*"),
+            *("py.typed", "commands/slurm.sbatch", "telemetry/*.toml"),
+            *("tools/planner/*.js", "tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
         ],
         **{package: ASSETS[folder] for package, folder in PACKAGES.items()},
     },

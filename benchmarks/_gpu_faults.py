@@ -99,7 +99,7 @@ def groups(bench: Bench) -> Figures:
 
 def _recorded(dump_folder: Path) -> int:
     """Collectives in rank 0's dump. The doctor leaves out those of groups of one."""
-    from torchtitan.config.schema import Comm
+    from torchtitan.config.sections.schema import Comm
     from torchtitan.utils.unpickle import safe_loads
 
     comm = Comm()

@@ -50,8 +50,8 @@ def ring(bench: Bench) -> Figures:
     import torch.distributed as dist
 
     from torchtitan.parallel.context import ring_attention_backend
-    from torchtitan.plan.fake import fake_cluster
-    from torchtitan.utils.torch_faults import torch_is_before_2_13
+    from torchtitan.tools.planner.fake import fake_cluster
+    from torchtitan.utils.torch_compat import torch_is_before_2_13
 
     heads, kv_heads, length, size = (4, 2, 64, 32) if bench.dry else (8, 2, 2048, 128)
     figures, limits = Figures(), dict[str, float]()
@@ -213,8 +213,8 @@ def float8(bench: Bench) -> Figures:
 
 def calibration(bench: Bench) -> Figures:
     """`torchtitan plan --calibrate`: this machine's rates, and the hardware file that it writes."""
-    from torchtitan.plan import calibrate
-    from torchtitan.plan.hardware import find_hardware
+    from torchtitan.tools.planner import calibrate
+    from torchtitan.tools.planner.hardware import find_hardware
 
     if bench.dry:
         calibrate._SECONDS = 0.01

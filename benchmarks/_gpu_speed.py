@@ -59,7 +59,7 @@ def speed(bench: Bench, model: str, variant: str = "", *, world: int = 1, gib: f
     """
     import torch
 
-    from torchtitan.plan.fake import fake_cluster
+    from torchtitan.tools.planner.fake import fake_cluster
 
     if not bench.dry and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < gib:
         raise Skip(f"needs a device with {gib:g} GiB, this one has {total:.0f}")
@@ -114,8 +114,8 @@ class _Watched:
         import torch
         import torch.distributed as dist
 
+        from torchtitan.telemetry.peak_flops import peak_flops
         from torchtitan.utils.device import device_name
-        from torchtitan.utils.hardware import peak_flops
 
         training, setup = trainer.config.training, trainer.setup
         self.tokens = training.global_batch_size * training.seq_len / dist.get_world_size()

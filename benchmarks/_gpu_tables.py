@@ -99,8 +99,8 @@ def _speed(found: Sequence[Figures], fast: bool) -> Iterator[str]:
 
 def _planned(line: Figures, fast: bool) -> tuple[str, str]:
     """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know the GPU."""
-    from torchtitan.plan.hardware import load_hardware
-    from torchtitan.plan.planner import make_plan
+    from torchtitan.tools.planner.hardware import load_hardware
+    from torchtitan.tools.planner.planner import make_plan
 
     device = line.get("machine", {}).get("device", "")
     hardware = next((hw for hw in load_hardware().values() if device in hw.device_names), None)

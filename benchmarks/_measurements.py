@@ -12,10 +12,10 @@ from typing import Any
 
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
-from torchtitan.plan.costs import step_time
-from torchtitan.plan.hardware import Hardware, find_hardware
-from torchtitan.plan.predict import derived_workload
-from torchtitan.plan.workload import Workload
+from torchtitan.tools.planner.costs import step_time
+from torchtitan.tools.planner.hardware import Hardware, find_hardware
+from torchtitan.tools.planner.predict import derived_workload
+from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
 
 FILES = tuple(Path(__file__).with_name(name) for name in ("published.csv", "elsewhere.csv"))

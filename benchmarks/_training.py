@@ -81,10 +81,10 @@ class Meter:
 
 def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
-    from torchtitan.config.data import DataLoader, Source
+    from torchtitan.config.sections.data import DataLoader, Source
     from torchtitan.data.loader import build_loader
     from torchtitan.data.sources import DataSpec
-    from torchtitan.data.tokenizer import build_tokenizer
+    from torchtitan.data.text.tokenizer import build_tokenizer
 
     spec = DataSpec(
         sources=[Source(name="data", dataset="demo")],

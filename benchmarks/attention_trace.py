@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.models.documents import pack_documents
 from torchtitan.models.layers import block_mask, document_mask
+from torchtitan.models.packed_attention import pack_documents
 from torchtitan.parallel import context
 from torchtitan.parallel.context import merge_blocks
 

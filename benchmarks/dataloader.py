@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from torchtitan.commands import tokenize
-from torchtitan.config.data import DataLoader, Source
-from torchtitan.data.documents import DemoDocuments
+from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.documents import DemoDocuments
+from torchtitan.data.text.tokenizer import build_tokenizer
 
 ROWS, SEQ_LEN = 8, 2048
 

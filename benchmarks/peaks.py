@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config import resolve
-from torchtitan.lab.ranks import RankPool
-from torchtitan.plan.memory import GIB, memory_of
-from torchtitan.plan.trace import trace_ranks
-from torchtitan.plan.workload import Workload
+from torchtitan.testing.ranks import RankPool
+from torchtitan.tools.planner.memory import GIB, memory_of
+from torchtitan.tools.planner.trace import trace_ranks
+from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward

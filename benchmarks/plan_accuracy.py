@@ -21,11 +21,11 @@ from _measurements import FILES, TORCHTITAN, Row, load
 from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
 
-from torchtitan.plan.bands import SPEED_DEVIATIONS, features, memory_band
-from torchtitan.plan.hardware import load_hardware
-from torchtitan.plan.memory import hidden_bytes, in_flight, memory_of
-from torchtitan.plan.trace import trace_ranks
-from torchtitan.plan.workload import Workload
+from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, features, memory_band
+from torchtitan.tools.planner.hardware import load_hardware
+from torchtitan.tools.planner.memory import hidden_bytes, in_flight, memory_of
+from torchtitan.tools.planner.trace import trace_ranks
+from torchtitan.tools.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ Errors = list[tuple[Row, float]]
 
 @dataclass(frozen=True)
 class Bands:
-    """What `plan/bands.py` holds."""
+    """What `planner/bands.py` holds."""
 
     deviations: dict[str, float]
     width: float

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.lab.ranks import RankPool
+from torchtitan.testing.ranks import RankPool
 
 WIDTH = 2048
 
@@ -53,7 +53,7 @@ def _checkpointer(folder: Path, gb: float, **settings: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     from torchtitan.checkpoint import Checkpointer, Trained
-    from torchtitan.config import schema
+    from torchtitan.config.sections import schema
 
     layers = round(gb * 1e9 / (12 * WIDTH * WIDTH))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan import report
 from torchtitan.config import load_config
-from torchtitan.config.render import to_toml
-from torchtitan.report.find import Runs
-from torchtitan.report.table import as_text, read_rows
+from torchtitan.config.load.render import to_toml
+from torchtitan.tools import reports as report
+from torchtitan.tools.reports.find import Runs
+from torchtitan.tools.reports.table import as_text, read_rows
 
 
 def write_run(folder: Path, records: int, *, freq: int = 500) -> None:

@@ -26,9 +26,9 @@ TOKENIZER = "./tests/assets/tokenizer"
 
 def make_jsonl(folder: Path, cache: Path) -> None:
     """Files of JSON lines, and what a first start finds out about them."""
-    from torchtitan.data.files import FileStamp, open_data
-    from torchtitan.data.identity import sample
-    from torchtitan.data.index import KeptFile, find_documents, new_index
+    from torchtitan.data.text.files import FileStamp, open_data
+    from torchtitan.data.text.identity import sample
+    from torchtitan.data.text.index import KeptFile, find_documents, new_index
 
     lines = [json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)}) for i in range(50)]
     first = folder / "first.jsonl"
@@ -56,8 +56,8 @@ def make_jsonl(folder: Path, cache: Path) -> None:
 
 
 def make_tokens(folder: Path) -> None:
-    from torchtitan.data.token_files import write_token_file
-    from torchtitan.data.tokenizer import build_tokenizer
+    from torchtitan.data.text.tokenizer import build_tokenizer
+    from torchtitan.data.tokens.token_files import write_token_file
 
     tokens = SIZE // 2
     rows = [np.arange(100, 2000)] * 100
@@ -72,10 +72,10 @@ def make_tokens(folder: Path) -> None:
 
 def start(folder: Path, cache: Path) -> None:
     """Open all sources, read some steps, and print what it took."""
-    from torchtitan.config.data import DataLoader, Source
+    from torchtitan.config.sections.data import DataLoader, Source
     from torchtitan.data.loader import build_loader
     from torchtitan.data.sources import DataSpec
-    from torchtitan.data.tokenizer import build_tokenizer
+    from torchtitan.data.text.tokenizer import build_tokenizer
 
     tokenizer, before = build_tokenizer(TOKENIZER), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin, cpu = time.perf_counter(), time.process_time()

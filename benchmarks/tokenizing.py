@@ -94,7 +94,7 @@ def main() -> None:
         return
     from _sides import alternate, median, ratios
 
-    from torchtitan.data.documents import DemoDocuments
+    from torchtitan.data.text.documents import DemoDocuments
 
     with tempfile.TemporaryDirectory() as folder:
         corpus, few = Path(folder, "corpus.jsonl"), Path(folder, "few.jsonl")

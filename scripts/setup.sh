@@ -54,7 +54,7 @@ has_torch() { "$1" -c 'from importlib import metadata; metadata.version("torch")
 supported_torch() {
     local refusal
     refusal=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$1" -c '
-from torchtitan.utils.releases import installed_torch, too_old
+from torchtitan.utils.torch_versions import installed_torch, too_old
 print(too_old(installed_torch()) or "")')
     [[ -z $refusal ]] || { say "not using $(command -v "$1"): $refusal"; false; }
 }

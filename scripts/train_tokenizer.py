@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan.data.documents import DemoDocuments
-from torchtitan.data.pieces import LLAMA3_PATTERN
+from torchtitan.data.text.documents import DemoDocuments
+from torchtitan.data.text.pieces import LLAMA3_PATTERN
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 

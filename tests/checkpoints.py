@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.checkpoint import Checkpointer, Trained
-from torchtitan.config import schema
+from torchtitan.config.sections import schema
 
 ABOUT: dict[str, Any] = {"versions": {}, "model": {"name": "llama3"}, "git": None, "ranks": 2, "data": {}, "config": ""}
 

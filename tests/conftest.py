@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's `command 
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 
-from torchtitan.lab.ranks import RankPool
+from torchtitan.testing.ranks import RankPool
 
 
 def pytest_unconfigure() -> None:

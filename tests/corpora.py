@@ -7,10 +7,10 @@ import struct
 import numpy as np
 import torch
 
-from torchtitan.config.data import DataLoader, Source
+from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 TEXTS = ["", "a, b\tc", "two\nlines\r\nand a third", 'say "so"', "ä日本🚀", "\ufeff x"] + [

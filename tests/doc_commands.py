@@ -18,12 +18,12 @@ from pathlib import Path
 from torchtitan.commands import COMMANDS
 from torchtitan.commands.completion import CONFIGURED
 from torchtitan.config import resolve
-from torchtitan.config.command_line import config_flags, split_args
-from torchtitan.config.keys import FIELDS
-from torchtitan.plan.hardware import find_hardware
-from torchtitan.start.machine import CPU
-from torchtitan.start.models import find_model
-from torchtitan.start.sources import find_data
+from torchtitan.config.load.command_line import config_flags, split_args
+from torchtitan.config.load.keys import FIELDS
+from torchtitan.tools.launch.data_choice import find_data
+from torchtitan.tools.launch.machine import CPU
+from torchtitan.tools.launch.models import find_model
+from torchtitan.tools.planner.hardware import find_hardware
 
 ROOT = Path(__file__).parents[1]
 RUN_TRAIN = "./run_train.sh"

@@ -2,9 +2,9 @@
 
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
-from torchtitan.plan.hardware import Hardware, find_hardware
-from torchtitan.plan.predict import derived_workload
-from torchtitan.plan.workload import Workload
+from torchtitan.tools.planner.hardware import Hardware, find_hardware
+from torchtitan.tools.planner.predict import derived_workload
+from torchtitan.tools.planner.workload import Workload
 
 SPEC = get_spec("llama3")
 H100 = find_hardware("h100-sxm")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.lab.difference import rounding
+from torchtitan.testing.difference import rounding
 
 SMALL_SHARE = 0.01
 

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.rounding import assert_trained_alike
 from torchtitan.config import resolve
-from torchtitan.lab.compare import write_corpus
+from torchtitan.testing.compare import write_corpus
 
 __all__ = ["arguments", "full", "losses", "read_metrics", "storages", "train", "weights", "write_corpus"]
 

@@ -26,11 +26,11 @@ import pytest
 
 from tests.doc_commands import check_command, options_of, parser_of, script_options
 from torchtitan.commands import main
-from torchtitan.config.compat import UNSUPPORTED
-from torchtitan.config.keys import FIELDS
-from torchtitan.config.load import load_config
+from torchtitan.config.load.compat import UNSUPPORTED
+from torchtitan.config.load.decode import load_config
+from torchtitan.config.load.keys import FIELDS
 from torchtitan.models import families as model_families
-from torchtitan.start.grid import read_runs
+from torchtitan.tools.launch.grid import read_runs
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import UserError
 

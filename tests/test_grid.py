@@ -14,9 +14,9 @@ import tomli
 from tests.test_slurm import BASE, ROOT, calls, slurm  # noqa: F401 - a fixture
 from torchtitan.commands.jobs import main as jobs
 from torchtitan.commands.submit import main
-from torchtitan.start.grid import in_folder, make_runs, together
-from torchtitan.start.jobs import RECORD, Record, read_record
-from torchtitan.start.local import run_in_turn
+from torchtitan.tools.launch.grid import in_folder, make_runs, together
+from torchtitan.tools.launch.jobs import RECORD, Record, read_record
+from torchtitan.tools.launch.local import run_in_turn
 from torchtitan.utils.errors import ConfigError, UserError
 
 GRID = ["--grid", "optimizer.lr=1e-4,3e-4", "--grid", "debug.seed=1,2"]

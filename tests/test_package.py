@@ -65,11 +65,15 @@ def test_the_wheel_holds_every_module_and_shipped_file(wheel):
     shipped = [*(ROOT / "train_configs").glob("*.toml"), *(ROOT / "tests/assets/tokenizer").iterdir()]
     assert modules <= names
     assert {f"torchtitan/assets/{path.relative_to(ROOT)}" for path in shipped} <= names
-    assert {"torchtitan/py.typed", "torchtitan/commands/slurm.sbatch", "torchtitan/plan/page.js"} <= names
-    report = {f"torchtitan/report/{path.name}" for path in (ROOT / "torchtitan/report").iterdir() if path.is_file()}
-    assert {"torchtitan/report/page.js", "torchtitan/report/page.css"} <= report <= names
-    web = {f"torchtitan/utils/web/{path.name}" for path in (ROOT / "torchtitan/utils/web").iterdir() if path.is_file()}
-    assert "torchtitan/utils/web/uPlot.LICENSE" in web
+    assert {"torchtitan/py.typed", "torchtitan/commands/slurm.sbatch", "torchtitan/tools/planner/page.js"} <= names
+    report = {
+        f"torchtitan/tools/reports/{path.name}"
+        for path in (ROOT / "torchtitan/tools/reports").iterdir()
+        if path.is_file()
+    }
+    assert {"torchtitan/tools/reports/page.js", "torchtitan/tools/reports/page.css"} <= report <= names
+    web = {f"torchtitan/tools/web/{path.name}" for path in (ROOT / "torchtitan/tools/web").iterdir() if path.is_file()}
+    assert "torchtitan/tools/web/uPlot.LICENSE" in web
     assert web <= names
     assert not [name for name in names if not name.startswith(("torchtitan/", f"titan_pretrain-{__version__}"))]
 

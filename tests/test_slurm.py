@@ -13,8 +13,8 @@ import pytest
 
 from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
-from torchtitan.start.job import MARK, TEMPLATE
-from torchtitan.start.jobs import read_record
+from torchtitan.tools.launch.job import MARK, TEMPLATE
+from torchtitan.tools.launch.jobs import read_record
 from torchtitan.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from torchtitan.config import resolve
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
-from torchtitan.utils.releases import feature_release
+from torchtitan.utils.torch_versions import feature_release
 
 P = "--parallelism."
 ONCE = f"{P}fsdp_reduce_once_per_step"

@@ -17,7 +17,7 @@ from tests import families
 from tests.runs import arguments, full, train
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.convert import nearest_flavor
-from torchtitan.checkpoint.hf import load_hf
+from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
 from torchtitan.models.moe import Experts
@@ -307,7 +307,7 @@ import importlib.util, json, shutil, sys
 from pathlib import Path
 import torch
 importlib.util.find_spec = lambda name: None  # without transformers, which takes the memory of the whole model
-from torchtitan.checkpoint.hf import load_hf
+from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.checkpoint.state import read_weights
 from torchtitan.models import get_spec
 from torchtitan.checkpoint import convert

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.runs import arguments, losses, train
-from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 
@@ -29,8 +29,8 @@ def degrees(**layout):
 
 def compared(argv, cache=None):
     """Problems of the run against one process, the number of graphs compiled, and what of tensor parallelism fused."""
-    from torchtitan.lab.difference import Tolerances
-    from torchtitan.lab.parity import compare
+    from torchtitan.testing.difference import Tolerances
+    from torchtitan.testing.parity import compare
 
     if cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache

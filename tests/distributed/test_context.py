@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.lab.difference import rounding
 from torchtitan.models.layers import document_mask
 from torchtitan.parallel import context
 from torchtitan.parallel.context import (
@@ -23,6 +22,7 @@ from torchtitan.parallel.context import (
     ring_attention,
     ring_attention_backend,
 )
+from torchtitan.testing.difference import rounding
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seq": 32, "size": 8}
 

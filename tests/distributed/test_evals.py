@@ -39,7 +39,7 @@ def evaluate(folder, model):
     """What the model answered to each request, and the scores."""
     from lm_eval.evaluator import evaluate
 
-    from torchtitan.evals.tasks import Tasks, scores
+    from torchtitan.inference.tasks import Tasks, scores
 
     tasks = Tasks(TASKS, include_path=str(folder / "tasks"), num_fewshot=2)
     results = evaluate(model, tasks.loaded, bootstrap_iters=0)
@@ -48,9 +48,9 @@ def evaluate(folder, model):
 
 
 def ours(folder, *layout, rows=3, length=None):
-    from torchtitan.evals.harness import HarnessModel
-    from torchtitan.generate.source import find, open_tokenizer
-    from torchtitan.train.trained import load_probe
+    from torchtitan.inference.lm_eval_model import HarnessModel
+    from torchtitan.inference.model_source import find, open_tokenizer
+    from torchtitan.train.trained_model import load_probe
 
     source = find(str(folder / "ours"))
     tokenizer = open_tokenizer(source, None)

@@ -21,17 +21,17 @@ from tests.examples import (
 )
 from tests.rounding import assert_rounds
 from tests.runs import SAVE, SCHEDULE, arguments, losses, train
+from torchtitan.checkpoint.inspect import settings
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.report import settings
 from torchtitan.config import resolve
 from torchtitan.config.registry import data_sources, tokenizers
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.generate.source import find, open_tokenizer
-from torchtitan.lab import parity
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.inference.model_source import find, open_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
+from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import LRSchedule
+from torchtitan.testing import parity
 
 GATED = [f"--experimental.custom_import={gated_attention.__name__}", "--model.name=llama3_gated"]
 ALL = [

@@ -13,9 +13,9 @@ from tests import families
 from tests.runs import arguments, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.generate import source as sources
-from torchtitan.generate.generator import Sampling, TextGenerator, sample
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.inference import model_source as sources
+from torchtitan.inference.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.tensor import apply_tensor_parallel

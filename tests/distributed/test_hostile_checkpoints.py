@@ -17,7 +17,7 @@ import torch
 from tests.checkpoints import change, manifest, on_rank_0, replace, replace_tensors, save_steps, small_checkpointer
 from tests.runs import arguments, train
 from torchtitan.commands import ckpt
-from torchtitan.generate import source as sources
+from torchtitan.inference import model_source as sources
 from torchtitan.models import get_spec
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.unpickle import safe_loads

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.commands.matrix import main
-from torchtitan.lab.matrix import (
+from torchtitan.testing.matrix import (
     FEATURES,
     LAYOUTS,
     NAMED_SCHEDULES,
@@ -15,8 +15,8 @@ from torchtitan.lab.matrix import (
     Lab,
     cells,
 )
-from torchtitan.lab.matrix_document import read_document
-from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.testing.matrix_document import read_document
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = (2, 1, 1, 1, 1)
@@ -101,7 +101,7 @@ def test_the_published_matrix_is_complete_and_has_no_bad_cell():
 
 def test_the_published_matrix_agrees_with_validation(tmp_path):
     """A cell is refused today exactly if the document says so, with the sentence it shows."""
-    from torchtitan.lab.compare import write_corpus
+    from torchtitan.testing.compare import write_corpus
 
     write_corpus(tmp_path / "corpus.jsonl")
     write_corpus(tmp_path / "held-out.jsonl")

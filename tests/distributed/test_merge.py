@@ -15,9 +15,9 @@ from torchtitan.checkpoint import merge as module
 from torchtitan.checkpoint.dcp_storage import Reader, alone, read_tensor
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.commands import ckpt
-from torchtitan.generate import source as sources
+from torchtitan.inference import model_source as sources
 from torchtitan.models import get_spec
-from torchtitan.train.trained import load_probe
+from torchtitan.train.trained_model import load_probe
 from torchtitan.utils.errors import CheckpointError, UserError
 
 FLAGS = [*EXPERTS, "--checkpoint.enable", "--checkpoint.interval=1", "--lr_scheduler.total_steps=3"]

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan.config.optim import Optimizer
-from torchtitan.lab import parity
-from torchtitan.lab.compare import Observation
-from torchtitan.lab.difference import Difference, Tolerances, difference
+from torchtitan.config.sections.optim import Optimizer
 from torchtitan.models.moe import Experts, Router
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import expert
 from torchtitan.parallel.collectives import local
+from torchtitan.testing import parity
+from torchtitan.testing.compare import Observation
+from torchtitan.testing.difference import Difference, Tolerances, difference
 from torchtitan.train import build
-from torchtitan.train.compute import Compute
+from torchtitan.train.forward import Compute
 
 REAL_PARALLELIZE = build.parallelize
 REAL_PART = Compute.own_part

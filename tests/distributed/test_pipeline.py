@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
 from torchtitan.commands import schedule
 from torchtitan.config import resolve
-from torchtitan.config.stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.init import materialize
-from torchtitan.parallel.schedules import NAMES as OWN_SCHEDULES
-from torchtitan.parallel.schedules import as_csv, orders_of
+from torchtitan.parallel.pipeline_orders import NAMES as OWN_SCHEDULES
+from torchtitan.parallel.pipeline_orders import as_csv, orders_of
+from torchtitan.parallel.pipeline_stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.parallel.stage import Stage
-from torchtitan.plan.schedule import program
+from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.torch_faults import replaced
+from torchtitan.utils.torch_compat import replaced
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import torch
 
 from tests.runs import arguments, read_metrics, train
 from torchtitan.commands.plan import main
-from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.links import measure_links
-from torchtitan.plan.profile import ATTENTION, COMMUNICATION, POINTWISE, PRODUCTS, REST, kind_of, traced_parts
+from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.tools.planner.links import measure_links
+from torchtitan.tools.planner.profile import ATTENTION, COMMUNICATION, POINTWISE, PRODUCTS, REST, kind_of, traced_parts
 from torchtitan.utils.errors import ConfigError, UserError
 
 CPU = """

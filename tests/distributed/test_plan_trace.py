@@ -12,11 +12,11 @@ from tests.runs import arguments, storages, train
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
-from torchtitan.parallel.schedules import as_csv, orders_of
-from torchtitan.plan.collectives import collectives
-from torchtitan.plan.memory import PARTS, memory_of
-from torchtitan.plan.trace import trace_ranks
-from torchtitan.plan.workload import Workload, hardware_flops
+from torchtitan.parallel.pipeline_orders import as_csv, orders_of
+from torchtitan.tools.planner.memory import PARTS, memory_of
+from torchtitan.tools.planner.trace import trace_ranks
+from torchtitan.tools.planner.traffic import collectives
+from torchtitan.tools.planner.workload import Workload, hardware_flops
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward

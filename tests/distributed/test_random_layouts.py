@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from torchtitan.config import resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, divisors
-from torchtitan.config.stages import SCHEDULES
-from torchtitan.lab.compare import write_corpus
-from torchtitan.lab.difference import tolerances_of
-from torchtitan.lab.matrix import NAMED_SCHEDULES
-from torchtitan.lab.parity import compare
+from torchtitan.parallel.pipeline_stages import SCHEDULES
+from torchtitan.testing.compare import write_corpus
+from torchtitan.testing.difference import tolerances_of
+from torchtitan.testing.matrix import NAMED_SCHEDULES
+from torchtitan.testing.parity import compare
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 

@@ -18,14 +18,14 @@ from tests.faults import rehearsal_faults
 from tests.runs import EXPERTS, arguments
 from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
-from torchtitan.rehearse.agree import Counts, check_messages
-from torchtitan.rehearse.cast import Cast, coordinates, corners, rank_at
-from torchtitan.rehearse.events import Creation, Group, Message, Post, Record, Wait
-from torchtitan.rehearse.recorder import EndlessLoopError, Recorder
-from torchtitan.rehearse.rehearsal import Rehearsal, few_layers, few_ranks, rehearse
-from torchtitan.rehearse.report import as_text
-from torchtitan.rehearse.startup import startup
-from torchtitan.rehearse.waits import check_circles
+from torchtitan.tools.rehearsal.events import Creation, Group, Message, Post, Record, Wait
+from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
+from torchtitan.tools.rehearsal.rank_sample import Cast, coordinates, corners, rank_at
+from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
+from torchtitan.tools.rehearsal.rehearsal import Rehearsal, few_layers, few_ranks, rehearse
+from torchtitan.tools.rehearsal.render import as_text
+from torchtitan.tools.rehearsal.startup import startup
+from torchtitan.tools.rehearsal.waits import check_circles
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import train_step

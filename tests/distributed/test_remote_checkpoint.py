@@ -245,7 +245,7 @@ def test_training_does_not_depend_on_uploads(ranks, tmp_path, s3):
 
 KILLED = """
 import os, signal, sys
-from torchtitan.train.entry import main
+from torchtitan.train.rank_main import main
 from torchtitan.checkpoint import dcp_storage
 
 def die_before_the_second_commit(path, value, write=dcp_storage.write_file):

@@ -20,7 +20,7 @@ from tests.checkpoints import ABOUT, outcome, save_steps, small_checkpointer, tr
 from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.checkpoint.dcp_storage import CommittingWriter
 from torchtitan.checkpoint.planning import Plans, UnsentMetadata
-from torchtitan.config import schema
+from torchtitan.config.sections import schema
 
 
 class Collectives(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, read_metrics, train, write_corpus
 from torchtitan.config import resolve
-from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.order.rows import IGNORE_INDEX
 
 P = "--parallelism."
 
@@ -91,9 +91,9 @@ def test_a_mixture_resumes_on_another_layout(ranks, tmp_path):
 def train_in_pieces(argv):
     """Train, taking documents of a thousand bytes for long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.data.records.LONG", 1000)
-        patch.setattr("torchtitan.data.documents.LONG", 1000)
-        patch.setattr("torchtitan.data.pieces.PIECE", 300)
+        patch.setattr("torchtitan.data.text.records.LONG", 1000)
+        patch.setattr("torchtitan.data.text.documents.LONG", 1000)
+        patch.setattr("torchtitan.data.text.pieces.PIECE", 300)
         return train(argv)
 
 

@@ -19,8 +19,8 @@ from tests.rounding import assert_rounds, assert_trained_alike
 from tests.runs import EXPERTS, LR, arguments, full
 from torchtitan.config import resolve
 from torchtitan.config.derive import DEGREE_KEYS, derive
-from torchtitan.config.parallelism import Parallelism
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight

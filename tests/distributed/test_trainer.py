@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from tests.runs import arguments, full, losses, read_metrics, train, write_corpus
 from torchtitan.config import resolve
-from torchtitan.data.rows import IGNORE_INDEX
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.groups import limit_groups
 from torchtitan.parallel.mesh import build_mesh

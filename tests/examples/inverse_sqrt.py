@@ -6,9 +6,9 @@ torchtitan train CONFIG.toml --experimental.custom_import inverse_sqrt --lr_sche
 import math
 from collections.abc import Callable
 
-from torchtitan.config.optim import LRScheduler
 from torchtitan.config.registry import Section, schedules
-from torchtitan.config.types import Steps
+from torchtitan.config.sections.optim import LRScheduler
+from torchtitan.config.sections.types import Steps
 
 
 class Keys(Section):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.optim import Optimizer
 from torchtitan.config.registry import Section, optimizers
-from torchtitan.config.types import Decay
+from torchtitan.config.sections.optim import Optimizer
+from torchtitan.config.sections.types import Decay
 from torchtitan.parallel.collectives import local
 
 

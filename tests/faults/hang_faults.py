@@ -14,7 +14,7 @@ def kill():
 
 
 if os.environ.get("RANK") == "1":
-    from torchtitan.train.compute import Compute
+    from torchtitan.train.forward import Compute
 
     forward_backward, calls = Compute.forward_backward, []
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.phase import note_exchange
+from torchtitan.utils.activity import note_exchange
 
 
 def last():

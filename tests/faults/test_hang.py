@@ -22,16 +22,16 @@ import torch.distributed as dist
 from tests.runs import EXPERTS, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.config.derive import layout_degrees
-from torchtitan.config.schema import Comm
-from torchtitan.lab.ranks import RankError
-from torchtitan.observe import watch as watching
-from torchtitan.observe.evidence import read_case
-from torchtitan.observe.watch import Watch
+from torchtitan.config.sections.schema import Comm
+from torchtitan.health import hang_watch as watching
+from torchtitan.health.hang_watch import Watch
+from torchtitan.health.rank_dumps import read_case
 from torchtitan.parallel import expert
+from torchtitan.testing.ranks import RankError
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.phase import begin
-from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.utils.activity import begin
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/faults/test_hang.py"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tests.runs import arguments, losses, read_metrics, train, weights
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.config import resolve
-from torchtitan.train.entry import _lost
 from torchtitan.train.preflight import preflight
+from torchtitan.train.rank_main import _lost
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.runs import arguments, train
 from tests.unit.test_data import corpora, loader, open_kind, take  # noqa: F401 - a fixture
-from torchtitan.data.documents import LocalDocuments
+from torchtitan.data.text.documents import LocalDocuments
 from torchtitan.utils.errors import UserError
 
 QUICK = {"retry_pause_seconds": 0.01}

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.checkpoints import ABOUT, flip, index, manifest, on_rank_0, train_state, without_sums
 from torchtitan.checkpoint import Checkpointer, Trained, dcp_storage, sums
 from torchtitan.checkpoint.sums import SummedFile, SummedPart, crc32_of_end
-from torchtitan.config import schema
+from torchtitan.config.sections import schema
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import storage_path
 

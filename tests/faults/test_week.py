@@ -9,8 +9,8 @@ import pytest
 
 from tests.browser import CHROMIUM, browser
 from tests.faults.week import Week
-from torchtitan.report.live import Live
-from torchtitan.report.serve import Server, serving
+from torchtitan.tools.reports.live import Live
+from torchtitan.tools.reports.serve import Server, serving
 
 STEPS_PER_DAY = 24
 SHOWN = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config.parallelism import ActivationCheckpoint, Compile
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
+from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import cross_entropy

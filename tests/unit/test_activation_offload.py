@@ -14,8 +14,8 @@ from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.activation_offload import Offload, _Copy, apply_activation_offload
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.plan.memory import memory_of, offloaded_per_block
-from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.tools.planner.memory import memory_of, offloaded_per_block
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
 ROWS, SEQ = 2, 256

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.positions import saved
-from torchtitan.config.data import DataLoader, Source
-from torchtitan.data.contents import Contents, DataFile, base_of, changes, parse_lists, render_lists
+from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.records import LONG
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.token_files import write_token_file
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.contents import Contents, DataFile, base_of, changes, parse_lists, render_lists
+from torchtitan.data.text.records import LONG
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")

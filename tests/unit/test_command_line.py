@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from torchtitan.config.command_line import parse_args, split_args
-from torchtitan.config.load import load_config
+from torchtitan.config.load.command_line import parse_args, split_args
+from torchtitan.config.load.decode import load_config
 from torchtitan.utils.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from torchtitan import __version__
 from torchtitan.commands import COMMANDS, completion, main, train
 from torchtitan.commands.train import _parse, count_gpus
-from torchtitan.train import entry
+from torchtitan.train import rank_main as entry
 from torchtitan.utils.errors import run_main
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from torchtitan.commands import config as config_tool
 from torchtitan.config import load_config, resolve
-from torchtitan.config.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, NotYet, Tuning
 from torchtitan.config.derive import DEGREE_KEYS
-from torchtitan.config.keys import FIELDS, fields_of
-from torchtitan.config.render import json_schema, markdown, to_toml
-from torchtitan.config.schema import Config
+from torchtitan.config.load.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, NotYet, Tuning
+from torchtitan.config.load.keys import FIELDS, fields_of
+from torchtitan.config.load.render import json_schema, markdown, to_toml
+from torchtitan.config.sections.schema import Config
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, run_main
 
@@ -385,7 +385,7 @@ def test_everything_is_documented():
 def test_every_key_is_read_somewhere():
     """A key that no code reads would be ignored silently."""
     sources = "\n".join(p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts)
-    for name in ("load", "compat", "derive", "stages", "extend", "lr_schedule"):
+    for name in ("load/decode", "load/compat", "load/extend", "derive", "rules/lr"):
         sources += (ROOT / f"torchtitan/config/{name}.py").read_text()
     for key in FIELDS:
         name = key.rpartition(".")[2]
@@ -429,7 +429,7 @@ def test_explain_names_every_origin(toml, tmp_path, capsys):
 def test_errors_and_help_are_quick_and_need_no_torch():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from torchtitan.utils.errors import run_main; from torchtitan.train.entry import main\n"
+        "from torchtitan.utils.errors import run_main; from torchtitan.train.rank_main import main\n"
         "try: code = run_main(main, sys.argv[1:])\n"
         "except SystemExit as e: code = e.code\n"
         "assert not any(m == 'torch' or m.startswith('torch.') for m in sys.modules), 'torch was imported'\n"

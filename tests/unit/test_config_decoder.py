@@ -4,10 +4,10 @@ import pytest
 import tomli
 
 from torchtitan.config import load_config, resolve
-from torchtitan.config.compat import UNSUPPORTED, Tuning
-from torchtitan.config.keys import FIELDS
-from torchtitan.config.render import help_text, to_toml
-from torchtitan.config.toml_file import line_numbers
+from torchtitan.config.load.compat import UNSUPPORTED, Tuning
+from torchtitan.config.load.keys import FIELDS
+from torchtitan.config.load.render import help_text, to_toml
+from torchtitan.config.load.toml_file import line_numbers
 from torchtitan.utils.errors import ConfigError
 
 

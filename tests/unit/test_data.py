@@ -14,14 +14,14 @@ import torch
 from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
-from torchtitan.config.data import DataLoader, Source
-from torchtitan.data.documents import DemoDocuments, LocalDocuments
+from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.rows import IGNORE_INDEX
-from torchtitan.data.shuffle import permute
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.data.order.shuffle import permute
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.token_files import write_token_file
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.documents import DemoDocuments, LocalDocuments
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
@@ -329,7 +329,7 @@ def test_brackets_beside_the_text_are_skipped(tmp_path):
 
 def test_forms_of_json(tmp_path, monkeypatch):
     """Batches cut at newlines, a line longer than a batch, an array, strings, a byte-order mark, Windows' newlines."""
-    monkeypatch.setattr("torchtitan.data.json_records.BLOCK", 50)
+    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 50)
     texts = ["ä" * n for n in (0, 1, 30, 500, 7)]
     rows = [json.dumps({"n": [1.5, {}], "text": text}) for text in texts]
     forms = {

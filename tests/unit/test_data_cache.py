@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
-from torchtitan.data import cache as caches
-from torchtitan.data.documents import LocalDocuments
-from torchtitan.data.identity import WHOLE, sample, whole
+from torchtitan.data.text import cache as caches
+from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.text.identity import WHOLE, sample, whole
 
 TEXTS = [f"document {i} of words" for i in range(40)]
 

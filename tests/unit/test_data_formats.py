@@ -18,13 +18,13 @@ from tests.corpora import TEXTS, assert_same_rows, loader, take, write_json_line
 from tests.runs import SAVE, arguments, losses, train
 from torchtitan.commands import tokenize
 from torchtitan.config import resolve
-from torchtitan.data.documents import LocalDocuments
-from torchtitan.data.files import FileStamp
-from torchtitan.data.index import find_documents, new_index
-from torchtitan.data.json_records import records_of
-from torchtitan.data.json_strings import without_long_strings
-from torchtitan.data.records import read_records
-from torchtitan.data.texts import BadDocument, HeldBytes
+from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.text.files import FileStamp
+from torchtitan.data.text.index import find_documents, new_index
+from torchtitan.data.text.json_records import records_of
+from torchtitan.data.text.json_strings import without_long_strings
+from torchtitan.data.text.records import read_records
+from torchtitan.data.text.texts import BadDocument, HeldBytes
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -227,7 +227,7 @@ def test_damage_is_named_in_a_stream(tmp_path):
 
 
 def test_sound_arrays_in_small_blocks(monkeypatch):
-    monkeypatch.setattr("torchtitan.data.json_records.BLOCK", 5)
+    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 5)
     for content in (
         "[]",
         " [ ] \n",
@@ -241,7 +241,7 @@ def test_sound_arrays_in_small_blocks(monkeypatch):
 
 def test_long_strings_of_lines_in_blocks(monkeypatch):
     """As `json` decodes them, from every position, wherever blocks end; among strings that look like their end."""
-    monkeypatch.setattr("torchtitan.data.texts.BLOCK", 16)
+    monkeypatch.setattr("torchtitan.data.text.texts.BLOCK", 16)
     random = Random(3)
     pieces = ["a", "\\", '"', "\n", "ä", "日", "🚀", "\\u00e9", "\0", "word " * 3]
     for trial in range(60):
@@ -268,8 +268,8 @@ def test_long_strings_of_lines_in_blocks(monkeypatch):
     ],
 )
 def test_faults_in_long_strings_of_lines(tmp_path, monkeypatch, content, kind):
-    monkeypatch.setattr("torchtitan.data.records.LONG", 20)
-    monkeypatch.setattr("torchtitan.data.texts.BLOCK", 16)
+    monkeypatch.setattr("torchtitan.data.text.records.LONG", 20)
+    monkeypatch.setattr("torchtitan.data.text.texts.BLOCK", 16)
     write(tmp_path / "x.jsonl", b'{"text": "' + content + b'"}\n"sound"\n')
     documents = LocalDocuments(str(tmp_path), "key", on_bad_document="skip")
     assert documents.skipped == {kind: 1}
@@ -329,8 +329,8 @@ def test_a_column_with_a_dot_in_its_name(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_long_and_bad_values_of_tables(tmp_path, suffix, monkeypatch):
     """Long values are not copied; each bad one is a bad document of its own."""
-    monkeypatch.setattr("torchtitan.data.tables.LONG", 100)
-    monkeypatch.setattr("torchtitan.data.tables._BATCH", 300)
+    monkeypatch.setattr("torchtitan.data.text.tables.LONG", 100)
+    monkeypatch.setattr("torchtitan.data.text.tables._BATCH", 300)
     long = "ä日本🚀 " * 50
     content = [long.encode(), None, b"caf\xe9", b"short", b"x" * 150 + b"\xff", b""]
     column = pa.array(content, pa.binary()).view(pa.string())

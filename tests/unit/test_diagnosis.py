@@ -6,8 +6,8 @@ import pickle
 import pytest
 
 from torchtitan.commands.doctor import main
-from torchtitan.observe.diagnosis import diagnose
-from torchtitan.observe.evidence import Case, read_case
+from torchtitan.health.diagnose import diagnose
+from torchtitan.health.rank_dumps import Case, read_case
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}

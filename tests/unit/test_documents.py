@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.config.parallelism import ActivationCheckpoint, Compile
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
+from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
-from torchtitan.models.documents import attend_documents, pack_documents
 from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.packed_attention import attend_documents, pack_documents
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile

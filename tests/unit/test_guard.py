@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.config import schema
-from torchtitan.observe.guard import SpikeDetector, deviation
-from torchtitan.observe.replicas import fingerprint
-from torchtitan.observe.stragglers import Stragglers
+from torchtitan.config.sections import schema
+from torchtitan.health.guard import SpikeDetector, deviation
+from torchtitan.health.replicas import fingerprint
+from torchtitan.health.stragglers import Stragglers
 
 WINDOW = 16
 
@@ -150,5 +150,5 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_lies_in_memory_nor_on_chu
     assert fingerprint(torch.tensor(3.0)) != fingerprint(torch.tensor(-3.0))
     assert fingerprint(torch.empty(0)) == 0
     whole = fingerprint(value)
-    monkeypatch.setattr("torchtitan.observe.replicas._CHUNK", 7)
+    monkeypatch.setattr("torchtitan.health.replicas._CHUNK", 7)
     assert fingerprint(value) == whole

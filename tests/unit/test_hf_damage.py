@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.checkpoint.hf import load_hf
+from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt, generate
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError, run_main

@@ -10,10 +10,11 @@ import torch
 from tests.examples import gated_attention
 from tests.families import EXPERTS
 from tests.hf_folders import SHIPPED, write_checkpoint, write_tiktoken
-from torchtitan.checkpoint import hf_check, hf_export
+from torchtitan.checkpoint.hf import check as hf_check
+from torchtitan.checkpoint.hf import export as hf_export
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.models import decoder_hf, get_spec, hf_map, parameter_names, register, spec_of_hf
 from torchtitan.models import spec as models_spec
 from torchtitan.models.decoder import Decoder

@@ -15,8 +15,8 @@ from torchtitan.commands.train import check, node_range
 from torchtitan.commands.train import parser as train_parser
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import DEGREE_KEYS
-from torchtitan.config.keys import FIELDS
-from torchtitan.config.render import to_toml, to_toml_value
+from torchtitan.config.load.keys import FIELDS
+from torchtitan.config.load.render import to_toml, to_toml_value
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import SHOWN_PROBLEMS, ConfigError
 

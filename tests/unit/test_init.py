@@ -13,17 +13,17 @@ import tomli
 
 from torchtitan.commands.init import main
 from torchtitan.config import complete, load_config
-from torchtitan.config.device import check_device
-from torchtitan.config.keys import FIELDS
-from torchtitan.config.load import LoadedConfig
+from torchtitan.config.load.decode import LoadedConfig
+from torchtitan.config.load.keys import FIELDS
+from torchtitan.config.rules.device import check_device
 from torchtitan.models import get_spec
-from torchtitan.plan.hardware import find_hardware, load_hardware
-from torchtitan.plan.planner import any_layout, without_missing_files
-from torchtitan.start import machine
-from torchtitan.start.models import find_model, offered
-from torchtitan.start.questions import parse_length
-from torchtitan.start.recipe import Wish, as_flags, draft, suggested_tokens
-from torchtitan.start.sources import find_data
+from torchtitan.tools.launch import machine
+from torchtitan.tools.launch.data_choice import find_data
+from torchtitan.tools.launch.models import find_model, offered
+from torchtitan.tools.launch.questions import parse_length
+from torchtitan.tools.launch.recipe import Wish, as_flags, draft, suggested_tokens
+from torchtitan.tools.planner.hardware import find_hardware, load_hardware
+from torchtitan.tools.planner.planner import any_layout, without_missing_files
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

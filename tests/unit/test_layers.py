@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "torchtitan"
-CORE = ("utils", "config", "models", "parallel", "data", "optim", "checkpoint", "observe", "generate", "evals", "train")
-BESIDE = ("plan", "rehearse", "report", "start", "lab", "commands", "__main__")
+CORE = (
+    *("utils", "config"),
+    *("models", "parallel", "data", "optim"),
+    *("checkpoint", "telemetry", "health", "inference", "train"),
+)
+BESIDE = ("testing", "tools", "commands", "__main__")
 LAYERS = {name: layer for layer, name in enumerate((*CORE, *BESIDE))}
 FILES = sorted(ROOT.rglob("*.py"))
 

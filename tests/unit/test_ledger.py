@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 
-from torchtitan.observe import ledger as ledgers
-from torchtitan.observe.ledger import Ledger, changed_settings, git_revision
-from torchtitan.utils import phase as phases
+from torchtitan.telemetry import run_record as ledgers
+from torchtitan.telemetry.run_record import Ledger, changed_settings, git_revision
+from torchtitan.utils import activity as phases
+from torchtitan.utils.activity import begin, phase
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.phase import begin, phase
 
 
 class Clock:

@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.config import schema
-from torchtitan.observe import experts as observed
-from torchtitan.observe.console import ConsoleSink
-from torchtitan.observe.experts import read_loads
-from torchtitan.observe.ledger import Ledger
-from torchtitan.observe.metrics import Metrics
-from torchtitan.observe.sinks.jsonl import JsonlSink
-from torchtitan.utils import phase as phases
-from torchtitan.utils.hardware import peak_flops
-from torchtitan.utils.phase import phase
+from torchtitan.config.sections import schema
+from torchtitan.telemetry import experts as observed
+from torchtitan.telemetry.console import ConsoleSink
+from torchtitan.telemetry.experts import read_loads
+from torchtitan.telemetry.metrics import Metrics
+from torchtitan.telemetry.peak_flops import peak_flops
+from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.trackers.jsonl import JsonlSink
+from torchtitan.utils import activity as phases
+from torchtitan.utils.activity import phase
 
 KEYS = {
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_second", "tflops", "mfu",

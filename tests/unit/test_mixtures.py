@@ -13,14 +13,14 @@ import torch
 from tests.positions import saved
 from tests.runs import write_corpus
 from tests.unit.test_data import SEQ, TOKENIZER, corpora, take  # noqa: F401
-from torchtitan.config.data import DataLoader, Source, Stage
+from torchtitan.config.sections.data import DataLoader, Source, Stage
 from torchtitan.data.loader import build_loader
-from torchtitan.data.mixture import Shares, divide, place
+from torchtitan.data.order.mixture import Shares, divide, place
+from torchtitan.data.order.shuffle import permute
 from torchtitan.data.positions import joined
-from torchtitan.data.shuffle import permute
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.token_files import write_token_file
-from torchtitan.optim.schedule import LRSchedule
+from torchtitan.data.tokens.token_files import write_token_file
+from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.utils.errors import UserError
 
 STAGES = [
@@ -224,7 +224,7 @@ def test_fewer_documents_than_rows_are_each_read_once_an_epoch(tmp_path):
 
 
 def test_a_stage_scales_the_learning_rate():
-    from torchtitan.config.schema import LRScheduler
+    from torchtitan.config.sections.schema import LRScheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     optimizer.param_groups[0]["lr_scale"] = 1.0

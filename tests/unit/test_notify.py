@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from torchtitan.config import resolve
-from torchtitan.config.metrics import Notifications
-from torchtitan.observe import delivery, notify
-from torchtitan.observe.delivery import DeliveryError, post
-from torchtitan.observe.events import Events
-from torchtitan.observe.notify import Notifier, RateLimit, report_error, report_failure
+from torchtitan.config.sections.metrics import Notifications
+from torchtitan.telemetry import delivery, notify
+from torchtitan.telemetry.delivery import DeliveryError, post
+from torchtitan.telemetry.events import Events
+from torchtitan.telemetry.notify import Notifier, RateLimit, report_error, report_failure
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.last_word import REPORTER_ENV
+from torchtitan.utils.torchrun_error import REPORTER_ENV
 
 SECRET = "T0K3N"
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
-from torchtitan.config.optim import LRScheduler, Optimizer, ParamGroup
+from torchtitan.config.sections.optim import LRScheduler, Optimizer, ParamGroup
+from torchtitan.optim.lr_schedule import LRSchedule, lr_factor
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import LRSchedule, lr_factor
 
 
 def curve(total, **kwargs):

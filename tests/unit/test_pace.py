@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from torchtitan.observe.console import ConsoleSink
-from torchtitan.observe.pace import Pace
+from torchtitan.telemetry.console import ConsoleSink
+from torchtitan.telemetry.pace import Pace
 from torchtitan.utils.text import show_date
 
 
@@ -53,7 +53,7 @@ def test_a_lasting_change_of_speed_is_noticed_within_a_hundred_steps():
 
 def test_the_line_says_when_the_run_ends(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("torchtitan.observe.console.time.time", lambda: 1_795_406_706.0)
+    monkeypatch.setattr("torchtitan.telemetry.console.time.time", lambda: 1_795_406_706.0)
     console = ConsoleSink(1000, 0, plain=True, clock=lambda: clock[0])
     record = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "memory_gib", "memory_pct"), 1.0)
     record |= {"mfu": None}

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_tokenizer import SHIPPED, llama_folder  # noqa: F401 - a fixture
-from torchtitan.data import pieces as module
-from torchtitan.data.pieces import LLAMA3_PATTERN, pieces
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text import pieces as module
+from torchtitan.data.text.pieces import LLAMA3_PATTERN, pieces
+from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 
@@ -76,7 +76,7 @@ def test_no_word_crosses_a_cut(words, cases, tmp_path, llama_folder):  # noqa: F
 
 @pytest.mark.parametrize("words", WHOLE)
 def test_tokenizers_of_other_words_get_whole_texts_up_to_a_limit(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.data.tokenizer._WHOLE", 5_000)
+    monkeypatch.setattr("torchtitan.data.text.tokenizer._WHOLE", 5_000)
     monkeypatch.setattr(module, "PIECE", 10)
     tokenizer = variant(tmp_path, **WHOLE[words])
     text = "a b, c\n" * 100

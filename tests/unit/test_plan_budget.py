@@ -7,8 +7,8 @@ import pytest
 
 from tests.plans import H100, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
-from torchtitan.plan.budget import Failures, Saves, best_interval, budget_of, goodput, saves_of, share_kept
-from torchtitan.plan.predict import predict
+from torchtitan.tools.planner.budget import Failures, Saves, best_interval, budget_of, goodput, saves_of, share_kept
+from torchtitan.tools.planner.predict import predict
 
 LLAMA3_HOURS = 54 * 24 * 16_384 / 419
 """Of one GPU between failures: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, 3.3.4)."""

@@ -14,18 +14,18 @@ from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, product_seconds, 
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.parallel.quantize import check_hardware
-from torchtitan.plan import calibrate
-from torchtitan.plan.advice import changes
-from torchtitan.plan.bands import SPEED_DEVIATIONS, WIDTH
-from torchtitan.plan.costs import step_time
-from torchtitan.plan.hardware import find_hardware, load_hardware
-from torchtitan.plan.memory import GIB, predict_memory
-from torchtitan.plan.predict import predict, trace_memory
-from torchtitan.plan.report import as_data
-from torchtitan.plan.trace import RankTrace
+from torchtitan.telemetry.peak_flops import peak_flops
+from torchtitan.tools.planner import calibrate
+from torchtitan.tools.planner.advice import changes
+from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, WIDTH
+from torchtitan.tools.planner.costs import step_time
+from torchtitan.tools.planner.hardware import find_hardware, load_hardware
+from torchtitan.tools.planner.memory import GIB, predict_memory
+from torchtitan.tools.planner.predict import predict, trace_memory
+from torchtitan.tools.planner.render import as_data
+from torchtitan.tools.planner.trace import RankTrace
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.hardware import peak_flops
 
 ROOT = Path(__file__).parents[2]
 HARDWARE = "--hardware=h100-sxm"
@@ -188,7 +188,7 @@ def test_traced_memory(monkeypatch, holes):
         for rank in ranks:
             yield RankTrace(rank, rank, {}, 0, sizes[rank] * holes, {}, {})
 
-    monkeypatch.setattr("torchtitan.plan.trace.trace_ranks", trace_ranks)
+    monkeypatch.setattr("torchtitan.tools.planner.trace.trace_ranks", trace_ranks)
     plan = trace_memory(computed, w.config)
     assert plan.memory == computed.memory
     assert plan.traced_gib == {rank: pytest.approx(sizes[rank] * holes / GIB) for rank in ranks}

@@ -10,14 +10,14 @@ from torchtitan.config.derive import layout_degrees
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.plan.collectives import collectives
-from torchtitan.plan.communication import HOST_WAIT
-from torchtitan.plan.costs import EXPERT_TILE, step_time
-from torchtitan.plan.memory import memory_of
-from torchtitan.plan.predict import derived_workload, predict
-from torchtitan.plan.savings import savings
-from torchtitan.plan.search import search
-from torchtitan.plan.workload import hardware_flops
+from torchtitan.tools.planner.comm_time import HOST_WAIT
+from torchtitan.tools.planner.costs import EXPERT_TILE, step_time
+from torchtitan.tools.planner.memory import memory_of
+from torchtitan.tools.planner.predict import derived_workload, predict
+from torchtitan.tools.planner.savings import savings
+from torchtitan.tools.planner.search import search
+from torchtitan.tools.planner.traffic import collectives
+from torchtitan.tools.planner.workload import hardware_flops
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

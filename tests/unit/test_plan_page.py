@@ -8,11 +8,11 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from tests.plans import FULL, H100, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
-from torchtitan.plan.advice import changes
-from torchtitan.plan.page import page, pictures
-from torchtitan.plan.predict import predict
-from torchtitan.plan.report import as_data
-from torchtitan.utils.web import web_page
+from torchtitan.tools.planner.advice import changes
+from torchtitan.tools.planner.page import page, pictures
+from torchtitan.tools.planner.predict import predict
+from torchtitan.tools.planner.render import as_data
+from torchtitan.tools.web import web_page
 
 SPLIT = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--compile.enable=true"]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

@@ -9,8 +9,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.plans import NONE, ONE_ROW, SPEC, workload
 from torchtitan.commands import train as command
 from torchtitan.config import load_config
-from torchtitan.plan.memory import GIB, predict_memory
-from torchtitan.plan.savings import advice, savings
+from torchtitan.tools.planner.memory import GIB, predict_memory
+from torchtitan.tools.planner.savings import advice, savings
 from torchtitan.utils.errors import OutOfMemoryError
 
 BASE = ["--model.flavor=8B", NONE, "--training.seq_len=8192", "--training.local_batch_size=2",

@@ -2,10 +2,10 @@
 
 import pytest
 
-from torchtitan.config.schedule_file import Action
-from torchtitan.config.stages import PipelineStages
-from torchtitan.parallel.schedules import orders_of
-from torchtitan.plan.schedule import Held, Program, program, simulate
+from torchtitan.parallel.pipeline_csv import Action
+from torchtitan.parallel.pipeline_orders import orders_of
+from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.tools.planner.pipeline_timeline import Held, Program, program, simulate
 
 
 def stages(name, degree, per_rank=1, csv_file=None):

@@ -11,12 +11,12 @@ from tests.plans import H100, SPEC
 from torchtitan.commands.plan import main
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees
-from torchtitan.plan.axes import settings_of
-from torchtitan.plan.planner import make_plan
-from torchtitan.plan.predict import derived_workload, predict
-from torchtitan.plan.proposals import complexity
-from torchtitan.plan.report import search_data, search_table
-from torchtitan.plan.search import any_layout, search
+from torchtitan.tools.planner.axes import settings_of
+from torchtitan.tools.planner.planner import make_plan
+from torchtitan.tools.planner.predict import derived_workload, predict
+from torchtitan.tools.planner.proposals import complexity
+from torchtitan.tools.planner.render import search_data, search_table
+from torchtitan.tools.planner.search import any_layout, search
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -51,7 +51,8 @@ def test_everything_that_a_search_proposes_is_legal_and_fits(found):
 def test_no_legal_layout_is_missed(monkeypatch):
     """All degrees of 24 ranks, tried one by one, are those that the search prices."""
     priced = set()
-    monkeypatch.setattr("torchtitan.plan.search.memory_of", lambda w, rank: priced.add(degrees_of(w.config)) or HUGE)
+    module = "torchtitan.tools.planner.search"
+    monkeypatch.setattr(f"{module}.memory_of", lambda w, rank: priced.add(degrees_of(w.config)) or HUGE)
     argv = ["--model.flavor=8B", "--training.seq_len=6144", "--training.global_batch_size=24"]
     found_for(argv, 24)
     legal = set()

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from tests.checkpoints import ABOUT, train_state
 from tests.positions import MINIMAL, manifest_bytes
 from torchtitan.checkpoint.manifest import parse, render
-from torchtitan.config.data import DataLoader, Source, Stage
-from torchtitan.data.documents import LocalDocuments
+from torchtitan.config.sections.data import DataLoader, Source, Stage
 from torchtitan.data.loader import build_loader
 from torchtitan.data.positions import SourcePosition, StreamPosition, joined
 from torchtitan.data.reader import StepReader
-from torchtitan.data.records import LongText
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.token_files import write_token_file
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.text.records import LongText
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import FormatBugError, UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
@@ -49,11 +49,11 @@ def lines(texts, *bad):
 def short_pieces():
     """Let the documents of some hundred characters be long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.data.records.LONG", 500)
-        patch.setattr("torchtitan.data.documents.LONG", 500)
+        patch.setattr("torchtitan.data.text.records.LONG", 500)
+        patch.setattr("torchtitan.data.text.documents.LONG", 500)
         for module in ("records", "texts"):
-            patch.setattr(f"torchtitan.data.{module}.BLOCK", 300)
-        patch.setattr("torchtitan.data.pieces.PIECE", 60)
+            patch.setattr(f"torchtitan.data.text.{module}.BLOCK", 300)
+        patch.setattr("torchtitan.data.text.pieces.PIECE", 60)
         yield
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
-from torchtitan.config.quantize import Quantize
+from torchtitan.config.sections.quantize import Quantize
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.quantize import check_hardware, quantize

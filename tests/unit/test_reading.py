@@ -20,11 +20,11 @@ from tests.positions import saved
 from tests.runs import SAVE, arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
-from torchtitan.data import index, json_records, pieces, records, texts
-from torchtitan.data.cache import Cache
-from torchtitan.data.documents import LocalDocuments
-from torchtitan.data.duplicates import HASH, count_duplicates, save_hashes
-from torchtitan.data.texts import LongText
+from torchtitan.data.text import index, json_records, pieces, records, texts
+from torchtitan.data.text.cache import Cache
+from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.text.texts import LongText
+from torchtitan.data.tokens.duplicates import HASH, count_duplicates, save_hashes
 from torchtitan.utils.errors import UserError
 
 RANDOM = random.Random(5)
@@ -105,7 +105,8 @@ def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
     """Threads stand for processes: each opens the lock files for itself."""
     folder, texts = corpus
     made, find = [], index.find_documents
-    monkeypatch.setattr("torchtitan.data.cache.find_documents", lambda one, *a: made.append(one.path) or find(one, *a))
+    module = "torchtitan.data.text.cache"
+    monkeypatch.setattr(f"{module}.find_documents", lambda one, *a: made.append(one.path) or find(one, *a))
     with ThreadPoolExecutor(4) as pool:
         jobs = [
             pool.submit(LocalDocuments, str(folder), "key", text_column="body", cache_folder=str(tmp_path))
@@ -278,7 +279,7 @@ def test_long_documents_in_pieces(tmp_path, monkeypatch):
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode()))
     expected = take(loader(tmp_path, rows=2), 400)
     monkeypatch.setattr(records, "LONG", 1000)
-    monkeypatch.setattr("torchtitan.data.documents.LONG", 1000)
+    monkeypatch.setattr("torchtitan.data.text.documents.LONG", 1000)
     for module in (records, texts):
         monkeypatch.setattr(module, "BLOCK", 700)
     monkeypatch.setattr(pieces, "PIECE", 500)
@@ -305,7 +306,7 @@ def token_file_ids(folder):
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.e2e)])
 def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
-    monkeypatch.setattr("torchtitan.data.tokenizing._BATCH", 3000)
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 3000)
     folder, texts = corpus
     argv = ["--output", str(tmp_path), "--part", "10", "--workers", str(workers), "--text-column", "body"]
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
@@ -354,7 +355,7 @@ def test_tokenize_long_documents(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}')
     monkeypatch.setattr(records, "LONG", 1000)
     monkeypatch.setattr(pieces, "PIECE", 500)
-    monkeypatch.setattr("torchtitan.data.tokenizing.PIECE", 500)
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing.PIECE", 500)
     tokenize.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "1"])
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
     assert token_file_ids(tmp_path / "out") == [

@@ -10,18 +10,18 @@ from torch import nn
 
 from tests.positions import saved
 from torchtitan.config import registry, resolve
-from torchtitan.config.command_line import show_help
-from torchtitan.config.data import DataLoader, Source
-from torchtitan.config.extend import recorded_tokenizer
-from torchtitan.config.load import load_config
+from torchtitan.config.load.command_line import show_help
+from torchtitan.config.load.decode import load_config
+from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.registry import Custom, Functions, Section, losses, optimizers, schedules
+from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.custom import open_custom
 from torchtitan.data.loader import build_loader
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.optim.loss import build_loss
+from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import LRSchedule
 from torchtitan.utils.errors import ConfigError, UserError
 
 MODULE = """
@@ -80,7 +80,7 @@ def test_keys_come_from_file_and_flags_and_are_written_back(toml, tmp_path):
     assert (keys.start, keys.steps, keys.names) == (0.5, 7, ["x", "y"])
     assert resolved.sources["custom.slope.start"] == f"{file}:4"
     from torchtitan.commands.config import explain
-    from torchtitan.config.render import to_toml
+    from torchtitan.config.load.render import to_toml
 
     lines = [line.split() for line in explain(resolved).splitlines()]
     assert ["custom.slope.steps", "7", "--custom.slope.steps"] in lines

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.test_report_reading import BEGAN, record, write, write_run
 from torchtitan.commands import main
-from torchtitan.report.noise import smooth
-from torchtitan.report.plots import Line, lines_of, plot
+from torchtitan.tools.reports.noise import smooth
+from torchtitan.tools.reports.plots import Line, lines_of, plot
 
 
 def run(monkeypatch, capsys, *argv, status=0):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.unit.test_report_reading import BEGAN, record, write_run
-from torchtitan import report
-from torchtitan.report.noise import at_points, independent_values, paired, smooth, unpaired
+from torchtitan.tools import reports as report
+from torchtitan.tools.reports.noise import at_points, independent_values, paired, smooth, unpaired
 
 
 def noise(series, length, correlation=0.0, seed=0):

@@ -12,10 +12,10 @@ from random import Random
 import psutil
 import pytest
 
-from torchtitan import report
-from torchtitan.report import lines as lines_module
-from torchtitan.report.folder import read_folder
-from torchtitan.report.lines import JsonLines
+from torchtitan.tools import reports as report
+from torchtitan.tools.reports import lines as lines_module
+from torchtitan.tools.reports.folder import read_folder
+from torchtitan.tools.reports.lines import JsonLines
 from torchtitan.utils.lock import EXPIRY_SECONDS, current_holder
 
 BEGAN = 1_700_000_000.0

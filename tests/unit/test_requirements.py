@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan.train.preflight import preflight
-from torchtitan.utils import releases
+from torchtitan.utils import torch_versions as releases
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.releases import TESTED_TORCH, feature_release, too_new, too_old
+from torchtitan.utils.torch_versions import TESTED_TORCH, feature_release, too_new, too_old
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan.commands import schedule
-from torchtitan.config.schedule_file import MOST_BYTES, Action, order_problems, read_orders
-from torchtitan.parallel.schedules import NAMES, most_kept, orders_of
-from torchtitan.plan.schedule import Program, simulate
+from torchtitan.parallel.pipeline_csv import MOST_BYTES, Action, order_problems, read_orders
+from torchtitan.parallel.pipeline_orders import NAMES, most_kept, orders_of
+from torchtitan.tools.planner.pipeline_timeline import Program, simulate
 from torchtitan.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]

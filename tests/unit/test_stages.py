@@ -6,8 +6,8 @@ import re
 import pytest
 
 from torchtitan.config import resolve
-from torchtitan.config.stages import SCHEDULES, balanced, pipeline_stages
 from torchtitan.models import get_spec
+from torchtitan.parallel.pipeline_stages import SCHEDULES, balanced, pipeline_stages
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from tests.hf_folders import write_tiktoken
-from torchtitan.data.documents import DemoDocuments
-from torchtitan.data.tokenizer import LLAMA3_SPECIAL, build_tokenizer
+from torchtitan.data.text.documents import DemoDocuments
+from torchtitan.data.text.tokenizer import LLAMA3_SPECIAL, build_tokenizer
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 

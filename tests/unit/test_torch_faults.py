@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.utils import torch_faults
-from torchtitan.utils.torch_faults import (
+from torchtitan.utils import torch_compat as torch_faults
+from torchtitan.utils.torch_compat import (
     gathers_without_views,
     micro_pipeline_without_nccl,
     record_places,

@@ -16,17 +16,17 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan.config import resolve
-from torchtitan.config.metrics import Metrics as Config
-from torchtitan.config.metrics import Prometheus
 from torchtitan.config.registry import Custom, metric_sinks
-from torchtitan.config.schema import Job
-from torchtitan.observe.ledger import Ledger
-from torchtitan.observe.sinks import background, build, chosen
-from torchtitan.observe.sinks.build import Trackers
-from torchtitan.observe.sinks.chosen import missing_packages
-from torchtitan.observe.sinks.mlflow import artifact_location
-from torchtitan.observe.sinks.names import scalars
-from torchtitan.observe.sinks.tensorboard import TensorBoardSink
+from torchtitan.config.sections.metrics import Metrics as Config
+from torchtitan.config.sections.metrics import Prometheus
+from torchtitan.config.sections.schema import Job
+from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.trackers import background, build, chosen
+from torchtitan.telemetry.trackers.build import Trackers
+from torchtitan.telemetry.trackers.chosen import missing_packages
+from torchtitan.telemetry.trackers.mlflow import artifact_location
+from torchtitan.telemetry.trackers.names import scalars
+from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
@@ -282,7 +282,7 @@ import logging, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from tests.unit.test_trackers import Start
-from torchtitan.observe.sinks import build
+from torchtitan.telemetry.trackers import build
 dist.get_rank, dist.get_world_size = lambda: 0, lambda: 1
 logging.basicConfig(stream=sys.stdout)
 build.CLOSE_SECONDS = 10.0

@@ -2,8 +2,9 @@
 
 import pytest
 
-from torchtitan.config import gradient_accumulation_steps, resolve, support
-from torchtitan.config.validate import RULES
+from torchtitan.config import gradient_accumulation_steps, resolve
+from torchtitan.config.rules import support
+from torchtitan.config.rules.validate import RULES
 from torchtitan.utils.errors import ConfigError
 
 TP = ["--parallelism.tensor_parallel_degree=2"]

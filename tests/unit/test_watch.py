@@ -20,11 +20,11 @@ from tests.browser import CHROMIUM, browser
 from tests.run_folders import append, record, write_run
 from torchtitan.commands import report as report_command
 from torchtitan.commands import watch
-from torchtitan.report import live as live_module
-from torchtitan.report import serve
-from torchtitan.report.collect import collect
-from torchtitan.report.live import Live
-from torchtitan.report.serve import Server, close, serving
+from torchtitan.tools.reports import live as live_module
+from torchtitan.tools.reports import serve
+from torchtitan.tools.reports.collect import collect
+from torchtitan.tools.reports.live import Live
+from torchtitan.tools.reports.serve import Server, close, serving
 from torchtitan.utils.errors import UserError
 
 

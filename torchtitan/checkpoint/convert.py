@@ -13,16 +13,16 @@ from pydantic import ValidationError
 
 from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_folder, versions
 from torchtitan.checkpoint.dcp_storage import Reader
-from torchtitan.checkpoint.hf import import_hf
-from torchtitan.checkpoint.hf_export import HFExport
-from torchtitan.checkpoint.hf_folder import read_hf_config
+from torchtitan.checkpoint.hf.export import HFExport
+from torchtitan.checkpoint.hf.folder import read_hf_config
+from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.checkpoint.state import check_own_model
-from torchtitan.config.extend import recorded_tokenizer
-from torchtitan.config.load import load_config
+from torchtitan.config.load.decode import load_config
+from torchtitan.config.load.extend import recorded_tokenizer
+from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.registry import import_custom
-from torchtitan.config.render import to_toml_value
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
+from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
 from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
 from torchtitan.utils.errors import ConfigError, DamageError, UserError
 from torchtitan.utils.files import write_whole

@@ -34,16 +34,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.checkpoint.agree import from_all
 from torchtitan.checkpoint.commit import begin, commit, damage, discard, temporary_folder, write_file
 from torchtitan.checkpoint.index import INDEX, Place, read_index, render_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, render
 from torchtitan.checkpoint.planning import UnsentMetadata
 from torchtitan.checkpoint.sums import SummedFile, SummedPart
+from torchtitan.parallel.agree import from_all
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
-from torchtitan.utils.torch_faults import record_places
+from torchtitan.utils.torch_compat import record_places
 from torchtitan.utils.unpickle import load_tensor
 
 _REQUEST = 1 << 25

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.checkpoint.manifest import FileName, Manifest, Sum, first_problem, read_manifest
-from torchtitan.data.contents import CONTENTS, Lists, parse_lists
+from torchtitan.data.text.contents import CONTENTS, Lists, parse_lists
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import patiently

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan.checkpoint.agree import from_rank_0, together
 from torchtitan.checkpoint.commit import (
     clean,
     committed_steps,
@@ -25,8 +24,8 @@ from torchtitan.checkpoint.commit import (
     unknown,
 )
 from torchtitan.checkpoint.dcp_storage import CommittingWriter, describe
-from torchtitan.checkpoint.hf_check import MOST_IN_A_RUN
-from torchtitan.checkpoint.hf_export import HFExport
+from torchtitan.checkpoint.hf.check import MOST_IN_A_RUN
+from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
 from torchtitan.checkpoint.planning import Plans
 from torchtitan.checkpoint.resume import (
@@ -39,13 +38,14 @@ from torchtitan.checkpoint.resume import (
 from torchtitan.checkpoint.staging import build_stager
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
-from torchtitan.config import schema
-from torchtitan.data.contents import CONTENTS
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.config.sections import schema
+from torchtitan.data.text.contents import CONTENTS
+from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
+from torchtitan.parallel.agree import from_rank_0, together
+from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.errors import CheckpointError, FormatBugError
 from torchtitan.utils.logging import event, logger
-from torchtitan.utils.phase import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
 from torchtitan.utils.text import listed
 

@@ -26,7 +26,7 @@ from torchtitan.utils.text import count, plural
 
 def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at
-    from torchtitan.checkpoint.report import overview, summarize
+    from torchtitan.checkpoint.inspect import overview, summarize
 
     found, damaged = [], []
     for step in checkpoints_at(options.path):
@@ -68,7 +68,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def diff(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at
-    from torchtitan.checkpoint.report import compare
+    from torchtitan.checkpoint.inspect import compare
 
     a, b = (checkpoints_at(path)[-1] for path in (options.a, options.b))
     print(f"a: {a}\nb: {b}")

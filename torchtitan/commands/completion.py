@@ -8,7 +8,7 @@ import argparse
 import importlib
 
 from torchtitan.commands import COMMANDS
-from torchtitan.config.keys import FIELDS
+from torchtitan.config.load.keys import FIELDS
 from torchtitan.utils.assets import shipped_configs
 
 CONFIGURED = ("init", "train", "plan", "rehearse", "config", "parity", "submit")

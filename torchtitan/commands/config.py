@@ -4,9 +4,9 @@ import argparse
 import os
 
 from torchtitan.config import Resolved, gradient_accumulation_steps, resolve
-from torchtitan.config.command_line import parse_args
-from torchtitan.config.keys import FIELDS
-from torchtitan.config.render import json_schema, markdown, to_toml, to_toml_value
+from torchtitan.config.load.command_line import parse_args
+from torchtitan.config.load.keys import FIELDS
+from torchtitan.config.load.render import json_schema, markdown, to_toml, to_toml_value
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import show_warnings
 from torchtitan.utils.text import aligned, count, plural

@@ -7,9 +7,9 @@ collective times out, when a rank raises an exception, and on SIGUSR2.
 import argparse
 from pathlib import Path
 
-from torchtitan.config.schema import Comm
-from torchtitan.observe.diagnosis import diagnose
-from torchtitan.observe.evidence import read_case
+from torchtitan.config.sections.schema import Comm
+from torchtitan.health.diagnose import diagnose
+from torchtitan.health.rank_dumps import read_case
 from torchtitan.utils.errors import UserError
 
 

@@ -42,9 +42,9 @@ def _eval(argv: list[str], rank: int) -> int:
     if options.include_path and not Path(options.include_path).is_dir():
         raise ConfigError([f"--include-path: {options.include_path} is no folder"])
 
-    from torchtitan.evals.tasks import Tasks, scores  # imports torch
-    from torchtitan.generate.source import find, open_tokenizer
-    from torchtitan.train.trained import load_probe, process_group
+    from torchtitan.inference.model_source import find, open_tokenizer
+    from torchtitan.inference.tasks import Tasks, scores  # imports torch
+    from torchtitan.train.trained_model import load_probe, process_group
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)

@@ -20,9 +20,9 @@ from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.text import count, show_rate
 
 if TYPE_CHECKING:
-    from torchtitan.data.tokenizer import Tokenizer
-    from torchtitan.generate.generator import Continuation
-    from torchtitan.generate.source import Source
+    from torchtitan.data.text.tokenizer import Tokenizer
+    from torchtitan.inference.generator import Continuation
+    from torchtitan.inference.model_source import Source
 
 
 def main(argv: list[str]) -> int:
@@ -40,8 +40,8 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
         raise ConfigError(problems)
     texts = _prompts(options)
 
-    from torchtitan.generate.generator import Sampling  # imports torch
-    from torchtitan.generate.source import find, load, open_tokenizer
+    from torchtitan.inference.generator import Sampling  # imports torch
+    from torchtitan.inference.model_source import find, load, open_tokenizer
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)

@@ -11,15 +11,15 @@ import shlex
 import sys
 from pathlib import Path
 
-from torchtitan.config.command_line import config_flags, show_help, split_args
-from torchtitan.plan.hardware import load_hardware
-from torchtitan.start import project as projects
-from torchtitan.start import questions
-from torchtitan.start.ask import Asker
-from torchtitan.start.job import add_job_options, check_words
-from torchtitan.start.layouts import best_layouts, table
-from torchtitan.start.machine import CPU, devices_per_host, local_gpus
-from torchtitan.start.recipe import Setting, Settings, Wish
+from torchtitan.config.load.command_line import config_flags, show_help, split_args
+from torchtitan.tools.launch import project as projects
+from torchtitan.tools.launch import questions
+from torchtitan.tools.launch.ask import Asker
+from torchtitan.tools.launch.job import add_job_options, check_words
+from torchtitan.tools.launch.layouts import best_layouts, table
+from torchtitan.tools.launch.machine import CPU, devices_per_host, local_gpus
+from torchtitan.tools.launch.recipe import Setting, Settings, Wish
+from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import count
 

@@ -6,7 +6,7 @@ torchtitan jobs 123_4 --logs --follow
 
 import argparse
 
-from torchtitan.start.jobs import entries, find, log_files, show_logs, state_table
+from torchtitan.tools.launch.jobs import entries, find, log_files, show_logs, state_table
 from torchtitan.utils.text import count
 
 

@@ -25,8 +25,8 @@ def main(argv: list[str]) -> int:
     if options.missing and not options.output:
         parser().error("--missing keeps the cells of a file; name it with --output")
 
-    from torchtitan.lab.matrix import BAD, cells, measure_all
-    from torchtitan.lab.matrix_document import document, read_document
+    from torchtitan.testing.matrix import BAD, cells, measure_all
+    from torchtitan.testing.matrix_document import document, read_document
 
     known, notes = read_document(options.output.read_text()) if options.missing else ({}, [])
     results = {cell: known[cell] for cell in cells() if known.get(cell, BAD[0]) not in BAD}

@@ -11,7 +11,7 @@ import os
 import tempfile
 
 from torchtitan.config import resolve
-from torchtitan.config.command_line import parse_args
+from torchtitan.config.load.command_line import parse_args
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.text import count
 
@@ -33,8 +33,8 @@ def main(argv: list[str]) -> int:
         return _check_under_torchrun(config_argv)
     preflight(resolve(config_argv, options.nproc_per_node).config, output=False)
 
-    from torchtitan.lab.parity import check  # torch, once the configuration is known to be right
-    from torchtitan.lab.ranks import RankPool
+    from torchtitan.testing.parity import check  # torch, once the configuration is known to be right
+    from torchtitan.testing.ranks import RankPool
 
     pool = RankPool(options.nproc_per_node)
     try:
@@ -48,9 +48,9 @@ def main(argv: list[str]) -> int:
 def _check_under_torchrun(config_argv: list[str]) -> int:
     import torch.distributed as dist
 
-    from torchtitan.lab.parity import check
-    from torchtitan.observe.flight_recorder import configure_flight_recorder
+    from torchtitan.health.flight_recorder import configure_flight_recorder
     from torchtitan.parallel.groups import init_distributed
+    from torchtitan.testing.parity import check
     from torchtitan.utils.device import current_device
     from torchtitan.utils.environment import rank_and_world
     from torchtitan.utils.logging import init_logging, logger

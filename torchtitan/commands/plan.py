@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan.plan.budget import Failures, budget_of, budget_text
-from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.options import options_of, parse
-from torchtitan.plan.page import page, pictures, schedule_svg
-from torchtitan.plan.planner import make_plan, planned_toml
-from torchtitan.plan.report import as_data, as_text, comparison, origin, search_data, search_table
+from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
+from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.tools.planner.options import options_of, parse
+from torchtitan.tools.planner.page import page, pictures, schedule_svg
+from torchtitan.tools.planner.planner import make_plan, planned_toml
+from torchtitan.tools.planner.render import as_data, as_text, comparison, origin, search_data, search_table
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def _calibrate(file: str) -> int:
-    from torchtitan.plan.calibrate import calibrate, unmeasured
+    from torchtitan.tools.planner.calibrate import calibrate, unmeasured
 
     if (text := calibrate()) is not None:
         _write(file, text)
@@ -85,7 +85,7 @@ def _calibrate(file: str) -> int:
 
 
 def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
-    from torchtitan.plan import measured
+    from torchtitan.tools.planner import measured
 
     run = measured.read_run(Path(options.from_run))
     hardware = find_hardware(options.hardware) if options.hardware else measured.hardware_of(run)

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 
 from torchtitan.config import resolve
-from torchtitan.config.command_line import parse_args
-from torchtitan.plan.planner import without_missing_files
-from torchtitan.rehearse.rehearsal import few_layers, few_ranks, rehearse
-from torchtitan.rehearse.report import as_data, as_text
+from torchtitan.config.load.command_line import parse_args
+from torchtitan.tools.planner.planner import without_missing_files
+from torchtitan.tools.rehearsal.rehearsal import few_layers, few_ranks, rehearse
+from torchtitan.tools.rehearsal.render import as_data, as_text
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError, show_warnings
 from torchtitan.utils.files import write_whole

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report import collect
-from torchtitan.report.find import Runs
-from torchtitan.report.page import report_page
-from torchtitan.report.text import as_text
+from torchtitan.tools.reports import collect
+from torchtitan.tools.reports.find import Runs
+from torchtitan.tools.reports.page import report_page
+from torchtitan.tools.reports.text import as_text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import plural

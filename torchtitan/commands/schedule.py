@@ -8,9 +8,9 @@ zb-h1 keeps as many activations as 1F1B and fills most of its bubble. v-half kee
 import argparse
 from pathlib import Path
 
-from torchtitan.config.schedule_file import MOST_BYTES
-from torchtitan.parallel.schedules import NAMES, as_csv, most_kept, orders_of
-from torchtitan.plan.schedule import Program, simulate
+from torchtitan.parallel.pipeline_csv import MOST_BYTES
+from torchtitan.parallel.pipeline_orders import NAMES, as_csv, most_kept, orders_of
+from torchtitan.tools.planner.pipeline_timeline import Program, simulate
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import count

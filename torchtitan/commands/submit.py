@@ -16,10 +16,10 @@ from pathlib import Path
 
 from torchtitan.commands.train import check, count_gpus, node_range
 from torchtitan.config import load_config
-from torchtitan.config.command_line import parse_args
-from torchtitan.start import jobs
-from torchtitan.start.grid import Run, in_folder, make_runs, together
-from torchtitan.start.job import (
+from torchtitan.config.load.command_line import parse_args
+from torchtitan.tools.launch import jobs
+from torchtitan.tools.launch.grid import Run, in_folder, make_runs, together
+from torchtitan.tools.launch.job import (
     Job,
     add_job_options,
     array_script,
@@ -29,7 +29,7 @@ from torchtitan.start.job import (
     one_line,
     script,
 )
-from torchtitan.start.local import run_in_turn
+from torchtitan.tools.launch.local import run_in_turn
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_all
 from torchtitan.utils.text import aligned, count, plural

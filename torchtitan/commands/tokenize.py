@@ -19,14 +19,14 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.schema import Model
-from torchtitan.data.contents import Contents, base_of, sampled
-from torchtitan.data.documents import DemoDocuments, counted
-from torchtitan.data.duplicates import count_duplicates
-from torchtitan.data.files import REPORT, FileStamp, find_text_files
-from torchtitan.data.retry import DataError
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.data.tokenizing import Encoder, Item, Output, read_items, tokenize
+from torchtitan.config.sections.schema import Model
+from torchtitan.data.text.contents import Contents, base_of, sampled
+from torchtitan.data.text.documents import DemoDocuments, counted
+from torchtitan.data.text.files import REPORT, FileStamp, find_text_files
+from torchtitan.data.text.retry import DataError
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.tokens.duplicates import count_duplicates
+from torchtitan.data.tokens.tokenizing import Encoder, Item, Output, read_items, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.text import count, plural, show_duration, show_rate

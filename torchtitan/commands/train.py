@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config import complete, load_config
-from torchtitan.config.command_line import parse_args, show_help, split_args
-from torchtitan.config.schema import Config
-from torchtitan.observe.diagnosis import diagnose, killed
-from torchtitan.observe.evidence import read_case
-from torchtitan.observe.notify import report_failure
-from torchtitan.start.ranks import Stop, common_status
-from torchtitan.train.entry import LAUNCHER_ENV
-from torchtitan.train.entry import main as train
+from torchtitan.config.load.command_line import parse_args, show_help, split_args
+from torchtitan.config.sections.schema import Config
+from torchtitan.health.diagnose import diagnose, killed
+from torchtitan.health.rank_dumps import read_case
+from torchtitan.telemetry.notify import report_failure
+from torchtitan.tools.launch.ranks import Stop, common_status
 from torchtitan.train.preflight import preflight
+from torchtitan.train.rank_main import LAUNCHER_ENV
+from torchtitan.train.rank_main import main as train
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
-from torchtitan.utils.last_word import REPORTER_ENV
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
+from torchtitan.utils.torchrun_error import REPORTER_ENV
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
@@ -231,7 +231,7 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
 def _what_lowers_memory(config: Config, world: int) -> str:
     """The planner's advice for a run that was out of memory; empty if it has none."""
     from torchtitan.models import get_spec
-    from torchtitan.plan.savings import advice
+    from torchtitan.tools.planner.savings import advice
 
     return advice(config, get_spec(config.model.name), world)
 

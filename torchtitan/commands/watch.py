@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.commands.report import find_runs
-from torchtitan.report.find import Runs
-from torchtitan.report.live import Live
-from torchtitan.report.serve import LOOPBACK, Server, close
+from torchtitan.tools.reports.find import Runs
+from torchtitan.tools.reports.live import Live
+from torchtitan.tools.reports.serve import LOOPBACK, Server, close
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.text import count, listed, printable
 

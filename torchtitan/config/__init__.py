@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from torchtitan.config.command_line import show_help
 from torchtitan.config.derive import derive, gradient_accumulation_steps
-from torchtitan.config.extend import extend
-from torchtitan.config.load import LoadedConfig, load_config
-from torchtitan.config.lr_schedule import cuts
-from torchtitan.config.schema import Config
-from torchtitan.config.validate import validate
+from torchtitan.config.load.command_line import show_help
+from torchtitan.config.load.decode import LoadedConfig, load_config
+from torchtitan.config.load.extend import extend
+from torchtitan.config.rules.lr import cuts
+from torchtitan.config.rules.validate import validate
+from torchtitan.config.sections.schema import Config
 
 __all__ = [
     "Config",

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from torchtitan.config import lr_schedule
-from torchtitan.config.lr_schedule import Derived
-from torchtitan.config.parallelism import ActivationCheckpoint, Parallelism
-from torchtitan.config.schema import Config
-from torchtitan.config.section import Section
+from torchtitan.config.rules import lr as lr_schedule
+from torchtitan.config.rules.lr import Derived
+from torchtitan.config.sections.parallelism import ActivationCheckpoint, Parallelism
+from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.section import Section
 
 Nested = TypeVar("Nested", bound=Section)
 

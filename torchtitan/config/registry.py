@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict
 
-from torchtitan.config.section import Section
+from torchtitan.config.sections.section import Section
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief, cut
 
@@ -144,7 +144,7 @@ def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str 
 optimizers = Functions("optimizer.name", "optimizer", ("Adam", "AdamW", "Muon"))
 """`make(groups, optimizer[, keys])`: a `torch.optim.Optimizer`; see `torchtitan.optim.registered`."""
 schedules = Functions("lr_scheduler.name", "schedule", ("wsd", "linear", "sqrt", "cosine", "constant"))
-"""`make(lr_scheduler[, keys])`: a `torchtitan.optim.schedule.Shape`."""
+"""`make(lr_scheduler[, keys])`: a `torchtitan.optim.lr_schedule.Shape`."""
 losses = Functions("training.loss", "loss", ("cross_entropy",))
 """`make([keys])`: a `torchtitan.optim.loss.RowLoss`."""
 data_sources = Functions(
@@ -152,11 +152,11 @@ data_sources = Functions(
 )
 """`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.custom`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
-"""`make(hf_assets_path[, keys])`: a `torchtitan.data.tokenizer.Tokenizer`."""
+"""`make(hf_assets_path[, keys])`: a `torchtitan.data.text.tokenizer.Tokenizer`."""
 metric_sinks = Functions(
     "metrics.sinks", "metric sink", ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 )
-"""`make(dump_folder, start_step[, keys])`: a `torchtitan.observe.sinks.Sink`."""
+"""`make(dump_folder, start_step[, keys])`: a `torchtitan.telemetry.trackers.Sink`."""
 
 _MODELS = Path(__file__).parents[1] / "models"
 model_families: Registry[Any] = Registry(

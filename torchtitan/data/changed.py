@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from torchtitan.config.data import Source
-from torchtitan.data.contents import Contents, DataFile, Lists, changes, in_words, render_lists
+from torchtitan.config.sections.data import Source
 from torchtitan.data.positions import DataState, SourceFingerprint
 from torchtitan.data.sources import DataSpec
+from torchtitan.data.text.contents import Contents, DataFile, Lists, changes, in_words, render_lists
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.data.contents import Contents
+from torchtitan.data.text.contents import Contents
 from torchtitan.utils.errors import UserError
 
 _LOOKED_AT = 1000

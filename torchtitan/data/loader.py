@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord
-from torchtitan.data.contents import Lists
-from torchtitan.data.mixture import Shares, run_dry, whole_steps
+from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
+from torchtitan.data.order.rows import Share, blank_row
 from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, joined
 from torchtitan.data.read_ahead import ReadAhead
 from torchtitan.data.reader import Rows, StepReader
-from torchtitan.data.rows import Share, blank_row
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
+from torchtitan.data.text.contents import Lists
 from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torchtitan.data.mixture import Shares, divide, place
+from torchtitan.data.order.mixture import Shares, divide, place
+from torchtitan.data.order.rows import Row, Share, SourceReader, StepRows, blank_row, own_rows
 from torchtitan.data.positions import DataPosition
-from torchtitan.data.rows import Row, Share, SourceReader, StepRows, blank_row, own_rows
 from torchtitan.data.sources import DataSpec, Source
 from torchtitan.utils.errors import UserError
 

@@ -9,15 +9,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from torchtitan.config import data as config
-from torchtitan.data.contents import Contents
+from torchtitan.config.sections import data as config
 from torchtitan.data.custom import is_stream, open_custom
-from torchtitan.data.documents import Documents, OnBad, open_documents
-from torchtitan.data.files import find_token_files
-from torchtitan.data.mixture import Phase
-from torchtitan.data.positions import DocumentPosition, SourcePosition
-from torchtitan.data.retry import Retry
-from torchtitan.data.rows import (
+from torchtitan.data.order.mixture import Phase
+from torchtitan.data.order.rows import (
     Cursor,
     DocumentCursor,
     Lane,
@@ -28,9 +23,14 @@ from torchtitan.data.rows import (
     lanes_within,
     own_rows,
 )
-from torchtitan.data.streams import StreamCursor, open_stream
-from torchtitan.data.token_files import TokenFiles
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.positions import DocumentPosition, SourcePosition
+from torchtitan.data.text.contents import Contents
+from torchtitan.data.text.documents import Documents, OnBad, open_documents
+from torchtitan.data.text.files import find_token_files
+from torchtitan.data.text.retry import Retry
+from torchtitan.data.text.streams import StreamCursor, open_stream
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.tokens.token_files import TokenFiles
 from torchtitan.utils.errors import UserError
 
 OnChanged = Literal["stop", "continue"]

@@ -8,13 +8,13 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from torchtitan.data.order.rows import Share, blank_row, own_rows
 from torchtitan.data.positions import DataPosition, joined
 from torchtitan.data.reader import Rows, StepReader
-from torchtitan.data.rows import Share, blank_row, own_rows
 from torchtitan.data.sources import DataSpec, open_source
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
-from torchtitan.utils.torch_faults import replaced
+from torchtitan.utils.torch_compat import replaced
 
 
 class Workers:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, model_validator
 
-from torchtitan.config.types import Heads, Layers, LayersOrZero, SeqLen, VocabSize, Width
+from torchtitan.config.sections.types import Heads, Layers, LayersOrZero, SeqLen, VocabSize, Width
 from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
 
 Scale = Annotated[float, Field(gt=0, le=10**6)]

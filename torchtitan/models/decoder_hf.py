@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
 
-from torchtitan.config.messages import explain_value
+from torchtitan.config.load.messages import explain_value
 from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
 from torchtitan.models.spec import HFMap, HFNames
 from torchtitan.utils.errors import ConfigError

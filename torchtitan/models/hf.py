@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.config.render import to_toml_value
+from torchtitan.config.load.render import to_toml_value
 from torchtitan.models.spec import HFMap, ModelSpec, families
 from torchtitan.utils.errors import ConfigError
 

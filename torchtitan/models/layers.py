@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan.models.documents import PackedDocuments, attend_documents, pack_documents
+from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 Mask = Any
 """Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""

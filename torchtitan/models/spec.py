@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 
-from torchtitan.config.messages import explain_errors
+from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import Registry, model_families
-from torchtitan.config.section import Section
-from torchtitan.config.types import SeqLen, VocabSize, Width
+from torchtitan.config.sections.section import Section
+from torchtitan.config.sections.types import SeqLen, VocabSize, Width
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.text import brief
 

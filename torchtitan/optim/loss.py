@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.config.registry import Custom, losses
-from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.utils.errors import UserError
 

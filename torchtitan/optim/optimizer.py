@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-from torchtitan.config.optim import Optimizer
 from torchtitan.config.registry import Custom, optimizers
+from torchtitan.config.sections.optim import Optimizer
 from torchtitan.optim.muon import StackedMuon
 from torchtitan.optim.registered import make_registered
 from torchtitan.parallel.collectives import SquaredNorm, local
-from torchtitan.utils.torch_faults import keep_muon_updates_sharded
+from torchtitan.utils.torch_compat import keep_muon_updates_sharded
 
 
 class AnyOptimizer(Protocol):

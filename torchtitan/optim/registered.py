@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan.config.optim import Optimizer
+from torchtitan.config.sections.optim import Optimizer
 from torchtitan.utils.errors import UserError
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan.config.parallelism import ActivationCheckpoint
+from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.parallel.expert import regions
-from torchtitan.utils.torch_faults import replaced
+from torchtitan.utils.torch_compat import replaced
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "torchtitan::grouped_mm")
 """Of these, every second result is saved."""

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derive import offloaded_blocks
-from torchtitan.config.parallelism import ActivationCheckpoint
+from torchtitan.config.sections.parallelism import ActivationCheckpoint
 
 SMALL = 2**12
 """Bytes below which a tensor stays on the device: copying it costs more than it frees."""

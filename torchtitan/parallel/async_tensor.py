@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_faults import gathers_without_views, micro_pipeline_without_nccl, replaced
+from torchtitan.utils.torch_compat import gathers_without_views, micro_pipeline_without_nccl, replaced
 
 _FUSED = (
     "symm_mem::fused_all_gather_matmul",

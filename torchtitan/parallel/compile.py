@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.config.parallelism import Compile
-from torchtitan.config.schema import Config
-from torchtitan.config.support import compiles_blocks
+from torchtitan.config.rules.support import compiles_blocks
+from torchtitan.config.sections.parallelism import Compile
+from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.activation_checkpoint import memory_budget
 from torchtitan.parallel.expert import regions
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.utils.torch_faults import keep_buffers_of_backward, no_shared_autograd_cache
+from torchtitan.utils.torch_compat import keep_buffers_of_backward, no_shared_autograd_cache
 
 _settings = ExitStack()
 """The compiler settings of the latest run in this process."""

@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention import SDPBackend
 
-from torchtitan.config.parallelism import Parallelism
+from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.models.layers import Attend, Mask, attention_backend
 from torchtitan.parallel.mesh import Mesh
 

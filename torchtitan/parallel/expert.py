@@ -16,11 +16,11 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.schema import Config
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.moe import Balance, Experts, Router, permute
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.utils.phase import note_exchange
+from torchtitan.utils.activity import note_exchange
 
 
 class ShardedExperts(Experts):

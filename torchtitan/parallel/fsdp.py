@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.derive import expert_shard_dim, sums_on_replicas, sums_whole_gradients
-from torchtitan.config.schema import Config, Training
+from torchtitan.config.sections.schema import Config, Training
 from torchtitan.models.moe import Experts
 from torchtitan.parallel.mesh import Mesh
 

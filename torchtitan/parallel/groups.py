@@ -9,11 +9,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from torchtitan.config.schema import Comm
+from torchtitan.config.sections.schema import Comm
+from torchtitan.utils.activity import CHECKPOINT_GROUP
 from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.logging import logger
-from torchtitan.utils.phase import CHECKPOINT_GROUP
-from torchtitan.utils.torch_faults import silence_false_alarms, store_of_this_attempt
+from torchtitan.utils.torch_compat import silence_false_alarms, store_of_this_attempt
 
 CONNECTED_RANKS = 64
 """Up to this many ranks, gloo connects all pairs of a group when it is created. In larger worlds, pairs connect when

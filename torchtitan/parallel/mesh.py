@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.config.derive import axis_degrees, needs_replica_axis
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.schema import Config
 
 
 @dataclass(frozen=True)

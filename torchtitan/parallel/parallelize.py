@@ -7,9 +7,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.derive import layout_degrees, layout_name
-from torchtitan.config.schema import Config
-from torchtitan.config.stages import PipelineStages
-from torchtitan.config.support import FLOAT8, compiles_blocks, uses
+from torchtitan.config.rules.support import FLOAT8, compiles_blocks, uses
+from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.activation_offload import apply_activation_offload
@@ -20,10 +19,11 @@ from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import keep_modules, stage_modules
+from torchtitan.parallel.pipeline_stages import PipelineStages
 from torchtitan.parallel.quantize import quantize
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_faults import must_save_attention, silence_false_alarms
+from torchtitan.utils.torch_compat import must_save_attention, silence_false_alarms
 
 
 def parallelize(

@@ -22,8 +22,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan.config.stages import PipelineStages
 from torchtitan.models.layers import Mask, document_mask
+from torchtitan.parallel.pipeline_stages import PipelineStages
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.config.device import Accelerator, check_device
-from torchtitan.config.quantize import MXFP8, Float8
-from torchtitan.config.schema import Config
-from torchtitan.config.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.rules.device import Accelerator, check_device
+from torchtitan.config.rules.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.sections.quantize import MXFP8, Float8
+from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.quantize_experts import quantize_experts
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_faults import (
+from torchtitan.utils.torch_compat import (
     gather_float8_as_bytes,
     rows_for_empty_float8_shards,
     send_padded_float8_shards,

@@ -10,8 +10,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _PipelineScheduleRuntime
 
 from torchtitan.models.layers import Mask
-from torchtitan.utils.phase import note
-from torchtitan.utils.torch_faults import (
+from torchtitan.utils.activity import note
+from torchtitan.utils.torch_compat import (
     allocate_receive_buffers,
     drop_receive_buffers,
     forget_output,

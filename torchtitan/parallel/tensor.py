@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torchtitan.models.moe import Gate
 from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.quantize import float8_style
-from torchtitan.utils.torch_faults import redistribute_and_wait
+from torchtitan.utils.torch_compat import redistribute_and_wait
 
 SEQUENCE, VOCABULARY = Shard(1), Shard(-1)
 

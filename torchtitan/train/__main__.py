@@ -9,7 +9,7 @@ from torchtitan.utils.signals import exit_when_stopped
 
 def main(argv: list[str]) -> int:
     exit_when_stopped()
-    from torchtitan.train.entry import main  # takes half a second, in which a signal may arrive
+    from torchtitan.train.rank_main import main  # takes half a second, in which a signal may arrive
 
     return main(argv)
 

@@ -1,9 +1,9 @@
 """Events of a run that training itself makes: starts, and stages of the data."""
 
 from torchtitan.config.derive import layout_degrees
-from torchtitan.config.parallelism import Parallelism
-from torchtitan.config.render import to_toml_value
-from torchtitan.config.schema import Training
+from torchtitan.config.load.render import to_toml_value
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Training
 from torchtitan.utils.logging import event, logger
 
 

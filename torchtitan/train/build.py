@@ -9,30 +9,30 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.data import Source, ValidationSet
 from torchtitan.config.derive import replace, validation_rows
 from torchtitan.config.registry import data_sources
-from torchtitan.config.schema import Config, Debug, Training, Validation
+from torchtitan.config.sections.data import Source, ValidationSet
+from torchtitan.config.sections.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import RowLoss, build_loss
+from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import LRSchedule
-from torchtitan.optim.sources import SourceTally
+from torchtitan.optim.source_losses import SourceTally
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import local_positions
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
-from torchtitan.train.compute import Compute, ModelLoss
-from torchtitan.train.evaluate import HeldOut, Validator
+from torchtitan.train.forward import Compute, ModelLoss
+from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup
-from torchtitan.train.probe import Probe
 from torchtitan.train.state import Parts
+from torchtitan.train.validation import HeldOut, Validator
 
 
 def set_determinism(debug: Debug) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.schema import Config
 from torchtitan.models.layers import attention_backend
 from torchtitan.models.moe import Experts
 from torchtitan.models.spec import ModelSpec

@@ -11,24 +11,24 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.data import Source, ValidationSet
 from torchtitan.config.derive import divisors, expert_ranks, expert_shard_dim
 from torchtitan.config.registry import data_sources, tokenizers
-from torchtitan.config.schema import Config, MoE, Training, Validation
-from torchtitan.config.stages import PipelineStages, pipeline_stages
-from torchtitan.config.support import names_any, splits_backward
-from torchtitan.data.files import path_problem
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.config.rules.support import names_any, splits_backward
+from torchtitan.config.sections.data import Source, ValidationSet
+from torchtitan.config.sections.schema import Config, MoE, Training, Validation
+from torchtitan.data.text.files import path_problem
+from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_names
 from torchtitan.models.decoder_spec import is_decoder
-from torchtitan.observe.delivery import unreachable
-from torchtitan.observe.sinks.chosen import missing_packages
+from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
+from torchtitan.telemetry.delivery import unreachable
+from torchtitan.telemetry.trackers.chosen import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
-from torchtitan.utils.releases import installed_torch, too_old
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
 from torchtitan.utils.text import brief, listed
-from torchtitan.utils.torch_faults import torch_is_before_2_13
+from torchtitan.utils.torch_compat import torch_is_before_2_13
+from torchtitan.utils.torch_versions import installed_torch, too_old
 
 _MOST_ENTRIES = 50_000
 """Files and folders to look at for data. They take half a second."""

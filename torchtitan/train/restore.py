@@ -6,10 +6,10 @@ from pathlib import Path
 from torch import nn
 
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.checkpoint.hf import load_hf
-from torchtitan.config.schema import Config
+from torchtitan.checkpoint.hf.weights import load_hf
+from torchtitan.config.sections.schema import Config
 from torchtitan.models import hf_map
-from torchtitan.observe.ledger import changed_settings
+from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import RunState
 from torchtitan.utils.assets import find_asset

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.evals import Sampling
-from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.generate import generator
-from torchtitan.generate.generator import Continuation
-from torchtitan.generate.plain import continue_prompts
-from torchtitan.train.probe import Probe
+from torchtitan.config.sections.evals import Sampling
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.inference import generator
+from torchtitan.inference.generator import Continuation
+from torchtitan.inference.uncached import continue_prompts
+from torchtitan.train.logits import Probe
 
 
 def write_samples(probe: Probe, config: Sampling, tokenizer: Tokenizer, device: torch.device) -> list[dict[str, Any]]:

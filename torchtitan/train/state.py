@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.data.contents import Lists
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataPosition
-from torchtitan.observe.guard import Guard
+from torchtitan.data.text.contents import Lists
+from torchtitan.health.guard import Guard
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
+from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import AnyOptimizer
-from torchtitan.optim.schedule import LRSchedule
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.train.compute import Compute
-from torchtitan.train.evaluate import Validator
-from torchtitan.train.probe import Probe
+from torchtitan.train.forward import Compute
+from torchtitan.train.logits import Probe
+from torchtitan.train.validation import Validator
 
 
 @dataclass

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config.schema import Config
-from torchtitan.config.support import FLOAT8, uses
+from torchtitan.config.rules.support import FLOAT8, uses
+from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
-from torchtitan.data.rows import IGNORE_INDEX
+from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
 from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.quantize import refresh_scales
-from torchtitan.train.compute import LocalBatch
+from torchtitan.train.forward import LocalBatch
 from torchtitan.train.state import Parts
+from torchtitan.utils.activity import note
 from torchtitan.utils.device import device_syncs
-from torchtitan.utils.phase import note
 
 
 @dataclass(frozen=True)

@@ -11,39 +11,39 @@ import torch.distributed as dist
 import torchtitan
 from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config.derive import layout_degrees
-from torchtitan.config.schema import Config
+from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
-from torchtitan.evals.tasks import Tasks, scores
-from torchtitan.observe.events import Events
-from torchtitan.observe.flight_recorder import configure_flight_recorder
-from torchtitan.observe.guard import Guard
-from torchtitan.observe.ledger import Ledger
-from torchtitan.observe.metrics import Metrics
-from torchtitan.observe.notify import start_notifier
-from torchtitan.observe.profiler import Profiler
-from torchtitan.observe.replicas import check_replicas
-from torchtitan.observe.sinks import Record
-from torchtitan.observe.sources import describe_sources
-from torchtitan.observe.stragglers import Stragglers
-from torchtitan.observe.watch import Watch
+from torchtitan.health.flight_recorder import configure_flight_recorder
+from torchtitan.health.guard import Guard
+from torchtitan.health.hang_watch import Watch
+from torchtitan.health.replicas import check_replicas
+from torchtitan.health.stragglers import Stragglers
+from torchtitan.inference.tasks import Tasks, scores
 from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
+from torchtitan.telemetry.data_sources import describe_sources
+from torchtitan.telemetry.events import Events
+from torchtitan.telemetry.metrics import Metrics
+from torchtitan.telemetry.notify import start_notifier
+from torchtitan.telemetry.peak_flops import peak_flops
+from torchtitan.telemetry.profiler import Profiler
+from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.trackers import Record
 from torchtitan.train.announce import announce_stage, announce_start
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.folders import hold_folders, open_log
+from torchtitan.train.folder_locks import hold_folders, open_log
 from torchtitan.train.preflight import Setup
-from torchtitan.train.record import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.restore import restore
+from torchtitan.train.run_info import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.sampling import write_samples
 from torchtitan.train.state import Progress, RunState, seed_step
 from torchtitan.train.step import StepResult, averaged_weights, max_over_ranks, prepare_weights, train_step
+from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
 from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
-from torchtitan.utils.hardware import peak_flops
 from torchtitan.utils.logging import logger
-from torchtitan.utils.phase import DATA, SAVING, begin, note, phase
 from torchtitan.utils.signals import StopRequest
 from torchtitan.utils.text import show_duration
 

@@ -8,8 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
-from torchtitan.utils.last_word import tell_torchrun
 from torchtitan.utils.text import cut
+from torchtitan.utils.torchrun_error import tell_torchrun
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
 

@@ -1,0 +1,1 @@
+"""Hugging Face folders: weights, tokenizer, export, and the check of an export."""

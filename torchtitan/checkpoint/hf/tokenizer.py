@@ -1,0 +1,162 @@
+"""The tokenizer of a Hugging Face folder, written so that others get the ids that training sees."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checkpoint.commit import write_json
+from torchtitan.data.text.pieces import LLAMA3_PATTERN
+from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.json_files import read_json_object
+
+TEXTS = (
+    "",
+    "The quick brown fox jumps over 12 lazy dogs, doesn't it?",
+    "  two spaces, a\ttab,\r\n\n  and 1234567.89 at the end ",
+    "def f(x):\n    return x**2  # naïve, cafe\u0301, Straße",
+    "日本語のテキスト и кириллица 🙂🏽",
+)
+"""What tokenizers are compared on."""
+_COPIED = ("special_tokens_map.json", "chat_template.jinja")
+_MADE = (HuggingFaceTokenizer, TiktokenTokenizer)
+
+
+def is_own(tokenizer: Tokenizer) -> bool:
+    """Whether `write_tokenizer` makes the files, so that they must give the ids. Registered ones bring files of their
+    own, or none."""
+    return type(tokenizer) in _MADE
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer. A text gets the ids that it has in training, begin-of-text first.
+
+    Raises:
+        OSError, ValueError, UserError: its own files can't be read any more.
+    """
+    if not is_own(tokenizer):
+        for path in tokenizer.files:
+            _copy(path, folder)
+        return
+    assert tokenizer.path is not None
+    settings: dict[str, Any] = {}
+    if isinstance(tokenizer, TiktokenTokenizer):
+        content = _of_tiktoken(tokenizer)
+    else:
+        content = read_json_object(tokenizer.path)
+        about = tokenizer.path.with_name("tokenizer_config.json")
+        settings = read_json_object(about) if about.is_file() else {}
+        for path in (tokenizer.path.with_name(file) for file in _COPIED):
+            if path.is_file():
+                _copy(path, folder)
+    bos = None if tokenizer.bos_id is None else _name(tokenizer, tokenizer.bos_id)
+    content |= {"truncation": None, "padding": None, "post_processor": _beginning(bos, tokenizer.bos_id)}
+    write_json(folder / "tokenizer.json", content)
+    write_json(folder / "tokenizer_config.json", _settings(settings, bos, _name(tokenizer, tokenizer.eos_id)))
+
+
+def _name(tokenizer: Tokenizer, id: int) -> str:
+    """The spelling of a special token."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return str(tokenizer.backend.id_to_token(id))
+    return tokenizer.decode([id])
+
+
+def _copy(path: Path, folder: Path) -> None:
+    with path.open("rb") as original, (folder / path.name).open("wb") as copy:
+        shutil.copyfileobj(original, copy)
+
+
+def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
+    """A post-processor that adds begin-of-text alone, as training does where the tokenizer has it."""
+    if bos is None:
+        return None
+    parts: list[dict[str, Any]] = []
+    for type_id, sequence in enumerate("AB"):
+        parts.append({"SpecialToken": {"id": bos, "type_id": type_id}})
+        parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
+    return {
+        "type": "TemplateProcessing",
+        "single": parts[:2],
+        "pair": parts,
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+
+
+def _settings(given: Mapping[str, Any], bos: str | None, eos: str) -> dict[str, Any]:
+    """`tokenizer_config.json`. The class is the one that takes `tokenizer.json` as it is; others build their own."""
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos is not None, "add_eos_token": False}
+    kept = {key: value for key, value in given.items() if key != "auto_map"}
+    return kept | own | {"bos_token": bos, "eos_token": eos}
+
+
+def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+    """`tokenizer.json` of Llama 3's tiktoken file. Every way to merge two tokens into a third is a merge of BPE."""
+    characters = _byte_characters()
+    ranks = tokenizer.ranks
+    spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        known = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        merges += [
+            [spelled[left], spelled[right]]
+            for left, right in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        ]
+    special = {name: tokenizer.backend.encode_single_token(name) for name in tokenizer.backend.special_tokens_set}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": id, "content": name, **flags} for name, id in sorted(special.items(), key=lambda item: item[1])
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+            "merges": merges,
+        },
+    }
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies, as in GPT-2."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | None:
+    """What is wrong with the first text that `encode` gives other ids than training; None if there is none."""
+    for text in TEXTS:
+        try:
+            wanted = tokenizer.encode(text, bos=True)
+        except UserError:  # not every vocabulary has all characters
+            continue
+        found = encode(text)
+        if found != wanted:
+            return f"{text!r} becomes {found[:8]}, in training {wanted[:8]}"
+    return None
+
+
+def file_problem(tokenizer: Tokenizer, folder: Path) -> str | None:
+    """What differs between `tokenizer.json`, read by the `tokenizers` library, and training; None if nothing does."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    return differing_text(tokenizer, lambda text: backend.encode(text, add_special_tokens=True).ids)

@@ -1,0 +1,183 @@
+"""Keys of the TorchTitan 0.1 and 0.2 convention that this version spells differently or doesn't support yet.
+
+No key is ignored: it is renamed with a warning, accepted where its value means "off", or refused with the reason.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan.config.load.keys import FIELDS, Setting, place
+from torchtitan.config.load.messages import explain_value, suggest_key
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.errors import SHOWN_PROBLEMS
+from torchtitan.utils.text import brief
+
+RENAMED = {
+    "model.tokenizer_path": "model.hf_assets_path",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "job.print_args": "job.print_config",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "memory_estimation.enabled": "memory_estimation.enable",
+    "training.compile": "compile.enable",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+}
+"""0.1 spelling to 0.2 spelling."""
+
+MICROBATCHES = "parallelism.pipeline_parallel_microbatches"
+"""0.1 counted the microbatches; 0.2 has `parallelism.pipeline_parallel_microbatch_size`."""
+
+RENAMED_SECTIONS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.mx"}
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A key for something this version lacks. `off`: the values that don't ask for it, which are accepted."""
+
+    what: str
+    off: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A key that has no effect unless `gate`, an unsupported key, is on. Its value must still be of type `kind`."""
+
+    gate: str
+    kind: Any
+
+
+_FT = "fault_tolerance.enable"
+
+UNSUPPORTED: dict[str, NotYet | Tuning] = {
+    "job.custom_config_module": NotYet("configuration modules in Python", ("",)),
+    "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": NotYet(
+        "overlap of one microbatch's all-to-all with another's computation", (False,)
+    ),
+    "parallelism.expert_tensor_parallel_degree": NotYet(
+        "tensor parallelism within an expert (tensor-parallel ranks have different tokens, so expert_parallel_degree "
+        "splits the experts over them too)",
+        (1,),
+    ),
+    "parallelism.expert_parallel_comm_backend": NotYet(
+        "DeepEP, whose kernels need NVSHMEM and can't be proven without GPUs", ("standard",)
+    ),
+    "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
+    "checkpoint.initial_load_in_hf_quantized": NotYet("quantized Hugging Face weights", (False,)),
+    "checkpoint.create_seed_checkpoint": NotYet(
+        "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
+    ),
+    "comm.mode": NotYet("communication without a real backend", ("default",)),
+    "memory_estimation.enable": NotYet("memory estimation", (False,)),
+    "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable", bool),
+    "fault_tolerance.enable": NotYet("torchft's fault tolerance", (False,)),
+    "fault_tolerance.process_group": Tuning(_FT, str),
+    "fault_tolerance.process_group_timeout_ms": Tuning(_FT, int),
+    "fault_tolerance.replica_id": Tuning(_FT, int),
+    "fault_tolerance.group_size": Tuning(_FT, int),
+    "fault_tolerance.min_replica_size": Tuning(_FT, int),
+    "fault_tolerance.semi_sync_method": Tuning(_FT, str | None),
+}
+"""Every key of the 0.2 convention that the schema lacks."""
+
+
+_FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys()
+"""Sections of the convention that the schema lacks."""
+
+
+def renamed(key: str) -> str | None:
+    """Today's spelling of an old key; None if `key` isn't one."""
+    if key in RENAMED:
+        return RENAMED[key]
+    section, _, rest = key.partition(".")
+    if section in RENAMED_SECTIONS and rest:
+        return f"{RENAMED_SECTIONS[section]}.{rest}"
+    return None
+
+
+def rename_old_keys(layer: dict[str, Setting], problems: list[str], warnings: list[str]) -> dict[str, Setting]:
+    """The settings of one file or the command line under today's names.
+
+    Must run before layers are merged, so that a later layer overrides an earlier one under either name.
+    """
+    out: dict[str, Setting] = {}
+    for old, setting in layer.items():
+        key = renamed(old)
+        if key is not None:
+            warnings.append(f"{setting.where}: {old} is called {key} now")
+            if key in layer:
+                problems.append(f"{place(setting.where, old)}: {key} is set too ({layer[key].where}); remove {old}")
+                continue
+        out[key or old] = setting
+    return out
+
+
+def convert_microbatch_count(given: dict[str, Setting], problems: list[str], warnings: list[str]) -> None:
+    """Replace 0.1's number of pipeline microbatches in `given` by the size of one."""
+    if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
+        return
+    key, rows_key = "parallelism.pipeline_parallel_microbatch_size", "training.local_batch_size"
+    rows = given[rows_key].value if rows_key in given else FIELDS[rows_key].default
+    start = place(count.where, MICROBATCHES)
+    if key in given:
+        problems.append(f"{start}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
+    elif type(count.value) is not int or type(rows) is not int or count.value < 1 or rows % count.value:
+        problems.append(f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; better set {key}")
+    else:
+        warnings.append(f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}")
+        given[key] = Setting(rows // count.value, count.where)
+
+
+def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> None:
+    """Replace 0.2's flavors that name an attention kernel in `given`: they are Llama 3 with a document mask."""
+    flavor, name = given.get("model.flavor"), given.get("model.name")
+    if flavor is None or not isinstance(flavor.value, str) or (name and name.value != FIELDS["model.name"].default):
+        return
+    if match := re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value):
+        given["model.flavor"] = Setting(match[1], flavor.where)
+        mask = given.setdefault("training.document_mask", Setting(True, flavor.where))
+        text = f"{flavor.where}: model.flavor {brief(flavor.value)} is {brief(match[1])} now, "
+        if mask.value is False:
+            text += f"without the mask it stands for, because training.document_mask is false ({mask.where})"
+        else:
+            text += "with training.document_mask = true"
+        warnings.append(text)
+
+
+def drop_unsupported(given: dict[str, Setting], suggested: list[str], problems: list[str]) -> dict[str, Setting]:
+    """The settings without the keys that the schema lacks, whose values are checked here.
+
+    Args:
+        suggested: keys to suggest for an unknown one.
+    """
+    out: dict[str, Setting] = {}
+    for key, setting in given.items():
+        texts: list[str] = []
+        entry = UNSUPPORTED.get(key)
+        if isinstance(entry, Tuning):
+            try:
+                TypeAdapter(entry.kind).validate_python(setting.value, strict=True)
+            except ValidationError as error:
+                texts = [explain_value(error.errors()[0])]
+        elif entry is not None:
+            texts = list(_refusals(entry, setting.value))
+        elif key.split(".")[0] in _FOREIGN:
+            texts = ["unknown key" + (suggest_key(key, suggested) if len(problems) < SHOWN_PROBLEMS else "")]
+        else:
+            out[key] = setting
+        problems += [f"{place(setting.where, key)}: {text}" for text in texts]
+    return out
+
+
+def _refusals(entry: NotYet, value: Any) -> Iterator[str]:
+    if not any(value == off and type(value) is type(off) for off in entry.off):
+        accepted = " or ".join(map(json.dumps, entry.off))
+        yield f"not supported yet: {entry.what}; remove the key or set it to {accepted}"

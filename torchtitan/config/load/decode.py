@@ -1,0 +1,102 @@
+"""One strict configuration from TOML files and the command line.
+
+Each file and the command line is one layer: `{dotted key: Setting}`, with old spellings renamed. The layers are merged
+(extended files, file, command line) and validated at once, so every mistake is reported together with its place.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from torchtitan.config.load.command_line import config_flags
+from torchtitan.config.load.compat import (
+    MICROBATCHES,
+    RENAMED,
+    UNSUPPORTED,
+    convert_attention_flavor,
+    convert_microbatch_count,
+    drop_unsupported,
+    rename_old_keys,
+)
+from torchtitan.config.load.extend import unknown_names
+from torchtitan.config.load.keys import FIELDS, Setting, place, prefixes
+from torchtitan.config.load.messages import explain_errors
+from torchtitan.config.load.toml_file import read_toml
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.assets import find_config
+from torchtitan.utils.errors import ConfigError
+
+
+@dataclass
+class LoadedConfig:
+    """The configuration as written, before values are derived."""
+
+    config: Config
+    sources: dict[str, str]
+    """Key to where it was set; keys at their default are absent."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def load_config(argv: list[str]) -> LoadedConfig:
+    """The configuration of command-line arguments and the TOML file they name.
+
+    Raises:
+        ConfigError: every mistake in the files and the arguments.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+    given: dict[str, Setting] = {}
+    flags = rename_old_keys(dict(config_flags(argv, problems)), problems, warnings)
+    if file := flags.get("job.config_file"):
+        given |= read_toml(find_config(str(file.value)), "--job.config_file", problems, warnings)
+    given |= flags
+    convert_microbatch_count(given, problems, warnings)
+    convert_attention_flavor(given, warnings)
+    known = drop_unsupported(given, _SUGGESTED, problems)
+    config = _validate(known, problems)
+    if "experimental.custom_import" not in known:  # else that module may register more, and isn't imported here
+        problems += unknown_names(known)
+    if problems or config is None:
+        raise ConfigError(sorted(problems, key=_file_order))
+    return LoadedConfig(config, {key: setting.where for key, setting in known.items()}, warnings)
+
+
+_SUGGESTED = [*FIELDS, *RENAMED, MICROBATCHES, *UNSUPPORTED]
+
+
+def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
+    nested: dict[str, Any] = {}
+    for key, setting in given.items():
+        parts = key.split(".")
+        table = nested
+        for part in parts[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                problems.append(f"{place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} is not a table")
+                break
+        else:
+            table[parts[-1]] = setting.value
+
+    try:
+        return Config.model_validate(nested)
+    except ValidationError as error:
+        first_below: dict[str, Setting] = {}
+        for key, setting in given.items():
+            for above in prefixes(key):
+                first_below.setdefault(above, setting)
+
+        def where(key: str) -> str:
+            exact = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place
+            setting = next(exact, None) or first_below.get(key)
+            return place(setting.where, key) if setting else key
+
+        problems += explain_errors(error, Config, where, _SUGGESTED)
+        return None
+
+
+def _file_order(problem: str) -> tuple[bool, str, int]:
+    """Problems in files first, from top to bottom; the others as found."""
+    found = re.match(r"(.*?):(\d+): ", problem)
+    return (False, found[1], int(found[2])) if found else (True, "", 0)

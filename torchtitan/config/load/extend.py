@@ -1,0 +1,135 @@
+"""Names that the configuration chooses, and the keys of what they stand for, checked against the registries."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from torchtitan.config.load.keys import Setting, place
+from torchtitan.config.load.messages import explain_errors
+from torchtitan.config.registry import (
+    REGISTRIES,
+    Custom,
+    Section,
+    data_sources,
+    import_custom,
+    model_families,
+    tokenizers,
+)
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.text import brief
+
+
+def unknown_names(given: Mapping[str, Setting]) -> Iterator[str]:
+    """Names for which nothing is built in or registered. Any name of data may be a data set."""
+    for registry in (*REGISTRIES, model_families):
+        setting = given.get(registry.key)
+        if setting is None or registry is data_sources:
+            continue
+        for name in setting.value if isinstance(setting.value, list) else [setting.value]:
+            if isinstance(name, str) and (problem := registry.problem(name)):
+                yield f"{place(setting.where, registry.key)}: {problem}"
+
+
+def extend(config: Config, sources: Mapping[str, str]) -> Config:
+    """Import `experimental.custom_import`, check names, and check and complete the `[custom.*]` tables.
+
+    Args:
+        sources: key to where it was set.
+
+    Raises:
+        ConfigError: the module can't be imported, or what is wrong with names and tables.
+    """
+    if config.experimental.custom_import:
+        import_custom(config.experimental.custom_import)
+    given = {}
+    for registry in (*REGISTRIES, model_families):
+        section, name = registry.key.split(".")
+        value = getattr(getattr(config, section), name)
+        given[registry.key] = Setting(value, sources.get(registry.key, "default"))
+    problems = list(unknown_names(given))
+    tables: dict[str, Any] = {}
+    classes = {name: keys for registry in REGISTRIES for name, keys in registry.registered.items() if keys}
+    written = config.custom.tables
+    for name in dict.fromkeys([*written, *(name for name in _chosen(config) if name in classes)]):
+        if name not in classes:
+            problems.append(f"{_at(f'custom.{name}', sources)}: {_unknown(name, classes, config)}")
+        else:
+            tables[name] = _complete(name, written.get(name, {}), classes[name], sources, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config.model_copy(update={"custom": config.custom.model_copy(update=tables)})
+
+
+def _chosen(config: Config) -> Iterator[str]:
+    """All names that the configuration chooses by, whether or not something is registered."""
+    yield config.optimizer.name
+    yield config.lr_scheduler.name or ""
+    yield config.training.loss
+    yield config.model.tokenizer or ""
+    yield from config.metrics.sinks
+    yield config.training.dataset
+    yield config.validation.dataset
+    yield from (source.dataset for source in config.training.sources)
+    yield from (source.dataset for source in config.validation.sets)
+
+
+def _unknown(name: str, classes: Mapping[str, Any], config: Config) -> str:
+    if not config.experimental.custom_import:
+        return f"nothing is registered as {brief(name)}; name the module that does as experimental.custom_import"
+    known = ", ".join(sorted(classes)) or "nothing"
+    return (
+        f"{config.experimental.custom_import} registers nothing with keys as {brief(name)}; with keys it registers "
+        f"{known}{did_you_mean(name, classes)}"
+    )
+
+
+def _complete(
+    name: str, table: Any, keys: type[Section], sources: Mapping[str, str], problems: list[str]
+) -> Section | None:
+    """The table `[custom.NAME]` with its defaults; None if something is wrong with it."""
+    if isinstance(table, Section):
+        return table
+    try:
+        return keys.model_validate(table)
+    except ValidationError as error:
+        problems += explain_errors(error, keys, lambda key: _at(f"custom.{name}.{key}".rstrip("."), sources))
+        return None
+
+
+def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[Path], Any] | None:
+    """The registered tokenizer that a checkpoint's configuration names; None if it names none.
+
+    Args:
+        settings: the configuration, as tables.
+        step: the checkpoint, for messages.
+
+    Raises:
+        UserError: nothing is registered by that name, or not with these keys.
+    """
+    name = settings.get("model", {}).get("tokenizer")
+    if name is None:
+        return None
+    table, module = settings.get("custom", {}).get(name, {}), settings.get("experimental", {}).get("custom_import")
+    if tokenizers.find(name) is None:
+        raise UserError(
+            f"{step} has the tokenizer {name!a}, which the module {module!a} registers; if you trust that module, add "
+            f"--custom-import {module!a}"
+        )
+    problems: list[str] = []
+    keys = tokenizers.registered[name]
+    custom = Custom()
+    if keys is not None:
+        custom = custom.model_copy(update={name: _complete(name, table, keys, {}, problems)})
+    if problems:
+        raise ConfigError([f"{step}: {problem}" for problem in problems])
+    return tokenizers.chosen(name, custom)
+
+
+def _at(key: str, sources: Mapping[str, str]) -> str:
+    """The start of a message about a key, with the place of the key, or of one above or below it, if known."""
+    above = [".".join(key.split(".")[:n]) for n in range(key.count(".") + 1, 1, -1)]
+    near = [*(k for k in above if k in sources), *(k for k in sources if k.startswith(f"{above[-1]}."))]
+    return place(sources[near[0]], key) if near else key

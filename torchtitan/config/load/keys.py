@@ -1,0 +1,41 @@
+"""The dotted keys of the schema, and the values given for them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from torchtitan.config.sections.schema import Config
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it was set: `file.toml:12` or `--training.steps`."""
+
+    value: Any
+    where: str
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, type[BaseModel]]]:
+    """(dotted key, pydantic field, section class) of every key below `model`, in order."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from fields_of(info.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, info, model
+
+
+FIELDS = {key: info for key, info, _ in fields_of(Config)}
+"""Every key of the schema."""
+
+
+def prefixes(key: str) -> list[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def place(where: str, key: str) -> str:
+    """How a message about `key` starts: `file.toml:3: section.key`, or the flag alone."""
+    return where if where == f"--{key}" else f"{where}: {key}"

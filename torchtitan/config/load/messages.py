@@ -1,0 +1,80 @@
+"""Validation errors in this project's words, with suggestions for misspelt keys and values."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from torchtitan.config.load.keys import fields_of, prefixes
+from torchtitan.utils.errors import SHOWN_PROBLEMS, did_you_mean
+from torchtitan.utils.text import brief
+
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "list": "a list",
+    "dict": "a table",
+    "model": "a table",
+    "finite_number": "a finite number",
+    "none_required": "null",
+}
+
+
+def explain_errors(
+    error: ValidationError, model: type[BaseModel], where: Callable[[str], str], known: Iterable[str] = ()
+) -> list[str]:
+    """One message per pydantic error: the place, what is wrong, what is allowed, what was probably meant.
+
+    Args:
+        where: maps a dotted key to the start of its message.
+        known: keys to suggest for a misspelt one, besides those of `model`.
+    """
+    keys = [*(key for key, _, _ in fields_of(model)), *known]
+    out = []
+    # Suggestions take milliseconds each, so only problems that are shown get one.
+    for number, item in enumerate(error.errors(include_url=False)):
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            section = isinstance(item["input"], dict)
+            hint = suggest_key(key, keys, section=section) if number < SHOWN_PROBLEMS else ""
+            text = f"unknown {'section' if section else 'key'}{hint}"
+        else:
+            text = explain_value(item, hints=number < SHOWN_PROBLEMS)
+        start = where(key)
+        out.append(f"{start}: {text}" if start else text)
+    return out
+
+
+def explain_value(item: Any, *, hints: bool = True) -> str:
+    """What is wrong with a value, from one entry of `ValidationError.errors()`.
+
+    Args:
+        hints: suggest a legal value that is spelt alike.
+    """
+    context, got, kind = item.get("ctx", {}), brief(item["input"]), item["type"]
+    if kind == "literal_error":
+        legal = re.findall(r"'([^']+)'", context["expected"])
+        hint = did_you_mean(str(item["input"])[:100], legal) if hints else ""
+        return f"got {got}, must be {context['expected']}{hint}"
+    if kind == "missing":
+        return "must be set"
+    if kind == "value_error":
+        return str(context["error"])
+    if allowed := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):
+        return f"got {got}, must be {allowed}"
+    return f"got {got}: {item['msg'][0].lower() + item['msg'][1:]}"
+
+
+def suggest_key(key: str, known: list[str], *, section: bool = False) -> str:
+    """The end of a message about a misspelt key or section: the closest whole key, else the closest last name."""
+    choices = sorted({table for k in known for table in prefixes(k)[1:]}) if section else known
+    near = difflib.get_close_matches(key, choices, 1, 0.75)
+    if not near:
+        names = {k.rpartition(".")[2]: k for k in reversed(choices)}
+        last = difflib.get_close_matches(key.rpartition(".")[2], names, 1, 0.75)
+        near = [names[name] for name in last] or difflib.get_close_matches(key, choices, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

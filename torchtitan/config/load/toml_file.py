@@ -1,0 +1,187 @@
+"""TOML files: their settings with line numbers, and the files that they extend."""
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.config.load.compat import RENAMED_SECTIONS, UNSUPPORTED, rename_old_keys
+from torchtitan.config.load.keys import FIELDS, Setting, prefixes
+from torchtitan.config.sections.types import path_problem
+from torchtitan.utils.assets import find_config, shipped_configs
+from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.text import brief
+
+_TABLES = {table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]} | RENAMED_SECTIONS.keys()
+
+
+# Far more than any configuration holds, and read within a second.
+_MOST_BYTES = 2**17
+MOST_VALUES = 10_000
+_DEEPEST_TABLE = 16
+_DEEPEST_EXTENDS = 16
+_LONGEST_KEY = 200
+_MOST_NEAR = 1000
+"""Files to compare with a name that is misspelt."""
+
+
+def read_toml(path: Path, named_at: str, problems: list[str], warnings: list[str]) -> dict[str, Setting]:
+    """The settings of a TOML file on top of those of the files it extends.
+
+    Args:
+        named_at: where `path` was given, for the message if it can't be read.
+        problems: receives what is wrong.
+        warnings: receives a line for each old spelling.
+    """
+    return _Files(problems, warnings).settings(path, named_at)
+
+
+class _Files:
+    """The files of one configuration, each read once."""
+
+    def __init__(self, problems: list[str], warnings: list[str]):
+        self.problems, self.warnings = problems, warnings
+        self._done: dict[str, dict[str, Setting]] = {}
+        self._bytes_left = _MOST_BYTES
+
+    def settings(self, path: Path, named_at: str, above: tuple[str, ...] = ()) -> dict[str, Setting]:
+        """As `read_toml`.
+
+        Args:
+            above: the real paths of the files that extend this one.
+        """
+        if problem := path_problem(str(path)):
+            self.problems.append(f"{named_at}: {problem}")
+            return {}
+        real = os.path.realpath(path)
+        if real in above:
+            names = (os.path.basename(name) for name in (*above, real))
+            self.problems.append(f"{path}: extends itself: {' -> '.join(names)}")
+            return {}
+        if len(above) > _DEEPEST_EXTENDS:
+            self.problems.append(f"{named_at}: more than {_DEEPEST_EXTENDS} files extend each other; merge some")
+            return {}
+        if real not in self._done:
+            self._done[real] = self._read(path, named_at, (*above, real))
+        return self._done[real]
+
+    def _read(self, path: Path, named_at: str, above: tuple[str, ...]) -> dict[str, Setting]:
+        text, tables = self._parse(path, named_at)
+        bases = tables.pop("extends", [])
+        lines = line_numbers(text)
+
+        def place(key: str) -> str:
+            # All keys of an inline table share its line.
+            line = next((lines[k] for k in prefixes(key) if k in lines), None)
+            return f"{path}:{line}" if line else str(path)
+
+        bases = [bases] if isinstance(bases, str) else bases
+        at = f"{place('extends')}: extends"
+        if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+            self.problems.append(f"{at}: got {brief(bases)}, must be the name of a TOML file or a list of names")
+            bases = []
+        given: dict[str, Setting] = {}
+        for base in bases:
+            given |= self.settings(find_config(base, path.parent), at, above)
+        own = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
+        return given | rename_old_keys(own, self.problems, self.warnings)
+
+    def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
+        """The file's text and its tables, both empty if something is wrong with it."""
+        try:
+            text = read_regular(path, self._bytes_left, links=True).decode()
+            self._bytes_left -= len(text)
+            tables = tomli.loads(text)
+        except OSError as error:
+            hint = _suggestion(path) if isinstance(error, FileNotFoundError) else ""
+            self.problems.append(f"{named_at}: can't read {path}: {error.strerror or error}{hint}")
+        except UnicodeDecodeError as error:
+            self.problems.append(f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: {error.reason})")
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nested too deeply
+            self.problems.append(f"{path}: not valid TOML: {error}")
+        else:
+            if problem := excess(tables):
+                self.problems.append(f"{path}: {problem}")
+            else:
+                return text, tables
+        return "", {}
+
+
+def _suggestion(path: Path) -> str:
+    """The end of a message about a missing file: a shipped configuration, or a file beside it, of nearly that name."""
+    beside = sorted(file.stem for file in islice(path.parent.glob("*.toml"), _MOST_NEAR))
+    if path.suffix == ".toml" and (hint := did_you_mean(path.stem, beside)):
+        return hint.replace("'?", ".toml'?")
+    return did_you_mean(path.stem, shipped_configs())
+
+
+def excess(tables: dict[str, Any]) -> str | None:
+    """Why TOML tables hold more than any configuration, and would take long to check or to report."""
+    level: list[Any] = [tables]
+    values = 0
+    for _ in range(_DEEPEST_TABLE):
+        below: list[Any] = []
+        for table in level:
+            for key in table if isinstance(table, dict) else ():
+                if len(key) > _LONGEST_KEY:
+                    return f"the key {brief(key)} has more than {_LONGEST_KEY} characters"
+            for value in table.values() if isinstance(table, dict) else table:
+                if isinstance(value, int) and value.bit_length() > 63:
+                    return "an integer is too large for 64 bits"
+                if isinstance(value, dict | list):
+                    below.append(value)
+                values += 1
+        level = below
+        if values > MOST_VALUES:
+            return f"more than {MOST_VALUES:,} values"
+    return f"tables or lists are nested more than {_DEEPEST_TABLE} levels deep" if level else None
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and (value or prefix + key in _TABLES):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+_HEADER = re.compile(r"[ \t]*\[{1,2}([^\[\]\n]+)\]")
+_KEY = re.compile(r"""[ \t]*((?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*'))*)[ \t]*=""")
+# Strings (multi-line ones first) and comments, which can hide a line end or a bracket; brackets; line ends.
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''', re.DOTALL
+)
+
+
+def line_numbers(text: str) -> dict[str, int]:
+    """Line of each key and table header of a valid TOML text (tomli keeps no positions)."""
+    numbers: dict[str, int] = {}
+    table = ""
+    number, counted = 1, 0
+    for start in _statements(text):
+        number, counted = number + text.count("\n", counted, start), start
+        if header := _HEADER.match(text, start):
+            table = _unquoted(header[1]) + "."
+            numbers.setdefault(table[:-1], number)
+        elif key := _KEY.match(text, start):
+            numbers.setdefault(table + _unquoted(key[1]), number)
+    return numbers
+
+
+def _statements(text: str) -> Iterator[int]:
+    """Offsets of the lines that don't continue a string, list or inline table from an earlier line."""
+    depth = 0
+    yield 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        if token[0] == "\n" and depth == 0:
+            yield token.end()
+
+
+def _unquoted(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))

@@ -1,0 +1,1 @@
+"""Why a configuration can't run."""

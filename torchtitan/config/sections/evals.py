@@ -1,0 +1,42 @@
+"""The sections `[eval]` and `[sampling]`: what the model has learnt, beyond its loss."""
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from torchtitan.config.sections.section import Section
+from torchtitan.config.sections.types import Factor, FewOrZero, LocalPath, Name, Steps, Text, split_names
+
+
+class Eval(Section):
+    """Benchmarks during training, run by EleutherAI's lm-eval (`pip install titan-pretrain[eval]`)."""
+
+    enable: bool = False
+    """Run `tasks` every `freq` steps and after the last one."""
+    tasks: list[Name] = []
+    """Names of tasks, groups or tags of lm-eval or of `include_path`."""
+    freq: Steps = 1000
+    """Steps between evaluations."""
+    include_path: LocalPath | None = None
+    """Folder with task files of your own. They may name Python functions, which are run."""
+    num_fewshot: FewOrZero | None = None
+    """Solved examples before each question. Default: what each task says."""
+    limit: Steps | None = None
+    """Only this many documents of each task. Default: all."""
+
+    _names = field_validator("tasks", mode="before")(split_names)
+
+
+class Sampling(Section):
+    """Texts that the model writes during training."""
+
+    prompts: Annotated[list[Text], Field(max_length=1000)] = []
+    """Continue each of these every `freq` steps and after the last one. Empty: write nothing."""
+    freq: Steps = 1000
+    """Steps between samples."""
+    max_new_tokens: Steps = 64
+    """Length of each continuation."""
+    temperature: Factor = 0.0
+    """Divides the logits before a token is sampled. 0: always the likeliest token."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Same seed, prompt and weights, same text."""

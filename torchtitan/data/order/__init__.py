@@ -1,0 +1,1 @@
+"""The order of rows: shuffles, lanes, and mixtures."""

@@ -1,0 +1,330 @@
+"""The one global order of rows, whichever rank reads them.
+
+A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows of a source overlap by one
+id, so every id is predicted once. Missing ids at the end of finite data are `IGNORE_INDEX`. `mixture` says which rows
+of a step come from which source; a source's reader delivers those that its rank reads. The contents of a row depend
+neither on the other rows that a rank reads nor on the layout.
+
+    token files   the source's k-th row is window permutation(k); the position is one number
+    text          the source has L lanes; a lane reads its own documents, one after another, and cuts rows from
+                  [bos] text [eos] [bos] text [eos] ...; the position is one small record per lane
+
+The place of a row in its step decides its lane, so a rank needs only the lanes of its own places; of a lane that it
+shares with another rank, it reads past the other's rows. Random-access text has as many lanes as the batch has rows, a
+stream as many as its shards allow.
+"""
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.order.mixture import Slots
+from torchtitan.data.order.shuffle import permute
+from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
+from torchtitan.data.text.documents import Documents
+from torchtitan.data.text.records import FileText
+from torchtitan.data.text.retry import Retry
+from torchtitan.data.text.texts import Text
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.tokens.token_files import TokenFiles
+
+IGNORE_INDEX = -100
+"""Label of positions that are not predicted."""
+
+Row = NDArray[np.int64]
+Share = tuple[tuple[int, int], ...]
+"""Which rows of a step a reader delivers: part `index` of `count` equal ones, and of that part, again, a part."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """A step, as the reader of a share sees it."""
+
+    index: int
+    """From 0."""
+    count: int
+    """Rows of the step, over all ranks."""
+    own: range
+    """Those of this reader."""
+
+
+class SourceReader(ABC):
+    """Reads the rows of one source."""
+
+    @abstractmethod
+    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
+        """The step's rows at those of the places `slots` that this reader delivers; without those after the end.
+
+        Args:
+            slots: all places of the step whose rows come from this source.
+        """
+
+    @property
+    def left(self) -> int | None:
+        """Rows until the source ends; None if it doesn't."""
+        return None
+
+    @property
+    @abstractmethod
+    def epochs(self) -> float:
+        """How often the source has been read; of text, the mean over this reader's lanes."""
+
+    @abstractmethod
+    def position(self) -> SourcePosition:
+        """The position after the last step, with this reader's lanes."""
+
+    @abstractmethod
+    def seek(self, position: SourcePosition) -> None:
+        """Continue from a position with all lanes."""
+
+
+class TokenReader(SourceReader):
+    """Rows of token files."""
+
+    def __init__(self, files: TokenFiles, seed: int, epochs: int | None, retry: Retry, *, shuffled: bool):
+        """
+        Args:
+            epochs: read the files this often; None: without end.
+        """
+        self.files = files
+        self.seed = seed
+        self.retry = retry
+        self.shuffled = shuffled
+        self.limit = None if epochs is None else epochs * len(files)
+        self.consumed = 0
+
+    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
+        first, after = np.searchsorted(slots, [step.own.start, step.own.stop])
+        rows = {}
+        for i in range(first, after):
+            if self.limit is None or self.consumed + i < self.limit:
+                rows[int(slots[i])] = self._row(self.consumed + i)
+        self.consumed += len(slots)
+        return rows
+
+    def _row(self, index: int) -> Row:
+        epoch, slot = divmod(index, len(self.files))
+        window = permute(slot, len(self.files), self.seed, epoch) if self.shuffled else slot
+        return _padded(self.retry(f"window {window}", lambda: self.files.window(window)), self.files.seq_len)
+
+    @property
+    def left(self) -> int | None:
+        return None if self.limit is None else self.limit - self.consumed
+
+    @property
+    def epochs(self) -> float:
+        return self.consumed / len(self.files)
+
+    def position(self) -> SourcePosition:
+        return SourcePosition(contents=self.files.contents.fingerprint, rows=self.consumed)
+
+    def seek(self, position: SourcePosition) -> None:
+        self.consumed = position.rows
+
+
+class Cursor(Protocol):
+    """The sequence of documents of a lane."""
+
+    @property
+    def epochs(self) -> float:
+        """How often the lane's documents have been read."""
+
+    def next(self) -> Text | None: ...
+
+    def position(self) -> DocumentPosition | StreamPosition: ...
+
+    def seek(self, position: Any) -> None:
+        """Continue from what `position` of such a cursor returned."""
+
+
+class DocumentCursor:
+    """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled differently."""
+
+    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool, retry: Retry):
+        self.documents = documents
+        self.lane = lane
+        self.lanes = lanes
+        self.seed = seed
+        self.infinite = infinite
+        self.retry = retry
+        self.upcoming = lane
+        """The next document, counted over all epochs."""
+
+    def next(self) -> Text | None:
+        epoch, slot = divmod(self.upcoming, len(self.documents))
+        if epoch and not self.infinite:
+            return None
+        self.upcoming += self.lanes
+        index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
+        what = f"document {index}"
+        text = self.retry(what, lambda: self.documents[index])
+        if isinstance(text, FileText):
+            text.attempt = partial(self.retry, what)
+        return text
+
+    @property
+    def epochs(self) -> float:
+        return (self.upcoming - self.lane) / len(self.documents)
+
+    def position(self) -> DocumentPosition:
+        return DocumentPosition(position=self.upcoming)
+
+    def seek(self, position: DocumentPosition) -> None:
+        self.upcoming = position.position
+
+
+class Lane:
+    """Cuts rows from a cursor's documents.
+
+    Its position is the cursor's before the current document and the offset in that document, which is tokenized again.
+    A long document is tokenized in pieces: then the offset counts from the current piece, and where that starts is part
+    of the position, too.
+    """
+
+    def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
+        self.cursor = cursor
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.before = cursor.position()
+        """The cursor's position before the current document."""
+        self.document: Row | None = None
+        """The ids of the current document, or of a piece of it."""
+        self.start = 0
+        """Where the current piece starts in its document."""
+        self.offset = 0
+        self.pieces: Iterator[tuple[int, Row]] = iter(())
+
+    def row(self) -> Row | None:
+        """The next row, padded where the data ends; None after that."""
+        parts: list[Row] = []
+        missing = self.seq_len + 1
+        while missing:
+            if self.document is None and not self._read():
+                break
+            assert self.document is not None
+            part = self.document[self.offset : self.offset + missing]
+            parts.append(part)
+            missing -= len(part)
+            self.offset += len(part)
+            if missing:
+                self.document = None
+        if missing >= self.seq_len:  # only the last row's last id is left
+            return None
+        # The next row begins with this row's last id.
+        self.offset -= 1
+        return _padded(np.concatenate(parts), self.seq_len)
+
+    def _read(self, start: int = 0) -> bool:
+        """Get the next piece, or else the next document from position `start` on."""
+        if (piece := next(self.pieces, None)) is None:
+            before = self.cursor.position()
+            text = self.cursor.next()
+            if text is None:
+                return False
+            self.before, self.pieces = before, self.tokenizer.encode_in_pieces(text, start)
+            piece = next(self.pieces)
+        self.start, self.document = piece
+        self.offset = 0
+        return True
+
+    def position(self) -> LanePosition:
+        if self.document is None:
+            return LanePosition(cursor=self.before, offset=-1)
+        return LanePosition(cursor=self.before, offset=self.offset, position=self.start)
+
+    def seek(self, position: LanePosition) -> None:
+        self.cursor.seek(position.cursor)
+        self.before = position.cursor
+        self.document = None
+        self.pieces = iter(())
+        if position.offset >= 0 and self._read(position.position):
+            self.offset = position.offset
+
+
+class LaneReader(SourceReader):
+    """Rows of text, cut from lanes."""
+
+    def __init__(self, contents: str, lanes: dict[int, Lane], count: int):
+        """
+        Args:
+            contents: fingerprint of the source.
+            lanes: those that this reader delivers any row of.
+            count: of the source's lanes.
+        """
+        self.contents = contents
+        self.lanes = lanes
+        self.count = count
+        self.consumed = 0
+
+    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
+        lanes = lanes_of(slots, step, self.count)
+        rows = {}
+        for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
+            if lane in self.lanes:
+                row = self.lanes[lane].row()
+                if slot in step.own and row is not None:
+                    rows[slot] = row
+        self.consumed += len(slots)
+        return rows
+
+    @property
+    def epochs(self) -> float:
+        return sum(lane.cursor.epochs for lane in self.lanes.values()) / max(len(self.lanes), 1)
+
+    def position(self) -> SourcePosition:
+        lanes = {str(index): lane.position() for index, lane in self.lanes.items()}
+        return SourcePosition(contents=self.contents, rows=self.consumed, lane_count=self.count, lanes=lanes)
+
+    def seek(self, position: SourcePosition) -> None:
+        saved = position.lanes or {}
+        self.consumed = position.rows
+        for index, lane in self.lanes.items():
+            lane.seek(saved[str(index)])
+
+
+def lanes_of(slots: Slots, step: StepRows, lanes: int) -> Slots:
+    """The lane of each place of a step.
+
+    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If the number of rows
+    isn't a multiple of that of lanes, the lanes take turns, and over some steps all give the same number of rows.
+    """
+    unit = math.gcd(step.count, lanes)
+    turn = step.index % (lanes // unit) * unit
+    return (slots * lanes + turn) // step.count
+
+
+def lanes_within(own: range, count: int, lanes: int) -> range:
+    """Lanes that any of the places `own` of steps of `count` rows may have."""
+    if not own:
+        return range(0)
+    return range(own.start * lanes // count, ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count + 1)
+
+
+def own_rows(count: int, share: Share) -> range:
+    """The rows of a step of `count` that a share delivers."""
+    rows = range(count)
+    for index, of in share:
+        rows = split_rows(rows, of)[index]
+    return rows
+
+
+def split_rows(rows: range, count: int) -> list[range]:
+    """`rows` in `count` consecutive parts, as even as possible."""
+    cuts = [rows.start + len(rows) * i // count for i in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def blank_row(seq_len: int) -> Row:
+    """A row without labels."""
+    return np.full(seq_len + 1, IGNORE_INDEX)
+
+
+def _padded(ids: Row, seq_len: int) -> Row:
+    return np.pad(ids, (0, seq_len + 1 - len(ids)), constant_values=IGNORE_INDEX)

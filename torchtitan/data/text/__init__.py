@@ -1,0 +1,1 @@
+"""Text: files and streams, their records, the index, and the tokenizer."""

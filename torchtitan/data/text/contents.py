@@ -1,0 +1,192 @@
+"""What a data source holds: a fingerprint for every checkpoint's manifest, and the list of files behind it.
+
+A checkpoint keeps the lists of all its sources in one file (`CONTENTS`), so that a resume can name the file that has
+changed. Files may move and be renamed as long as they are read in the same order. Imports no torch.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter
+
+from torchtitan.data.text.files import COMPRESSED, FORMATS, FileStamp, open_data
+from torchtitan.data.text.identity import sample
+from torchtitan.utils.strict import Count
+from torchtitan.utils.text import listed, plural, printable
+
+CONTENTS = "data_files.json"
+"""Name of the file in a checkpoint."""
+_READERS = 8
+"""Files that are sampled at a time: over a network, each block takes a round trip."""
+_SHOWN = 6
+"""Changes that a message names."""
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
+
+
+class DataFile(NamedTuple):
+    """A file of a data source. Checkpoints record it as a list of these values."""
+
+    name: Annotated[str, Field(max_length=20_000)]
+    """Relative to what the configuration names."""
+    size: Count
+    sample: Hash
+    """`identity.sample` of the contents."""
+    whole: Hash = ""
+    """Hash of all contents, if `torchtitan tokenize` noted it down."""
+
+    def same_as(self, other: "DataFile") -> bool:
+        """Whether the other file is read in the same way and has the same contents, as far as is known of both."""
+        known = self.whole == other.whole or not (self.whole and other.whole)
+        same = known and self.size == other.size and self.sample == other.sample
+        return same and (self.name == other.name or _kind(self.name) == _kind(other.name))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a source."""
+
+    fingerprint: str
+    files: Sequence[DataFile] = ()
+    """Empty for streams and registered sources."""
+    earlier: str | None = None
+    """The fingerprint that earlier versions recorded: of names and sizes, or a count of tokens."""
+
+    @classmethod
+    def of(cls, files: Sequence[DataFile], earlier: str | None, reading: str = "") -> "Contents":
+        """
+        Args:
+            earlier: see the attribute.
+            reading: what is taken from the files, if that isn't always the same.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for file in files:
+            digest.update(f"{_kind(file.name)} {file.size} {file.sample} {file.whole}\n".encode())
+        words = f"{plural(len(files), 'file')} with hash {digest.hexdigest()}"
+        return cls(f"{words}; {reading}" if reading else words, files, earlier)
+
+
+def _kind(name: str) -> str:
+    """The endings of a name that say how the file is read."""
+    kind = ""
+    for ending in reversed(name.rpartition("/")[2].lower().split(".")[1:]):
+        kind = f".{ending}{kind}"
+        if f".{ending}" in FORMATS or f".{ending}" not in COMPRESSED:
+            break
+    return kind
+
+
+def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> DataFile:
+    """
+    Args:
+        path: absolute.
+        base: the folder that the file's name is relative to.
+    """
+    name = path.removeprefix(f"{base.rstrip('/')}/")
+    if not name.isascii():
+        name = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return DataFile(name, size, sample, whole)
+
+
+def sampled(stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()) -> list[DataFile]:
+    """Files of which nothing is kept from run to run, sampled now.
+
+    Args:
+        base: the folder that their names are relative to.
+        wholes: hashes of all their contents, if known.
+    """
+    folder = os.path.abspath(base)
+
+    def one(stamp: FileStamp) -> str:
+        with open_data(stamp.path, stamp) as file:
+            return sample(file.fileno())
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        samples = list(pool.map(one, stamps))
+    known = wholes or [""] * len(stamps)
+    return [data_file(s.path, folder, s.size, own, all_) for s, own, all_ in zip(stamps, samples, known, strict=True)]
+
+
+def base_of(path: str | Sequence[str]) -> str:
+    """The folder that the names of the files that `path` names are relative to."""
+    paths = [os.path.abspath(os.path.expanduser(one)) for one in ([path] if isinstance(path, str) else path)]
+    folders = []
+    for one in paths:
+        if not os.path.isdir(one):
+            parts = one.split("/")[:-1]
+            fixed = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts))
+            one = "/".join(parts[:fixed]) or "/"
+        folders.append(one)
+    return os.path.commonpath(folders)
+
+
+def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
+    """What has happened to files, in words; nothing if the same contents are read in the same order."""
+    if len(old) == len(new) and all(before.same_as(now) for before, now in zip(old, new, strict=True)):
+        return []
+    before = {file.name: file for file in old}
+    now = {file.name: file for file in new}
+    held = {(file.size, file.sample): file.name for file in old}
+    found = [_change(before[name], now[name], held) for name in before.keys() & now.keys()]
+    gone = {file.name for file in old} - now.keys()
+    for file in new:
+        if file.name not in before:
+            name = held.get((file.size, file.sample))
+            if name in gone:
+                gone.remove(name)
+                found.append(f"{name} is now called {file.name}, and files are read in the order of their names")
+            else:
+                found.append(f"{file.name} is new")
+    found += [f"{name} is missing" for name in gone]
+    found = sorted(words for words in found if words) or ["the files are in another order"]
+    return [printable(words) for words in found]
+
+
+def _change(before: DataFile, now: DataFile, held: Mapping[tuple[int, str], str]) -> str:
+    if now.same_as(before):
+        return ""
+    other = held.get((now.size, now.sample), now.name)
+    if other != now.name:
+        return f"{now.name} has the contents that {other} had"
+    if now.size != before.size:
+        return f"{now.name} has {now.size:,} bytes instead of {before.size:,}"
+    return f"{now.name} has other contents of the same size"
+
+
+def in_words(found: Sequence[str]) -> str:
+    """Changes in one line."""
+    more = f", and {plural(len(found) - _SHOWN, 'other change')}" if len(found) > _SHOWN else ""
+    return listed(found[:_SHOWN]) + more
+
+
+Lists = Mapping[str, Mapping[str, Sequence[DataFile]]]
+"""The files of each source, by section and name: `lists["training"]["books"]`."""
+
+_LISTS = TypeAdapter(dict[str, dict[str, list[DataFile]]], config={"strict": True, "hide_input_in_errors": True})
+
+
+def render_lists(lists: Lists) -> bytes:
+    """The file for a checkpoint."""
+    content = {
+        section: {name: [_short(file) for file in files] for name, files in sources.items()}
+        for section, sources in lists.items()
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _short(file: DataFile) -> Iterable[object]:
+    return file if file.whole else file[:3]
+
+
+def parse_lists(content: bytes) -> Lists:
+    """
+    Raises:
+        ValueError: it isn't from `render_lists`.
+    """
+    return _LISTS.validate_json(content)

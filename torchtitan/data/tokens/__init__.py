@@ -1,0 +1,1 @@
+"""Token files: written by `torchtitan tokenize` or Megatron, and read."""

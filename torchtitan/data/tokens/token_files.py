@@ -1,0 +1,207 @@
+"""Pre-tokenized data: flat files of ids, each described by a JSON file.
+
+corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
+corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
+
+Those of Megatron, which have an `.idx` file beside them instead, are read, too (`megatron.py`).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
+
+from torchtitan.config.load.messages import explain_errors
+from torchtitan.data.text.contents import Contents, sampled
+from torchtitan.data.text.files import EndOfFileError, FileStamp, OpenFiles
+from torchtitan.data.text.retry import DataError
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.tokens.megatron import read_index
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.logging import logger
+from torchtitan.utils.text import plural
+
+
+class _Meta(BaseModel):
+    """What reading needs of a token file's description."""
+
+    model_config = {"strict": True}
+
+    dtype: Literal["uint16", "uint32", "uint8", "uint64", "int8", "int16", "int32", "int64"]
+    tokens: int = Field(ge=0, lt=2**60)
+    bytes: int | None = Field(None, ge=0, lt=2**62)
+    tokenizer: str
+    hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
+    """Of the token file, as its writer made it."""
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The type of ids in token files."""
+    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+
+
+def write_token_file(
+    path: Path, documents: Iterable[Sequence[int] | NDArray[Any]], tokenizer: Tokenizer, about: dict[str, Any]
+) -> dict[str, Any]:
+    """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are complete.
+
+    Args:
+        about: further entries of the JSON file, read when `documents` is exhausted.
+
+    Returns:
+        The contents of the JSON file.
+    """
+    dtype = token_dtype(tokenizer)
+    digest = hashlib.blake2b(digest_size=8)
+    tokens = count = 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for ids in documents:
+                content = np.ascontiguousarray(ids, dtype).data
+                file.write(content)
+                digest.update(content)
+                tokens, count = tokens + len(ids), count + 1
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    meta = {
+        "dtype": dtype.name,
+        "tokens": tokens,
+        "documents": count,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        "hash": digest.hexdigest(),
+        **about,
+    }
+    temporary.replace(path)
+    write_whole(path.with_suffix(".json"), json.dumps(meta, indent=1).encode())
+    return meta
+
+
+class TokenFiles:
+    """Token files as one sequence of windows of `seq_len + 1` ids, each overlapping the next by one."""
+
+    def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
+        self.seq_len = seq_len
+        self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
+        """(what it was when opened, dtype, number of tokens)"""
+        self._open = OpenFiles()
+        self.text_bytes: int | None = 0
+        """Of the texts, as UTF-8; None if a file's description doesn't say."""
+        self.vocab_size = tokenizer.vocab_size
+        stamps: list[FileStamp] = []
+        wholes: list[str] = []
+        dtypes: set[str] = set()
+        for file in files:
+            meta = _read_megatron(file, tokenizer, key) or _read_meta(file, key)
+            if meta.tokenizer != tokenizer.fingerprint:
+                raise UserError(
+                    f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
+                    "tokenize the text again, or set model.hf_assets_path to that tokenizer"
+                )
+            dtype = np.dtype(meta.dtype)
+            size = dtype.itemsize * meta.tokens
+            stamp = _stamp(file, key)
+            if stamp.size != size:
+                raise UserError(
+                    f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); tokenize the text again"
+                )
+            stamps.append(stamp)
+            wholes.append(meta.hash)
+            dtypes.add(dtype.name)
+            if self.text_bytes is not None:
+                self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
+            if meta.tokens > 1:
+                self.files.append((stamp, dtype, meta.tokens))
+        if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
+            logger.info(
+                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be checked: ids must be "
+                f"those of model.hf_assets_path, and below {self.vocab_size}"
+            )
+        # Ceiling: the last window of a file may be short; it is padded.
+        self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
+        if not len(self):
+            raise UserError(f"{key}: no tokens in {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}")
+        self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
+        earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
+        found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
+        self.contents = Contents.of(found, earlier, ", ".join(sorted(dtypes)))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def _check_has_text(self, special: list[int | None], key: str) -> None:
+        ids = [i for i in special if i is not None]
+        try:
+            if all(np.isin(self.window(i), ids).all() for i in range(len(self))):  # seldom reads more than one
+                folder = Path(self.files[0][0].path).parent
+                raise DataError(f"{folder} holds no tokens but begin-of-text and end-of-text")
+        except DataError as error:
+            raise UserError(f"{key}: {error}") from None
+
+    def window(self, index: int) -> NDArray[np.int64]:
+        """The `seq_len + 1` ids of window `index`; fewer for the last of a file.
+
+        Raises:
+            OSError: the file can't be read, or has been truncated since it was opened.
+            DataError: it has changed since it was opened, or holds ids that the tokenizer doesn't have.
+        """
+        which = int(np.searchsorted(self.ends, index, side="right"))
+        start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
+        stamp, dtype, tokens = self.files[which]
+        count = min(self.seq_len + 1, tokens - start)
+        try:
+            content = self._open.read(stamp.path, start * dtype.itemsize, count * dtype.itemsize, stamp)
+        except EndOfFileError:
+            raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
+        ids = np.frombuffer(content, dtype).astype(np.int64)
+        if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
+            first = int(wrong[0])
+            raise DataError(
+                f"{stamp.path} has id {ids[first]} at token {start + first}, but the tokenizer has only "
+                f"{self.vocab_size}"
+            )
+        return ids
+
+
+def _stamp(file: Path, key: str) -> FileStamp:
+    try:
+        return FileStamp.of(file)
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
+    """What Megatron's index says of a file, which doesn't name a tokenizer; None if there is no index."""
+    if not os.path.lexists(file.with_suffix(".idx")):
+        return None
+    try:
+        dtype, tokens = read_index(FileStamp.of(file))
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
+    return _Meta.model_validate({"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint})
+
+
+def _read_meta(file: Path, key: str) -> _Meta:
+    about = file.with_suffix(".json")
+    advice = "write token files with torchtitan tokenize; of Megatron's, copy the .idx file, too"
+    try:
+        return _Meta.model_validate(read_json_object(about))
+    except ValidationError as error:
+        problems = "; ".join(explain_errors(error, _Meta, lambda name: name))
+        raise UserError(f"{key}: {about}: {problems}; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{key}: {file} has no complete description {about.name} beside it ({error}); {advice}"
+        ) from None

@@ -1,0 +1,278 @@
+"""Text to token files: one process finds the documents, others decode and encode them, in order. Imports no torch.
+
+records (lines, rows, texts) -> batches -> encode, in any process -> parts of equally many records -> token files
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.text.files import FileStamp
+from torchtitan.data.text.pieces import PIECE
+from torchtitan.data.text.records import FileText, decode, place, read_records
+from torchtitan.data.text.retry import DataError
+from torchtitan.data.text.texts import BadDocument, HeldBytes
+from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokens.duplicates import HASH, save_hashes
+from torchtitan.data.tokens.token_files import token_dtype, write_token_file
+from torchtitan.utils.errors import UserError
+
+_BATCH = 2**18
+"""Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
+_PLACES = 100
+"""Bad documents of a part whose places are kept."""
+
+
+class Item(NamedTuple):
+    """A document, not yet decoded."""
+
+    file: str
+    number: int
+    content: Any
+
+
+class Encoded(NamedTuple):
+    """The sound documents of a batch."""
+
+    ids: NDArray[Any]
+    """Of all of them, one after another."""
+    hashes: NDArray[Any]
+    """`HASH` of each."""
+    bad: list[tuple[str, str]]
+    """Kind and problem of each of the others."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What a process needs to encode a batch."""
+
+    tokenizer: str
+    column: str
+    stop: bool
+    """Whether a bad document is an error."""
+
+    def __call__(self, batch: Sequence[Item]) -> Encoded:
+        """
+        Raises:
+            UserError: a document is bad and `stop` is set, or a file has changed.
+        """
+        tokenizer = _tokenizer(self.tokenizer)
+        dtype = token_dtype(tokenizer)
+        ids: list[NDArray[Any]] = []
+        hashes: list[tuple[int, int]] = []
+        bad: list[tuple[str, str]] = []
+        short: list[str] = []
+        for file, number, content in batch:
+            try:
+                text = decode(content, self.column)
+                if isinstance(text, str) and len(text) <= 2 * PIECE:
+                    short.append(text)
+                    hashes.append(_hash([text]))
+                    continue
+                ids += tokenizer.encode_batch(short, dtype)
+                short = []
+                long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
+                hashes.append(_hash([text] if isinstance(text, str) else text.parts()))
+                ids += long
+            except BadDocument as error:
+                problem = f"{place(Path(file), number)}: {error}"
+                if self.stop:
+                    raise UserError(f"--input: {problem}. --on-bad-document skip leaves such documents out") from None
+                bad.append((error.kind, problem))
+            except DataError as error:
+                raise UserError(f"--input: {error}") from None
+        ids += tokenizer.encode_batch(short, dtype)
+        return Encoded(np.concatenate(ids) if ids else np.empty(0, dtype), np.array(hashes, HASH), bad)
+
+
+_OPENED: dict[str, Tokenizer] = {}
+
+
+def _tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of this process, which uses one core."""
+    if path not in _OPENED:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _OPENED[path] = build_tokenizer(path)
+    return _OPENED[path]
+
+
+def _hash(parts: Iterable[str]) -> tuple[int, int]:
+    """64 bits that equal texts share, and the bytes of the text."""
+    digest, size = hashlib.blake2b(digest_size=8), 0
+    for part in parts:
+        data = part.encode()
+        digest.update(data)
+        size += len(data)
+    return int.from_bytes(digest.digest(), "little"), size
+
+
+def read_items(stamps: Iterable[FileStamp], column: str, advance: Callable[[int], None]) -> Iterator[Item]:
+    """The documents of files.
+
+    Args:
+        advance: called with the number of bytes read of a file.
+
+    Raises:
+        UserError: a file can't be read.
+    """
+    for stamp in stamps:
+        try:
+            for number, content, _ in read_records(Path(stamp.path), column, advance, stamp):
+                yield Item(stamp.path, number, content)
+        except DataError as error:
+            raise UserError(f"--input: {error}") from error
+        except OSError as error:
+            raise UserError(f"--input: {stamp.path}: {error}") from error
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += _size(item.content)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _size(content: Any) -> int:
+    if isinstance(content, FileText):
+        return os.path.getsize(content.path)
+    if isinstance(content, dict):
+        return sum(map(_size, content.values()))
+    return len(content) if isinstance(content, bytes | str | HeldBytes) else 100
+
+
+@dataclass(frozen=True)
+class Output:
+    """The token files, each of a part of the documents."""
+
+    folder: Path
+    name: str
+    part: int
+    """Documents per file, bad ones included."""
+    common: dict[str, Any]
+    """What the description of every file says."""
+
+    def file(self, index: int) -> Path:
+        return self.folder / f"{self.name}-{index:05d}.bin"
+
+    def existing(self) -> Iterator[int]:
+        """Parts that were begun, by their files."""
+        for file in self.folder.glob(f"{self.name}-*.json"):
+            if (number := file.stem.removeprefix(f"{self.name}-")).isdigit():
+                yield int(number)
+
+    def meta(self, index: int) -> dict[str, Any] | None:
+        """The description of a part; None if it isn't complete.
+
+        Raises:
+            UserError: it was made from another input or tokenizer, or with another part size.
+        """
+        file = self.file(index)
+        try:
+            meta = json.loads(file.with_suffix(".json").read_text())
+        except (OSError, ValueError):
+            return None
+        if any(meta.get(key) != value for key, value in self.common.items()):
+            raise UserError(
+                f"--output: {file} was made from another input, tokenizer, column or --part; choose an empty folder or "
+                "another --name"
+            )
+        return meta if file.is_file() and file.with_suffix(".hashes").is_file() else None
+
+
+def tokenize(
+    items: Iterator[Item], encoder: Encoder, output: Output, workers: int, advance: Callable[[int, int], None]
+) -> int:
+    """Write the token files that are missing.
+
+    Args:
+        advance: called with the numbers of documents and of tokens that were written.
+
+    Returns:
+        The number of parts.
+
+    Raises:
+        UserError: see `Encoder` and `Output.meta`.
+        OSError: writing fails.
+    """
+    parts = 0
+
+    def todo() -> Iterator[tuple[int, list[Item]]]:
+        nonlocal parts
+        for first in items:
+            index, parts = parts, parts + 1
+            part = _take(chain([first], items), output.part)
+            if output.meta(index) is None:
+                yield from ((index, batch) for batch in _batches(part))
+            for _ in part:  # those of a part that is done
+                pass
+
+    tokenizer = _tokenizer(encoder.tokenizer)
+    for index, batches in groupby(_encode(todo(), encoder, workers), key=lambda part: part[0]):
+        _write_part(output, index, (encoded for _, encoded in batches), tokenizer, advance)
+    return parts
+
+
+def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
+    """As `islice`, which would hold the first item of `items`."""
+    for _, item in zip(range(count), items, strict=False):
+        yield item
+
+
+def _encode(batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int) -> Iterator[tuple[int, Encoded]]:
+    """Each batch encoded, in order; by this process if there is to be one worker."""
+    if workers == 1:
+        for index, batch in batches:
+            yield index, encoder(batch)
+        return
+    waiting: deque[tuple[int, Future[Encoded]]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        try:
+            for index, batch in batches:
+                waiting.append((index, pool.submit(encoder, batch)))
+                if len(waiting) > 4 * workers:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _write_part(
+    output: Output, index: int, batches: Iterator[Encoded], tokenizer: Tokenizer, advance: Callable[[int, int], None]
+) -> None:
+    hashes: list[NDArray[Any]] = []
+    bad: Counter[str] = Counter()
+    about: dict[str, Any] = output.common | {"places": []}
+
+    def ids() -> Iterator[NDArray[Any]]:
+        for encoded in batches:
+            hashes.append(encoded.hashes)
+            bad.update(kind for kind, _ in encoded.bad)
+            about["places"] += [problem for _, problem in encoded.bad][: _PLACES - len(about["places"])]
+            yield encoded.ids
+            advance(len(encoded.hashes), len(encoded.ids))
+        # Before the description, which says that everything is complete.
+        every = np.concatenate(hashes)
+        save_hashes(output.file(index).with_suffix(".hashes"), every)
+        about.update(documents=len(every), bytes=int(every["bytes"].sum()), bad=dict(bad))
+
+    write_token_file(output.file(index), ids(), tokenizer, about)

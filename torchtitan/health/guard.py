@@ -1,0 +1,221 @@
+"""The training guard: finds loss and gradient spikes, and skips their update or rewinds to a checkpoint.
+
+All ranks judge the same global numbers and so make the same calls.
+"""
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from torchtitan.checkpoint import Checkpointer, Resumed
+from torchtitan.config.sections import schema
+from torchtitan.utils.activity import phase
+from torchtitan.utils.errors import GuardError, NonFiniteError
+from torchtitan.utils.logging import event, logger
+
+_SIGMA = 1.4826
+"""Standard deviation of a normal distribution, in units of its median absolute deviation."""
+_MIN_RELATIVE_SIGMA = 0.01
+"""Floor of the standard deviation, relative to the median, so that noise in a flat loss is no spike."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss or gradient norm is out of the ordinary."""
+
+    step: int
+    reason: str
+    action: Literal["warn", "skip", "rewind", "stop"]
+
+
+def deviation(value: float, window: Sequence[float]) -> float:
+    """How many standard deviations `value` lies above the median of `window`.
+
+    The modified z-score (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993). It is robust: spikes inside
+    the window barely move the median and the median absolute deviation.
+    """
+    center = median(window)
+    sigma = _SIGMA * median(abs(x - center) for x in window)
+    return (value - center) / max(sigma, _MIN_RELATIVE_SIGMA * abs(center), 1e-12)
+
+
+class SpikeDetector:
+    """Finds spikes, and records which rows of the data the weights have not seen because of them."""
+
+    def __init__(self, config: schema.Guard, rows_per_step: int):
+        self.config, self.rows_per_step = config, rows_per_step
+        self.thresholds = {"loss": config.loss_threshold, "grad_norm": config.grad_norm_threshold}
+        self.windows = {name: deque[float](maxlen=config.window) for name in self.thresholds}
+        self.streak = self.calm = 0
+        self.rows = 0
+        """Rows of the global order read so far."""
+        self.skipped: list[list[int]] = []
+        """Ranges [first, after) of rows the weights have not seen."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether a spike changes the update. If so, all ranks must judge bit-identical numbers."""
+        return self.config.policy in ("skip", "rewind")
+
+    def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
+        """Record the outcome of a step; the spike, if it is one."""
+        config, values = self.config, {"loss": loss, "grad_norm": grad_norm}
+        self.rows += self.rows_per_step
+        if config.policy == "off":
+            return None
+        reasons = [reason for name, value in values.items() if (reason := self._reason(name, value))]
+        # Under "warn" spikes enter the window too; otherwise a lasting change would be reported forever.
+        if step > config.warmup_steps and (not reasons or not self.acts) and all(map(math.isfinite, values.values())):
+            for name, value in values.items():
+                self.windows[name].append(value)
+        if not reasons:
+            self.calm += 1
+            if self.calm >= (config.window if config.policy == "rewind" else 1):
+                self.streak = 0
+            return None
+        self.calm = 0
+        self.streak += self.acts
+        action = "stop" if self.streak > config.limit else config.policy
+        return Spike(step, " and ".join(reasons), action)
+
+    def _reason(self, name: str, value: float) -> str | None:
+        text = name.replace("_", " ")
+        if not math.isfinite(value):
+            return f"{text} {value}" if self.acts else None  # otherwise training.on_nonfinite decides
+        window, threshold = self.windows[name], self.thresholds[name]
+        if not threshold or len(window) < self.config.window:
+            return None
+        above = deviation(value, window)
+        if above <= threshold:
+            return None
+        return f"{text} {value:.4g}, {above:.1f} standard deviations above {median(window):.4g}"
+
+    def skip_rows(self, first: int) -> list[int]:
+        """Record that the weights have not seen the rows from `first` to the current position; that range."""
+        merged = [r for r in self.skipped if r[1] < first]
+        for r in self.skipped[len(merged) :]:
+            first = min(first, r[0])
+        self.skipped = [*merged, [first, self.rows]]
+        return self.skipped[-1]
+
+    def skip_step(self) -> list[int]:
+        """`skip_rows` of the step just judged."""
+        return self.skip_rows(self.rows - self.rows_per_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "windows": {name: list(values) for name, values in self.windows.items()},
+            "streak": self.streak,
+            "calm": self.calm,
+            "rows": self.rows,
+            "skipped": [list(r) for r in self.skipped],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        for name, values in state["windows"].items():
+            self.windows[name] = deque(values, maxlen=self.config.window)
+        self.streak, self.calm, self.rows = state["streak"], state["calm"], state["rows"]
+        self.skipped = [list(r) for r in state["skipped"]]
+
+
+class Guard:
+    """Decides about each step's update, and carries out what a spike calls for."""
+
+    def __init__(
+        self,
+        config: schema.Guard,
+        training: schema.Training,
+        checkpointer: Checkpointer,
+        dump_folder: str,
+        *,
+        updates_in_backward: bool,
+    ):
+        """
+        Args:
+            updates_in_backward: `optimizer.early_step_in_backward`: gradients are applied before they can be judged.
+        """
+        self.config, self.on_nonfinite, self.checkpointer = config, training.on_nonfinite, checkpointer
+        self.updates_in_backward = updates_in_backward
+        self.spikes = SpikeDetector(config, training.global_batch_size)
+        self.journal = Path(dump_folder, "guard.jsonl")
+        self._spike: Spike | None = None
+
+    def approve(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Whether to update the weights with this step's gradients.
+
+        Raises:
+            NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
+        """
+        self._spike = self.spikes.judge(step, loss, grad_norm)
+        if self._spike is not None and self._spike.action != "warn":
+            return False
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return True
+        what = f"loss {loss}, gradient norm {grad_norm}"
+        if self.on_nonfinite == "stop":
+            self.checkpointer.wait()
+            updated = "already" if self.updates_in_backward else "not"
+            raise NonFiniteError(
+                f"step {step}: {what}. The weights were {updated} updated; {self.checkpointer.last_good()}.\n"
+                'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to continue without '
+                "such updates."
+            )
+        self._spike = None  # training.on_nonfinite has decided
+        self.spikes.skip_step()
+        logger.warning(f"step {step}: {what}; update skipped", extra=event("skipped", step))
+        return False
+
+    def handle_spike(self) -> Resumed | None:
+        """Carry out and log the action for a spike in the step just done; the checkpoint rewound to, if any.
+
+        Raises:
+            GuardError: `guard.limit` is exceeded, or the weights can't be restored.
+        """
+        spike, self._spike = self._spike, None
+        if spike is None:
+            return None
+        if spike.action == "stop":
+            self.checkpointer.wait()
+            raise GuardError(
+                f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to recover failed (guard.limit); "
+                f"{self.checkpointer.last_good()}.\nLower optimizer.lr or training.max_norm, resume from an earlier "
+                "step (checkpoint.load_step), or raise guard.limit or the thresholds."
+            )
+        resumed = None
+        if spike.action == "rewind":
+            with phase("other", "rewinding to a checkpoint"):
+                resumed = self.checkpointer.rewind(spike.step)
+        if spike.action == "rewind" and resumed is None and self.updates_in_backward:
+            raise GuardError(
+                f"step {spike.step}: {spike.reason}. There is no checkpoint yet to rewind to, and the weights have "
+                "already changed (optimizer.early_step_in_backward). Lower checkpoint.interval or optimizer.lr."
+            )
+        about: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
+        if spike.action == "warn":
+            done = "the update was made anyway (guard.policy)"
+        elif resumed is None:
+            done = "update skipped" + ("; there is no checkpoint yet" if spike.action == "rewind" else "")
+            about["rows"] = self.spikes.skip_step()
+        else:
+            done = f"rewound to step {resumed.step}; training continues with the data after this step"
+            rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
+            about |= {"back_to": resumed.step, "rows": rows}
+        kind = "spike" if resumed is None else "rewound"
+        logger.warning(f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **about))
+        if dist.get_rank() == 0:
+            with self.journal.open("a") as file:
+                file.write(json.dumps({"step": spike.step, **about, "time": time.time()}) + "\n")
+        return resumed
+
+    def load(self, train_state: dict[str, Any]) -> None:
+        """Continue as the guard of a checkpoint would have."""
+        self.spikes.load_state_dict(train_state["guard"])

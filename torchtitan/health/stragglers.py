@@ -1,0 +1,58 @@
+"""Which ranks are slower than the median rank, in computing or in waiting for data."""
+
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Any
+
+import torch
+
+from torchtitan.config.sections import schema
+from torchtitan.parallel.collectives import gather
+from torchtitan.utils.device import seconds_of_matmuls
+from torchtitan.utils.logging import event, logger
+
+
+class Stragglers:
+    """Names a rank once it has been slow for `guard.straggler_records` logged steps in a row."""
+
+    def __init__(self, config: schema.Guard):
+        self.factor, self.records = config.straggler_factor, config.straggler_records
+        self.slow: dict[int, int] = {}
+
+    def check(self, record: dict[str, Any], device: torch.device) -> None:
+        """Measure each rank's own speed and warn about slow ones. Called by all ranks.
+
+        Args:
+            record: the metrics of the logged step.
+        """
+        if not self.factor:
+            return
+        waits = record["data_loading_pct"] / 100 * record["step_time_s"]
+        compute, data = zip(*gather([seconds_of_matmuls(), waits], device), strict=True)
+        for rank, what in self.observe(compute, data, record["step_time_s"]).items():
+            step = record["step"]
+            logger.warning(f"step {step}: rank {rank} is slow: it {what}", extra=event("straggler", step, rank=rank))
+
+    def observe(self, compute: Sequence[float], data: Sequence[float], step_time: float) -> dict[int, str]:
+        """The ranks to name, each with what it is slow at.
+
+        Args:
+            compute: seconds each rank takes for the same computation.
+            data: seconds per step each rank waits for data.
+            step_time: seconds per step, in which all ranks wait for the slowest.
+        """
+        # The lower median: of two ranks the faster one is the norm.
+        usual_compute, usual_data = median_low(compute), median_low(data)
+        found = {}
+        for rank, (own_compute, own_data) in enumerate(zip(compute, data, strict=True)):
+            # How long a step would take if this rank waited no longer than the median rank.
+            without = max(step_time - max(own_data - usual_data, 0.0), 1e-9)
+            in_compute, in_data = own_compute / max(usual_compute, 1e-9), step_time / without
+            slow = max(in_compute, in_data) > self.factor
+            self.slow[rank] = self.slow.get(rank, 0) + 1 if slow else 0
+            if slow and self.slow[rank] % self.records == 0:
+                if in_compute >= in_data:
+                    found[rank] = f"computes {in_compute:.1f} times as long as the median rank"
+                else:
+                    found[rank] = f"waits {own_data:.2f} s per step for data, the median rank {usual_data:.2f} s"
+        return found

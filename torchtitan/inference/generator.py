@@ -1,0 +1,231 @@
+"""Text generation: a key-value cache, sampling, and the loop over tokens.
+
+The model is unchanged: its attention modules call `self.attend`, which is replaced by attention with a cache. Rows are
+padded at the end, where causal attention doesn't look, so each row has the positions it would have alone. The keys and
+values of a padding token are overwritten when the row reaches its position.
+
+Shapes: b rows, s new tokens of each, vocab size of the vocabulary.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.models.layers import Attend
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next token."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that together have this probability (Holtzman et al., arXiv:1904.09751)."""
+    seed: int = 0
+
+
+@dataclass
+class Continuation:
+    """A prompt and the tokens generated after it."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    """Without the end-of-text token."""
+    end: Literal["", "eos", "length", "context", "stop"] = ""
+    """Why it ended: end of text, `max_new_tokens`, the model's `max_seq_len`, or a text to stop at. Empty: not yet."""
+
+    def take(self, token: int, stop: Collection[int], max_new_tokens: int, max_seq_len: int) -> None:
+        """Append a token, or end."""
+        if token in stop:
+            self.end = "eos"
+            return
+        self.tokens.append(token)
+        if len(self.tokens) == max_new_tokens:
+            self.end = "length"
+        elif len(self.prompt) + len(self.tokens) == max_seq_len:
+            self.end = "context"
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """The continuation, decoded with the prompt: some tokenizers drop the space before the first word."""
+        return tokenizer.decode([*self.prompt, *self.tokens])[len(tokenizer.decode(self.prompt)) :]
+
+
+class _Cache:
+    """The positions of one forward's tokens, shared by the layers. Each layer keeps its own keys and values."""
+
+    def __init__(self, model: Any, rows: int, places: int):
+        self.rows, self.places = rows, places
+        for module in model.modules():
+            if (attend := getattr(module, "attend", None)) is not None:
+                module.attend = _CachedAttention(self, getattr(attend, "plain", attend))
+
+    def place(self, positions: Tensor, last: int) -> None:
+        """
+        Args:
+            positions: of the new tokens, `[b, s]`.
+            last: the largest of them.
+        """
+        self.index = positions[:, None, :, None]
+        self.empty = positions.shape[1] == last + 1
+        """There are no earlier tokens: plain causal attention among the new ones."""
+        self.span = last + 1
+        places = torch.arange(self.span, device=positions.device)
+        self.visible = (positions[:, :, None] >= places)[:, None]
+
+
+class _CachedAttention:
+    """Attention to the new tokens and all earlier ones."""
+
+    def __init__(self, cache: _Cache, plain: Attend):
+        self.cache, self.plain = cache, plain
+        self.keys = self.values = torch.empty(0)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        assert mask is None, "generation has no document masks"
+        cache, rows = self.cache, len(k)
+        if not self.keys.numel():  # allocated here, as tensor parallelism leaves a rank only some of the heads
+            self.keys = k.new_zeros(cache.rows, k.shape[1], cache.places, k.shape[3])
+            self.values = torch.zeros_like(self.keys)
+        index = cache.index.expand_as(k)
+        keys = self.keys[:rows].scatter_(2, index, k)[:, :, : cache.span]
+        values = self.values[:rows].scatter_(2, index, v)[:, :, : cache.span]
+        if cache.empty:
+            return self.plain(q, k, v)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=cache.visible, enable_gqa=grouped)
+
+
+def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
+    """A random generator that depends on the prompt, and not on the rest of its batch."""
+    digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """Sample one token per row.
+
+    The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is independent per token,
+    so rounding errors in the logits, which differ between batches, rarely change the sample.
+
+    Args:
+        logits: `[b, vocab]`, fp32.
+        generators: one per row.
+
+    Returns:
+        `[b]` int64.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered = logits.sort(descending=True).values
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        least = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    noise = torch.empty_like(logits)
+    for row, generator in zip(noise, generators, strict=True):
+        row.exponential_(generator=generator)
+    return (logits - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log()).argmax(-1)
+
+
+class TextGenerator:
+    """Continues prompts. Under tensor parallelism, all ranks of the mesh make the same calls."""
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        rows: int,
+        max_seq_len: int,
+        vocab_size: int,
+        stop: Sequence[int],
+        mesh: DeviceMesh | None = None,
+    ):
+        """
+        Args:
+            model: without FSDP; sharded over `mesh` if there is one. Its own `max_seq_len` must exceed this one by the
+                number of ranks.
+            rows: largest number of prompts per call.
+            max_seq_len: longest text, prompt included.
+            vocab_size: ids from here on are unknown to the tokenizer, and never sampled.
+            stop: tokens that end a text.
+        """
+        self.model, self.device, self.mesh = model.eval(), device, mesh
+        self.max_rows, self.max_seq_len, self.vocab_size, self.stop = rows, max_seq_len, vocab_size, set(stop)
+        self.ranks = mesh.size() if mesh is not None else 1
+        self.cache = _Cache(model, rows, max_seq_len + self.ranks)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        progress: Callable[[Continuation], None] = lambda _: None,
+    ) -> list[Continuation]:
+        """Continue each prompt until a stop token or a limit.
+
+        Args:
+            prompts: token ids; at most `rows` prompts, none empty, each shorter than `max_seq_len`.
+            progress: called with a continuation whenever it has grown or ended.
+        """
+        rows = [Continuation(list(prompt)) for prompt in prompts]
+        generators = [noise_generator(sampling.seed, prompt, self.device) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        begin = [0] * len(rows)
+        while True:
+            logits = self._logits(tokens, begin, [n - first - 1 for n, first in zip(lengths, begin, strict=True)])
+            drawn = sample(logits, sampling, generators)
+            if self.ranks > 1:
+                dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
+            chosen = drawn.tolist()
+            for i, row in enumerate(rows):
+                if not row.end:
+                    row.take(chosen[i], self.stop, max_new_tokens, self.max_seq_len)
+                    progress(row)
+            if all(row.end for row in rows):
+                return rows
+            # A row that has ended stays at its position; its results are ignored.
+            begin = [n if not row.end else first for n, first, row in zip(lengths, begin, rows, strict=True)]
+            lengths = [first + 1 for first in begin]
+            tokens = drawn.cpu()[:, None]
+
+    def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
+        """The logits of the next token, `[b, vocab]` fp32.
+
+        Args:
+            tokens: new ones and padding, `[b, s]`.
+            begin: position of each row's first new token.
+            last: index of each row's last new token.
+        """
+        padding = -tokens.shape[1] % self.ranks  # the ranks divide the sequence evenly
+        tokens = F.pad(tokens, (0, padding)).to(self.device)
+        positions = torch.tensor(begin)[:, None] + torch.arange(tokens.shape[1])
+        self.cache.place(positions.to(self.device), int(positions.max()))
+        hidden = self.model(tokens, positions.to(self.device), project=False)
+        if self.mesh is not None:
+            hidden = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False).full_tensor()
+        hidden = hidden[torch.arange(len(last)), torch.tensor(last)][:, None]
+        # Under tensor parallelism, every rank passes this same token as its part of the sequence.
+        logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()
+        return logits[:, : self.vocab_size]

@@ -1,0 +1,142 @@
+"""Running tasks of lm-eval and reading their results."""
+
+import inspect
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.utils.errors import UserError, did_you_mean
+from torchtitan.utils.torch_compat import replaced
+
+SEED = 1234
+"""Chooses the examples of few-shot tasks, as in lm-eval."""
+
+
+class Tasks:
+    """Loaded tasks, to run on a model as often as wanted. All ranks make the same calls."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        include_path: str | None = None,
+        num_fewshot: int | None = None,
+        limit: int | None = None,
+    ):
+        """
+        Args:
+            names: of tasks, groups or tags.
+            include_path: folder of further task files.
+            num_fewshot: solved examples before each question; None: what each task says.
+            limit: documents of each task.
+
+        Raises:
+            UserError: an unknown name, or a task that can't be loaded.
+        """
+        self.names, self.include_path, self.num_fewshot, self.limit = names, include_path, num_fewshot, limit
+        for turn in range(2):  # rank 0 alone fills the cache of data sets
+            problem = None
+            if (dist.get_rank() == 0) == (turn == 0):
+                try:
+                    with _unchanged_random_state(), _whole_json():
+                        self.loaded = self._load()
+                except Exception as error:
+                    problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            problems: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+            if found := next(filter(None, problems), None):
+                raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
+
+    def _load(self) -> dict[str, Any]:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task, on every rank
+        from lm_eval.tasks import TaskManager
+
+        # lm-eval's own tasks are 15,000 files, which take seconds to index.
+        manager = TaskManager(include_path=self.include_path, include_defaults=False) if self.include_path else None
+        if manager is None or not all(manager.match_tasks([name]) for name in self.names):
+            manager = TaskManager(include_path=self.include_path)
+        for name in self.names:
+            if not manager.match_tasks([name]):
+                raise UserError(f"no task {name!r}{did_you_mean(name, manager.all_tasks) or ''}")
+        loaded: dict[str, Any] = manager.load(list(self.names))
+        for task in loaded["tasks"].values():
+            given = task.get_config("num_fewshot")
+            if self.num_fewshot is not None and given != 0:  # 0 is what the task insists on
+                task.set_config(key="num_fewshot", value=self.num_fewshot)
+            elif given is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=SEED)
+        return loaded
+
+    def run(self, logits: Any, tokenizer: Tokenizer, *, bootstrap: int = 0, by_file: bool = False) -> dict[str, Any]:
+        """Results as lm-eval returns them, the same on every rank.
+
+        Args:
+            logits: reads the model, as `harness.Logits`.
+            by_file: add the special tokens that the tokenizer's files ask for, not those of training.
+            bootstrap: samples for the errors of metrics that are no mean; 0: without.
+        """
+        from lm_eval.api import task
+        from lm_eval.evaluator import evaluate
+
+        from torchtitan.inference.lm_eval_model import HarnessModel
+
+        with _unchanged_random_state(), replaced(task, tqdm=lambda items, **_: items):  # no bar for each rank
+            random.seed(0)
+            np.random.seed(SEED)
+            found = evaluate(
+                HarnessModel(logits, tokenizer, by_file=by_file),
+                self.loaded,
+                limit=self.limit,
+                bootstrap_iters=bootstrap,
+                log_samples=False,
+            )
+        assert found is not None
+        return found
+
+
+def scores(results: Mapping[str, Any]) -> dict[str, float]:
+    """Task and metric, as `arc_easy/acc`, to its value. Any filter follows: `gsm8k/exact_match/strict`."""
+    found = {}
+    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            if kind and isinstance(value, int | float):
+                found[f"{task}/{metric}" + (f"/{kind}" if kind != "none" else "")] = float(value)
+    return found
+
+
+@contextmanager
+def _whole_json() -> Iterator[None]:
+    """Let `datasets` read all columns of JSON: training data has it read only the text (`data.json_texts`)."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES, _hash_python_lines
+    from datasets.packaged_modules.json import json
+
+    before = _PACKAGED_DATASETS_MODULES["json"]
+    _PACKAGED_DATASETS_MODULES["json"] = (
+        json.__name__,
+        _hash_python_lines(inspect.getsource(json).splitlines()),
+    )
+    try:
+        yield
+    finally:
+        _PACKAGED_DATASETS_MODULES["json"] = before
+
+
+@contextmanager
+def _unchanged_random_state() -> Iterator[None]:
+    """Tasks draw numbers; training must not notice."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -1,5 +1,0 @@
-"""Reads the folders of runs, and says how they go and how they differ."""
-
-from torchtitan.report.collect import collect, window
-
-__all__ = ["collect", "window"]

@@ -1,0 +1,212 @@
+"""What a run reports at its logged steps."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.config.registry import Custom
+from torchtitan.config.sections import schema
+from torchtitan.config.sections.metrics import Metrics as MetricsConfig
+from torchtitan.telemetry.console import ConsoleSink
+from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
+from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.trackers import Record
+from torchtitan.telemetry.trackers.build import Trackers
+from torchtitan.telemetry.trackers.jsonl import JsonlSink
+from torchtitan.utils.activity import Stopwatch
+from torchtitan.utils.device import peak_memory
+from torchtitan.utils.logging import logger
+
+TRAINING = ("first_step", "steps", "repeated", "data", "staging")
+"""Kinds of time that count in rates."""
+
+
+class Metrics:
+    """Turns steps into records every `log_freq` steps, and sends them to all sinks.
+
+    Rates are per device, over the steps since the last record. Validation and saves don't count.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        job: schema.Job,
+        settings: Mapping[str, Any],
+        ledger: Ledger,
+        *,
+        start_step: int,
+        total_steps: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        experts: bool = False,
+        custom: Custom | None = None,
+        samples: bool = False,
+    ):
+        """
+        Args:
+            settings: the whole configuration, for trackers that show it.
+            custom: keys of registered sinks.
+            experts: the model is a mixture of experts.
+            samples: the model writes texts.
+        """
+        self.freq, self.start, self.total = config.log_freq, start_step, total_steps
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        rank = dist.get_rank()
+        folder = Path(job.dump_folder)
+        self.console = ConsoleSink(total_steps, start_step, config.disable_color_printing or rank != 0)
+        self.file = self.loads = self.samples = None
+        if rank == 0:
+            self.file = JsonlSink(folder / "metrics.jsonl", start_step)
+            if experts:  # in a file of their own, because they are many
+                self.loads = JsonlSink(folder / "expert_load.jsonl", start_step)
+            if samples:
+                self.samples = JsonlSink(folder / "samples.jsonl", start_step)
+        self.files = [file for file in (self.file, self.loads, self.samples) if file is not None]
+        self.trackers = Trackers(config, job, settings, ledger, start_step=start_step, custom=custom or Custom())
+        self.new_tokens = self.steps = 0
+        self._dead = DeadExperts()
+        self._overload = Overload()
+        self._stopwatch = Stopwatch()
+
+    def due(self, step: int) -> bool:
+        return step % self.freq == 0 or step in (self.start + 1, self.total)
+
+    def count(self, step: int, tokens: int) -> None:
+        """Record a finished step and its tokens on all ranks."""
+        self.new_tokens += tokens
+        self.steps += 1
+        self.console.advance(step)
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: float,
+        max_loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        skipped: int,
+        experts: Tensor | None = None,
+        sources: Record | None = None,
+    ) -> Record:
+        """Record `step`.
+
+        Args:
+            tokens, skipped: totals of the run; the latter in steps.
+            experts: from `ExpertBalance.take`.
+            sources: from `describe_sources`.
+        """
+        seconds = self._stopwatch.lap()
+        elapsed = sum(seconds[kind] for kind in TRAINING)
+        rate = self.new_tokens / elapsed / dist.get_world_size()
+        flops = rate * self.flops_per_token
+        memory_gib, memory_pct = peak_memory()
+        record = {
+            "step": step,
+            "loss": loss,
+            "max_loss": max_loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "skipped_steps": skipped,
+            "tokens_per_second": rate,
+            "tflops": flops / 1e12,
+            "mfu": 100 * flops / self.peak_flops if self.peak_flops else None,
+            "memory_gib": memory_gib,
+            "memory_pct": memory_pct,
+            "data_loading_pct": 100 * seconds["data"] / elapsed,
+            "step_time_s": elapsed / max(self.steps, 1),
+            "time": time.time(),
+        }
+        record |= sources or {}
+        loads = read_loads(experts) if experts is not None else None
+        if loads is not None:
+            record |= self._log_experts(step, loads)
+        self._send(record)
+        self.new_tokens = self.steps = 0
+        return record
+
+    def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
+        """Record the load of each expert since the last record, and warn of dead and overloaded ones.
+
+        Returns:
+            what the record says of it.
+        """
+        dead, warning = self._dead.observe(loads)
+        for text in (warning, self._overload.observe(loads, self.steps)):
+            if text is not None:
+                logger.warning(f"step {step}: {text}")
+        if self.loads is not None:
+            self.loads.log({"step": step, "steps": self.steps, "rows": loads.rows})
+        shares = {layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()}
+        histograms = {f"expert_load/layer {layer}": values for layer, values in shares.items()}
+        self.trackers.call("log_histograms", step, histograms)
+        return loads.summary() | {"dead_experts": dead}
+
+    def rewind(self, step: int) -> None:
+        """Drop the steps after `step`, which will be trained again. Most trackers keep both versions."""
+        for file in self.files:
+            file.rewind(step)
+        self.trackers.call("rewind", step)
+        self._stopwatch.lap()
+        self.new_tokens = self.steps = 0
+
+    def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
+        """Record a validation.
+
+        Args:
+            sets: loss, bits_per_byte (if known) and tokens of each set, and its name; empty for the only one. With the
+                average of the weights, also loss_ema and bits_per_byte_ema.
+        """
+        record: Record = {"step": step}
+        for one in sets:
+            suffix = f"/{one['name']}" if one["name"] else ""
+            record |= {f"validation_{key}{suffix}": value for key, value in one.items() if key != "name"}
+        self._send(record | {"time": time.time()})
+
+    def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record benchmarks.
+
+        Args:
+            scores: by task and metric.
+        """
+        self._send({"step": step, **{f"eval/{name}": value for name, value in scores.items()}, "time": time.time()})
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Record texts of the model.
+
+        Args:
+            samples: prompt, text after it, and why it ended, of each.
+        """
+        for sample in samples:
+            logger.info(f"step {step}: {json.dumps(sample['prompt'] + ' | ' + sample['text'], ensure_ascii=False)}")
+            if self.samples is not None:
+                self.samples.log({"step": step, **sample})
+        self.trackers.call("log_samples", step, samples)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Pass an event of the run to the trackers that count them."""
+        self.trackers.call("event", event)
+
+    def _send(self, record: Record) -> None:
+        self.console.log(record)
+        if self.file is not None:
+            self.file.log(record)
+        self.trackers.call("log", record)
+
+    def close(self, reason: str = "completed") -> None:
+        """
+        Args:
+            reason: how this start ended, as in `run.json`.
+        """
+        self._stopwatch.close()
+        self.console.close()
+        for file in self.files:
+            file.close()
+        self.trackers.close(reason)

@@ -1,0 +1,238 @@
+"""The run's ledger, `<dump_folder>/run.json`: every start, its hardware, how it ended, and where its time went.
+
+Every second counts as one kind; nested time is charged to the innermost phase. Goodput is the share of `steps`:
+training that is kept.
+"""
+
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.utils.activity import Kind, Stopwatch
+from torchtitan.utils.assets import CHECKOUT
+from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.logging import logger
+from torchtitan.utils.text import plural, show_duration, show_percent
+
+KINDS = {
+    "steps": "steps",
+    "first_step": "first step",
+    "start": "start-up",
+    "restart": "restarts",
+    "repeated": "repeated steps",
+    "data": "waiting for data",
+    "saves": "saves",
+    "validation": "validation",
+    "other": "other",
+}
+"""What time is spent on: name in the file, and in words."""
+
+HEARTBEAT_SECONDS = 1.0
+"""Least time between two writes of the file, however short the steps are."""
+
+
+def git_revision() -> str | None:
+    """The commit of this code, with `-dirty` if files have changed since; None outside a git repository."""
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences between two runs' manifests, each as `key old -> new`."""
+    out = []
+    for about in ("config", "versions", "ranks", "git"):
+        old, new = _flat(before.get(about), about), _flat(now.get(about), about)
+        out += [
+            f"{key} {_word(old.get(key))} -> {_word(new.get(key))}"
+            for key in {**old, **new}
+            if old.get(key) != new.get(key)
+        ]
+    return out
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    """Dotted keys; the configuration (TOML) and the versions without a prefix."""
+    if key == "config" and isinstance(value, str):
+        value = tomli.loads(value)
+    if not isinstance(value, dict):
+        return {key: value}
+    prefix = "" if key in ("config", "versions") else f"{key}."
+    return {k: v for name, item in value.items() for k, v in _flat(item, prefix + name).items()}
+
+
+def _word(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value) if isinstance(value, str | list) else str(value)
+
+
+class Ledger:
+    """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that fails."""
+
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        *,
+        step: int,
+        resumable: bool,
+        writes: bool,
+        began: float,
+        clock: Callable[[], float] = time.time,
+    ):
+        """
+        Args:
+            about: what the file says about this start: ranks, layout, hardware, versions, ...
+            step: the step resumed from; 0 from scratch.
+            resumable: the run saves checkpoints, so a start from scratch may be a second attempt.
+            writes: this is rank 0.
+            began: when the process started, in seconds since the epoch.
+        """
+        self.path, self.clock, self.writes = folder / "run.json", clock, writes
+        self.id = secrets.token_hex(5)
+        """Of the run, whatever its starts; on rank 0."""
+        self.trackers: dict[str, Any] = {}
+        """What trackers call this run, so that the next start continues it there: name of the tracker to its record."""
+        self.starts: list[dict[str, Any]] = self._earlier(step, resumable) if writes else []
+        self.furthest = max((start["step"] for start in self.starts), default=0)
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self._starting, since = "start", began
+        if self.starts and self.starts[-1]["end"] != "completed":
+            self._starting, since = "restart", min(began, self.starts[-1]["last_seen"])
+        self._stopwatch, now = Stopwatch(), clock()
+        self.seconds[self._starting] = now - since
+        self._first = True
+        own = {"time": began, "resumed_step": step, "step": step, "last_seen": now, "end": None}
+        self.starts.append({**own, **about, "seconds": self.seconds})
+        if writes:
+            self._write(self.starts)
+
+    def _earlier(self, step: int, resumable: bool) -> list[dict[str, Any]]:
+        """The run's earlier starts. The file of another run is set aside, like its metrics."""
+        if not self.path.exists():
+            return []
+        try:
+            run = self._read()
+            starts: list[dict[str, Any]] = run["starts"]
+            starts[-1]["end"] = starts[-1]["end"] or "killed"
+            if step or (resumable and starts[-1]["end"] not in ("completed", "interrupted")):
+                self._take(run)
+                return starts
+        except (ValueError, LookupError, TypeError) as error:
+            logger.warning(f"can't read {self.path} ({error}): set aside")
+        self.path.rename(self.path.with_name(f"run-{time.strftime('%Y%m%d-%H%M%S')}.json"))
+        return []
+
+    # ---- where time goes
+
+    def kind_of(self, step: int) -> Kind:
+        """What the time of a step counts as."""
+        if self._first:
+            return "first_step"
+        return "repeated" if step <= self.furthest else "steps"
+
+    def step_done(self, step: int) -> None:
+        """Record that a step has run, even if its update was skipped or rewound."""
+        self._first = False
+        self.furthest = max(self.furthest, step)
+
+    # ---- the file
+
+    def heartbeat(self, step: int) -> None:
+        """Record that `step` is done and the run is alive."""
+        self.starts[-1]["step"] = step
+        if self.writes and self.clock() >= self.starts[-1]["last_seen"] + HEARTBEAT_SECONDS:
+            self._write(self.starts)
+
+    def record(self, key: str, value: object) -> None:
+        """Add an entry about this start, written with the next heartbeat or at the end."""
+        self.starts[-1][key] = value
+
+    def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
+        """Record how this start ended; after a failure, with the message of the rank that caused it.
+
+        Returns:
+            what rank 0 recorded; None on the others.
+        """
+        if error is None:
+            reason = "completed" if step >= last_step else "preempted"
+        elif isinstance(error, KeyboardInterrupt):
+            reason = "interrupted"
+        elif from_another_rank(error):
+            reason = "failed: another rank stopped"
+        else:
+            reason = f"failed: {str(error).strip() or type(error).__name__}".splitlines()[0]
+        starts = []
+        with suppress(OSError, ValueError, LookupError):
+            run = self._read()
+            starts = run["starts"]
+        if self.writes:
+            told = starts[-1]["end"] if starts and error is not None and from_another_rank(error) else None
+            self.starts[-1] |= {"step": step, "end": told or reason}
+            self._write(self.starts)
+        elif starts and isinstance(error, Exception) and not from_another_rank(error):
+            starts[-1]["end"] = reason
+            self._take(run)
+            self._write(starts)
+        self._stopwatch.close()
+        return self.starts[-1]["end"] if self.writes else None
+
+    def goodput(self) -> str:
+        """The whole run's time in one line."""
+        good, seconds = _account(self.starts)
+        parts = (
+            f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values())
+        )
+        return f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
+
+    def save_trackers(self) -> None:
+        """Write what trackers recorded at the end of this start."""
+        if self.writes and self.trackers:
+            self._write(list(self.starts))  # a copy: the clock has stopped
+
+    def shares(self) -> tuple[float, dict[str, float]]:
+        """Goodput in percent, and the seconds of each kind, over all starts until the last heartbeat."""
+        return _account(self.starts)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text())
+
+    def _take(self, run: Mapping[str, Any]) -> None:
+        """Keep what the file says of the whole run. Files of earlier releases say nothing."""
+        self.id, self.trackers = run.get("id", self.id), run.get("trackers", {})
+
+    def _write(self, starts: list[dict[str, Any]]) -> None:
+        if starts is self.starts:
+            lap, starts[-1]["last_seen"] = self._stopwatch.lap(), self.clock()
+            for kind, spent in lap.items():
+                self.seconds[{"start": self._starting, "staging": "saves"}.get(kind, kind)] += spent
+        good, seconds = _account(starts)
+        record = {
+            "format": 1,
+            "id": self.id,
+            "goodput": {"percent": good, "seconds": seconds},
+            "trackers": self.trackers,
+            "starts": starts,
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
+            write_whole(self.path, json.dumps(record, indent=1).encode())
+        except OSError as error:  # not worth stopping the run for
+            logger.warning(f"can't write {self.path}: {error.strerror}")
+
+
+def _account(starts: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
+    """Goodput in percent, and the seconds of each kind over all starts."""
+    seconds = {kind: sum(start["seconds"][kind] for start in starts) for kind in KINDS}
+    return 100 * seconds["steps"] / (sum(seconds.values()) or 1.0), seconds

@@ -1,0 +1,101 @@
+"""The trackers of one rank."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.config.registry import Custom, metric_sinks
+from torchtitan.config.sections.metrics import Metrics
+from torchtitan.config.sections.schema import Job
+from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.trackers.background import CLOSE_SECONDS, Background
+from torchtitan.telemetry.trackers.base import Tracked
+from torchtitan.telemetry.trackers.chosen import PACKAGES, chosen
+from torchtitan.telemetry.trackers.mlflow import MlflowSink
+from torchtitan.telemetry.trackers.prometheus import PrometheusSink
+from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
+from torchtitan.telemetry.trackers.trackio import TrackioSink
+from torchtitan.telemetry.trackers.wandb import WandbSink
+
+ON_ALL_RANKS = ("tensorboard", "wandb")
+"""Built-in trackers that `metrics.save_for_all_ranks` gives to every rank."""
+
+
+class Trackers:
+    """All trackers of this rank. Calls return at once and never raise."""
+
+    def __init__(
+        self, config: Metrics, job: Job, settings: Mapping[str, Any], ledger: Ledger, *, start_step: int, custom: Custom
+    ):
+        """
+        Args:
+            settings: the whole configuration, for trackers that show it.
+        """
+        rank, each = dist.get_rank(), config.save_for_all_ranks
+        ids = [ledger.id]
+        if each and dist.get_world_size() > 1:
+            dist.broadcast_object_list(ids)
+        self.all: list[Background] = []
+        for name in chosen(config):
+            everywhere = each and (name not in PACKAGES or name in ON_ALL_RANKS)
+            if rank != 0 and not everywhere:
+                continue
+            run = Tracked(
+                folder=Path(job.dump_folder),
+                id=ids[0],
+                description=job.description,
+                config=settings,
+                start_step=start_step,
+                known={} if everywhere else ledger.trackers.get(name, {}),
+                remember=(lambda _: None) if everywhere else partial(_remember, ledger, name),
+                account=lambda: {"goodput": ledger.shares()[0], "restarts": len(ledger.starts) - 1},
+                rank=rank if everywhere else None,
+            )
+            self.all.append(Background(name, _maker(name, config, run, custom)))
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of every tracker that has it."""
+        for tracker in self.all:
+            tracker.call(method, *arguments)
+
+    def close(self, reason: str) -> None:
+        """Let all trackers finish at the same time.
+
+        Args:
+            reason: how this start ended, as in `run.json`.
+        """
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for tracker in self.all:
+            tracker.close(reason)
+        for tracker in self.all:
+            tracker.join(deadline)
+
+
+def _remember(ledger: Ledger, name: str, about: Mapping[str, Any]) -> None:
+    ledger.trackers = {**ledger.trackers, name: dict(about)}  # replaced, because the main thread may be writing it
+
+
+def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable[[], Any]:
+    """Makes a tracker. One of the user is made here: a mistake in it should stop the run at its start."""
+    if make := metric_sinks.chosen(name, custom):
+        sink = make(run.folder, run.start_step)
+        return lambda: sink
+    return partial(_BUILT_IN[name], run, config)
+
+
+def _tensorboard(run: Tracked, config: Metrics) -> TensorBoardSink:
+    own = "" if run.rank is None else f"rank_{run.rank}"
+    return TensorBoardSink(run.folder / config.save_tb_folder / own, run.start_step)
+
+
+_BUILT_IN: dict[str, Callable[[Tracked, Metrics], Any]] = {
+    "tensorboard": _tensorboard,
+    "wandb": lambda run, _: WandbSink(run),
+    "mlflow": lambda run, _: MlflowSink(run),
+    "trackio": lambda run, _: TrackioSink(run),
+    "prometheus": lambda run, config: PrometheusSink(run, config.prometheus),
+}

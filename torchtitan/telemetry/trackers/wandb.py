@@ -1,0 +1,68 @@
+"""Weights & Biases. Every start of a run continues the same W&B run, online and offline."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from torchtitan.telemetry.trackers.base import Record, Tracked
+from torchtitan.telemetry.trackers.names import STEP, scalars
+from torchtitan.utils.logging import logger
+
+FINISH_SECONDS = "25"
+"""For uploads at the end; what is left stays on disk for `wandb sync`."""
+
+
+class WandbSink:
+    """A W&B run. The usual environment variables name its project, entity, name and id when it is created.
+
+    W&B's own step only ever grows, so it would drop the steps that are trained again after a rewind or a resume. All
+    metrics are therefore shown against `train/step`, and repeated steps as a second line over the same steps.
+    """
+
+    def __init__(self, run: Tracked):
+        import wandb
+
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)
+        env = os.environ
+        usual = {
+            "id": run.id,
+            "project": env.get("WANDB_PROJECT") or "torchtitan",
+            "entity": env.get("WANDB_TEAM") or env.get("WANDB_ENTITY"),
+            "name": env.get("WANDB_RUN_NAME") or env.get("WANDB_NAME") or run.name,
+        }
+        chosen = usual | {key: value for key, value in run.known.items() if key in usual}
+        if run.rank is not None:
+            chosen |= {"id": f"{run.id}-rank_{run.rank}", "group": run.id}
+        elif env.get("WANDB_RUN_ID"):
+            chosen["id"] = env["WANDB_RUN_ID"]
+        self.reason = "completed"
+        self.run = wandb.init(
+            **chosen,
+            resume="allow",
+            notes=run.description,
+            dir=str(run.folder),
+            config=dict(run.config),
+        )
+        self.run.define_metric(STEP)
+        self.run.define_metric("*", step_metric=STEP)
+        found = {"id": self.run.id, "project": self.run.project, "entity": self.run.entity, "name": self.run.name}
+        run.remember({key: value for key, value in (found | {"url": self.run.url}).items() if value})
+        logger.info(f"Weights & Biases: run {self.run.id}, {self.run.url or f'offline, in {self.run.dir}'}")
+
+    def log(self, record: Record) -> None:
+        self.run.log({STEP: record["step"], **scalars(record)})
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Record texts of the model as a table."""
+        import wandb
+
+        rows = [[step, sample["prompt"], sample["text"]] for sample in samples]
+        self.run.log({STEP: step, "samples": wandb.Table(columns=["step", "prompt", "text"], data=rows)})
+
+    def ended(self, reason: str) -> None:
+        """Remember how the run ended. W&B shows a preempted one as such."""
+        self.reason = reason
+        if reason == "preempted":
+            self.run.mark_preempting()
+
+    def close(self) -> None:
+        self.run.finish(exit_code=0 if self.reason == "completed" else 1)

@@ -1,0 +1,240 @@
+"""Whether a distributed run computes what one process does, and if not, along which mesh axis it goes wrong."""
+
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.config import Config, load_config, resolve
+from torchtitan.config.derive import (
+    DEGREE_KEYS,
+    data_parallel_degree,
+    gradient_accumulation_steps,
+    layout_degrees,
+    layout_name,
+)
+from torchtitan.config.load.render import to_toml
+from torchtitan.config.sections.metrics import Metrics, Notifications
+from torchtitan.testing.compare import observe, reference, write_corpus
+from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
+from torchtitan.train.preflight import Setup, preflight
+from torchtitan.utils.text import plural
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one comparison; the same on every rank."""
+
+    difference: Difference
+    problems: list[str]
+    culprit: str | None
+    """The wrong gradient nearest to the loss, which the backward computes first; or the first wrong routing bias."""
+    factor: float | None
+    """The factor that it is off by, if that explains the whole difference."""
+
+
+def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
+    """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in `folder`."""
+    p, training = config.parallelism, config.training
+    degrees = layout_degrees(p)
+    cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
+    unit = math.lcm(2 * cp, cp * tp)
+    seq_len = unit * max(1, 32 // unit)
+    rows = training.local_batch_size // p.pipeline_parallel_microbatch_size if pp > 1 else 2
+    accumulation = min(2, gradient_accumulation_steps(config))
+    split_by_hand = (
+        p.module_fqns_per_model_part
+        or p.pipeline_parallel_layers_per_stage
+        or p.pipeline_parallel_first_stage_less_layers
+        or p.pipeline_parallel_last_stage_less_layers
+    )
+    layers = 2
+    if setup.stages is not None:
+        with_layers = sum(any(name.startswith("layers.") for name in stage) for stage in setup.stages.modules)
+        layers = setup.args.n_layers if split_by_hand else max(2, with_layers)
+    tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
+    if "n_experts" in tiny:
+        tiny["n_experts"] = math.lcm(tiny["n_experts"], dist.get_world_size())  # divides under every layout tried
+    corpus = write_corpus(folder / "corpus.jsonl")
+    # Rewritten, because a flag in an old spelling would clash with the ones added here.
+    written = folder / "config.toml"
+    silent = {"metrics": Metrics(log_freq=1), "notifications": Notifications()}
+    written.write_text(to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8")
+    sizes = {
+        **{f"model.overrides.{name}": value for name, value in tiny.items()},
+        "training.dataset": "corpus",
+        "training.dataset_path": corpus,
+        "training.seq_len": seq_len,
+        "training.local_batch_size": rows,
+        "training.global_batch_size": rows * data_parallel_degree(config) * accumulation,
+        "training.steps": STEPS,
+        "training.max_norm": 0,
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "float32",
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "optimizer.state_dtype": "float32",
+        "optimizer.param_groups": "[]",
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.total_steps": "none",
+        "lr_scheduler.decay_ratio": "none",
+    }
+    off = {
+        "job.dump_folder": folder / "out",
+        "profiling.enable_profiling": "false",
+        "profiling.enable_memory_snapshot": "false",
+        "validation.enable": "false",
+        "checkpoint.enable": "false",
+        "checkpoint.load_step": -1,
+        "checkpoint.initial_load_path": "none",
+        "checkpoint.initial_load_in_hf": "false",
+        "checkpoint.last_save_in_hf": "false",
+    }
+    return [f"--job.config_file={written}", *(f"--{key}={value}" for key, value in {**sizes, **off}.items())]
+
+
+def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
+    """Run on all ranks, and compare with the reference, which rank 0 runs."""
+    config = resolve(list(argv), dist.get_world_size()).config
+    setup = preflight(config)
+    padded = bool(setup.spec.expert_sizes(setup.args))  # padding is routed, but must not count
+    run = observe(config, setup, padded=padded)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        expected = reference(config, setup, padded=padded, run=run, rounding=tolerances.gradient)
+        delta = difference(run, expected, config.optimizer)
+        wrong = [name for name, value in delta.gradients.items() if not value <= tolerances.gradient]
+        biases = [name for name, value in delta.biases.items() if value]
+        culprit = wrong[-1] if wrong else next(iter(biases), None)
+        step = delta.step if wrong else 0
+        found, right = (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
+        factor = _factor(found[step][culprit], right[step][culprit]) if culprit else None
+        box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _factor(copies: Tensor, expected: Tensor) -> float | None:
+    wanted = expected[0].double()
+    got = max(copies.double(), key=lambda copy: (copy - wanted).abs().max().item())
+    factor = ((got * wanted).sum() / (wanted * wanted).sum()).item()
+    explained = (got - factor * wanted).norm() <= 1e-3 * got.norm()
+    return factor if explained else None
+
+
+def find_axes(argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances) -> list[str]:
+    """Mesh axes that cause the error: one, or several that cause it only in combination; empty if none is found.
+
+    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks. Expert parallelism
+    is no axis of the mesh: it takes as many of these ranks as it can.
+
+    Args:
+        degrees: of the mesh axes, and of ep.
+        rows: of each data-parallel rank.
+    """
+    world = math.prod(degrees[axis] for axis in DEGREE_KEYS)
+
+    def wrong(active: dict[str, int], filler: str) -> bool:
+        tried = {axis: active.get(axis, 1) for axis in DEGREE_KEYS}
+        tried[filler] *= world // math.prod(tried.values())
+        data_parallel = tried["dp_replicate"] * tried["dp_shard"]
+        ep = math.gcd(active.get("ep", 1), tried["dp_shard"] * tried["cp"] * tried["tp"])
+        if "ep" in active and ep == 1:
+            return False
+        sizes = [f"--parallelism.{DEGREE_KEYS[axis]}={degree}" for axis, degree in tried.items()]
+        sizes.append(f"--parallelism.expert_parallel_degree={ep}")
+        sizes.append(f"--training.global_batch_size={rows * data_parallel}")
+        return bool(compare([*argv, *sizes], tolerances).problems)
+
+    bad_fillers = [filler for filler in ("dp_shard", "dp_replicate") if wrong({}, filler)]
+    if len(bad_fillers) == 2:
+        return ["dp_replicate or dp_shard"]
+    used = [axis for axis, degree in degrees.items() if degree > 1]
+    if bad_fillers and bad_fillers[0] in used:
+        return bad_fillers
+    filler = "dp_replicate" if bad_fillers == ["dp_shard"] else "dp_shard"
+    for count in range(1, len(used) + 1):
+        for axes in itertools.combinations(used, count):
+            if set(axes) != {filler} and wrong({axis: degrees[axis] for axis in axes}, filler):
+                return list(axes)
+    return []
+
+
+def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
+    """One sentence: what differs, by how much, along which axes."""
+    delta = finding.difference
+    if not finding.problems:
+        return "PASS: the distributed run computes what one process does"
+    along = f", along {' and '.join(axes)}" if axes else ", in this combination of axes only"
+    if len(axes) > 1:
+        along += " together"
+    if delta.miscount is not None:  # biases and auxiliary losses follow from the counts
+        return f"FAIL: {delta.miscount}{along}"
+    if finding.culprit is None:
+        return f"FAIL: {'; '.join(finding.problems)}{along} (the first step's gradients are right)"
+    off_by = (delta.gradients | delta.biases)[finding.culprit]
+    how = f"is {finding.factor:.2f}x" if finding.factor is not None else f"is off by {off_by:.1e}"
+    if finding.culprit in delta.biases:
+        return f"FAIL: {finding.culprit}: {how} after step 1{along} (the first step's gradients and loads are right)"
+    wrong = sum(not value <= tolerances.gradient for value in delta.gradients.values())
+    loss = delta.first_loss
+    also = "" if loss <= tolerances.loss else f"; the loss is off by {loss:.1e}, so the forward is wrong too"
+    if also and delta.first_flip is not None and delta.first_flip[0] == 1:
+        also += f", and from layer {delta.first_flip[1]} on tokens are sent to other experts"
+    return (
+        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} parameters diverge, this "
+        f"one nearest to the loss{also})"
+    )
+
+
+def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
+    largest = {name: max(value, delta.later_gradients.get(name, 0.0)) for name, value in delta.gradients.items()}
+    worst = max(largest, key=lambda name: largest[name])
+    rows = [
+        ("loss", delta.loss, tolerances.loss, ""),
+        ("gradient norm", delta.grad_norm, tolerances.grad_norm, ""),
+        ("gradients", largest[worst], tolerances.gradient, f"  largest: {worst}"),
+        ("weights", max(delta.weights.values()), 1.0, "  of an update's rounding"),
+    ]
+    lines = [f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}" for name, value, limit, note in rows]
+    lines.append(f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}")
+    if mixture:
+        first = "" if delta.first_flip is None else ", the first in step {} and layer {}".format(*delta.first_flip)
+        lines.append(f"  {'experts':<14} {plural(delta.flips, 'token')} sent to others{first}")
+    return "\n".join(lines)
+
+
+def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bool, str]:
+    """Compare the run that `argv` configures, on the ranks that call this together.
+
+    Returns:
+        Whether it passes, and a report.
+    """
+    world = dist.get_world_size()
+    config = resolve(list(argv), world).config
+    tolerances = tolerances or tolerances_of(config)
+    setup = preflight(config, output=False)
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        small = shrink(argv, config, setup, Path(folder))
+        used = resolve(small, world).config
+        degrees, mixture = layout_degrees(used.parallelism), bool(setup.spec.expert_sizes(setup.args))
+        finding = compare(small, tolerances)
+        rows, axes = used.training.local_batch_size, []
+        if finding.problems:
+            axes = find_axes(small, degrees, rows, tolerances)
+    layout = layout_name(degrees)
+    schedule = f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
+    t = used.training
+    table = _table(finding.difference, tolerances, mixture)
+    text = (
+        f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} steps of {t.global_batch_size} x "
+        f"{t.seq_len} tokens, fp32\n{table}\n{verdict(finding, axes, tolerances)}"
+    )
+    return not finding.problems, text

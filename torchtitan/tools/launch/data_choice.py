@@ -1,0 +1,71 @@
+"""The data that a project can start with."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from torchtitan.data.text.files import find_text_files, find_token_files
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+
+_HELD_OUT = {"demo": "demo_validation", "c4": "c4_validation"}
+"""Names of data to those of their held-out parts."""
+_HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to train on."""
+
+    dataset: str
+    path: str | None = None
+    held_out: str | None = None
+    """The part to validate on."""
+    kind: str = ""
+    """In words."""
+    is_here: bool = True
+    """Whether this machine has it."""
+
+
+def find_data(text: str) -> Data:
+    """The data that a name, a path, or `org/name:config@split` names.
+
+    Raises:
+        UserError: there is none, or nothing in it can be read.
+    """
+    if text in _HELD_OUT:
+        kinds = {"demo": "the text of Python's standard library", "c4": "C4 (English), streamed from the hub"}
+        return Data(text, held_out=_HELD_OUT[text], kind=kinds[text])
+    path = os.path.expanduser(text)
+    if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
+        return Data(_name(path), path, kind="local files", is_here=False)
+    if os.path.exists(path) or text.startswith((".", "/", "~")) or _is_pattern(text):
+        return _local(os.path.abspath(path))
+    if _HUB.fullmatch(text):
+        return Data(text, kind="streamed from the Hugging Face hub")
+    raise ConfigError(
+        [
+            f"--data: {text!r} is no file or folder here; give one, {', '.join(_HELD_OUT)}, or a data set of the "
+            f"Hugging Face hub as org/name:config@split{did_you_mean(text, _HELD_OUT)}"
+        ]
+    )
+
+
+def _is_pattern(path: str) -> bool:
+    return re.search(r"[*?\[]", path) is not None
+
+
+def _name(path: str) -> str:
+    """A name for files, which is none that the project knows."""
+    name = re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_") or "files"
+    return f"my_{name}" if name in _HELD_OUT else name
+
+
+def _local(path: str) -> Data:
+    try:
+        tokens = find_token_files(path, "--data")
+        if not tokens:
+            find_text_files(path, "--data")
+    except UserError as error:
+        raise ConfigError([str(error)]) from None
+    kind = "token files, for the tokenizer that they were made with" if tokens else "local files"
+    return Data(_name(path), path, kind=kind)

@@ -1,0 +1,243 @@
+"""Many runs of one configuration: what varies between them, and what each is called."""
+
+import itertools
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.config.load.command_line import config_flags
+from torchtitan.config.load.compat import renamed
+from torchtitan.config.load.render import to_toml_value
+from torchtitan.config.load.toml_file import excess
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.storage import is_url
+from torchtitan.utils.text import brief
+
+MOST_RUNS = 1000
+"""Slurm's default of `MaxArraySize` allows as many."""
+_LONGEST_VALUE, _LONGEST_NAME = 40, 120
+_LARGEST_FILE = 2**20
+_DUMP, _CHECKPOINTS = "job.dump_folder", "checkpoint.folder"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of several runs."""
+
+    name: str
+    """Of its folder."""
+    flags: tuple[str, ...]
+    """What it overrides."""
+
+
+Flags = dict[str, str]
+"""Dotted key to the text after `--key=`."""
+
+
+# ---- what varies
+
+
+def parse_axis(text: str) -> list[Flags]:
+    """The values of `section.key=a,b,c`, or of `section.key=[...]`, a list of TOML.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    key, equals, values = text.partition("=")
+    key = _today(key.strip().removeprefix("--").replace("-", "_"))
+    if not equals or "." not in key:
+        raise ConfigError([f"--grid: {brief(text)} is not section.key=value,value,..."])
+    words = _listed(key, values) if values.startswith("[") else [word.strip() for word in values.split(",")]
+    if "" in words or len(set(words)) < len(words):
+        raise ConfigError([f"--grid: {key} has {'an empty value' if '' in words else 'the same value twice'}"])
+    return [{key: word} for word in words]
+
+
+def _listed(key: str, text: str) -> list[str]:
+    try:
+        values = tomli.loads(f"values = {text}")["values"]
+    except (ValueError, RecursionError):
+        raise ConfigError([f"--grid: {key}: {brief(text)} is not a list of TOML; quote it for the shell"]) from None
+    return [_word(value) for value in values]
+
+
+def _today(key: str) -> str:
+    """A key without its old spelling."""
+    return renamed(key) or key
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else to_toml_value(value)
+
+
+def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
+    """The runs of a file: a line of flags each, or the tables `[[runs]]` of a TOML file, which may have a `name`.
+
+    Raises:
+        ConfigError: it can't be read, or holds something else.
+    """
+    try:
+        text = read_regular(path, _LARGEST_FILE, links=True).decode()
+        tables = tomli.loads(text) if path.suffix == ".toml" else {}
+    except OSError as error:
+        raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"--runs: {path}: {error}"]) from None
+    return _of_tables(path, tables) if path.suffix == ".toml" else _of_lines(path, text)
+
+
+def _of_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
+    runs: list[tuple[str | None, Flags]] = []
+    problems: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        wrong: list[str] = []
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            words, wrong = [], [str(error).lower()]
+        settings = dict(config_flags(words, wrong)) if words else {}
+        problems += [f"--runs: {path}:{number}: {problem}" for problem in wrong]
+        if words:
+            runs.append((None, {_today(key): _word(setting.value) for key, setting in settings.items()}))
+    if problems or not runs:
+        raise ConfigError(problems or [f"--runs: {path} has no line with flags"])
+    return runs
+
+
+def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Flags]]:
+    entries = tables.get("runs")
+    if set(tables) != {"runs"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise ConfigError(
+            [f"--runs: {path} must hold [[runs]] tables, with keys as section.key = value, and no others"]
+        )
+    if problem := excess(tables):
+        raise ConfigError([f"--runs: {path}: {problem}"])
+    runs: list[tuple[str | None, Flags]] = []
+    for entry in entries:
+        name = entry.pop("name", None)
+        if name is not None and not isinstance(name, str):
+            raise ConfigError([f"--runs: {path}: name: got {brief(name)}, must be a string"])
+        runs.append((name, dict(_flat(entry))))
+    if not runs:
+        raise ConfigError([f"--runs: {path} has no [[runs]]"])
+    return runs
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in table.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(_today(prefix + key), _word(value))]
+    return found
+
+
+# ---- runs
+
+
+def make_runs(axes: Sequence[str], file: Path | None) -> list[Run]:
+    """Every combination of the values of `axes` with the runs of `file`.
+
+    Raises:
+        ConfigError: what varies can't be read, is set twice, or makes too many runs.
+    """
+    choices: list[list[tuple[str | None, Flags]]] = [read_runs(file)] if file else []
+    choices += [[(None, flags) for flags in parse_axis(axis)] for axis in axes]
+    keys = [{key for _, flags in choice for key in flags} for choice in choices]
+    twice = [key for i, some in enumerate(keys) for key in sorted(some) if any(key in other for other in keys[:i])]
+    if twice:
+        raise ConfigError([f"--grid: {twice[0]} is varied twice; give all its values at once"])
+    for key in (_DUMP, "job.config_file"):
+        if any(key in some for some in keys):
+            raise ConfigError([f"--grid: {key} can't vary; each run gets a folder below --folder"])
+    number = 1
+    for choice in choices:
+        number *= len(choice)
+    if number > MOST_RUNS:
+        raise ConfigError([f"--grid: {number:,} runs are more than {MOST_RUNS:,}; give fewer values, or several grids"])
+    combined = [_merged(parts) for parts in itertools.product(*choices)]
+    seen = [sorted(flags.items()) for _, flags in combined]
+    for i, flags in enumerate(seen):
+        if flags in seen[:i]:
+            raise ConfigError([f"--runs: runs {seen.index(flags) + 1} and {i + 1} are the same"])
+    names = _names(combined)
+    return [
+        Run(name, tuple(f"--{key}={value}" for key, value in flags.items()))
+        for name, (_, flags) in zip(names, combined, strict=True)
+    ]
+
+
+def _merged(parts: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flags]:
+    flags: Flags = {}
+    for _, some in parts:
+        flags |= some
+    return next((name for name, _ in parts if name), None), flags
+
+
+def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
+    """A folder's name for each run: its own, and the keys that differ between runs, as `lr=3e-4_seed=1`."""
+    keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
+    given = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
+    short = _short(keys)
+    names: list[str] = []
+    for name, flags in runs:
+        alike = given[name]
+        varied = [key for key in flags if len({other.get(key) for other in alike}) > 1]
+        words = [f"{short[key]}={_plain(flags[key], _LONGEST_VALUE)}" for key in varied]
+        words = [_plain(name, _LONGEST_VALUE), *words] if name else words
+        names.append(_plain("_".join(words), _LONGEST_NAME) or "base")
+    unique: list[str] = []
+    for i, name in enumerate(names):
+        while name in unique:
+            name = f"{name}_{i}"
+        unique.append(name)
+    return unique
+
+
+def _short(keys: Sequence[str]) -> dict[str, str]:
+    """Keys by as many of their last parts as tell them apart."""
+    out = {}
+    for key in keys:
+        parts = key.split(".")
+        endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
+        out[key] = next(end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+    return out
+
+
+def _plain(text: str, longest: int) -> str:
+    """What any file system and shell takes as a part of a name."""
+    return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:longest]
+
+
+def in_folder(run: Run, folder: Path, checkpoints: str) -> tuple[str, ...]:
+    """The flags of a run with a folder of its own.
+
+    Args:
+        folder: of all runs.
+        checkpoints: `checkpoint.folder` of the configuration. What isn't below the run's folder would be shared.
+    """
+    flags = (*run.flags, f"--{_DUMP}={folder / run.name}")
+    own = any(flag.startswith(f"--{_CHECKPOINTS}=") for flag in run.flags)
+    shared = not own and (is_url(checkpoints) or Path(checkpoints).is_absolute())
+    return (*flags, f"--{_CHECKPOINTS}={checkpoints.rstrip('/')}/{run.name}") if shared else flags
+
+
+def together(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """The problems of several runs, each once, with the runs that have it.
+
+    Args:
+        problems: by run.
+    """
+    runs: dict[str, list[str]] = {}
+    for run, found in problems.items():
+        for problem in found:
+            runs.setdefault(problem, []).append(run)
+    return [f"{'run' if len(of) == 1 else 'runs'} {_some(of)}: {problem}" for problem, of in runs.items()]
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,64 @@
+"""The layouts that a new project can choose from."""
+
+import math
+from collections.abc import Sequence
+
+from torchtitan.config.derive import layout_name
+from torchtitan.tools.launch.recipe import Wish, as_flags, draft, steps_of
+from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
+from torchtitan.tools.planner.proposals import Proposal
+from torchtitan.tools.planner.render import band_ends, likelihood, run_of
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_rate, show_tokens
+
+SHOWN = 3
+_LEGEND = "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank (docs/init.md)."
+
+
+def best_layouts(wish: Wish) -> tuple[list[Proposal], int]:
+    """The best layouts, the first of which is recommended, and how many legal ones there are; or the one given.
+
+    Raises:
+        UserError: none fits.
+        ConfigError: none is legal.
+    """
+    if wish.states_layout:
+        plan, _ = make_plan(as_flags(draft(wish)), wish.devices, wish.hardware)
+        return [Proposal(plan, "as given")], 1
+    found, _ = find_layouts(as_flags(draft(wish)), wish.devices, wish.hardware, own=False)
+    if not found.best:
+        short = found.smallest_gib / wish.hardware.usable_gib
+        devices = wish.devices * 2 ** math.ceil(math.log2(short * 1.1))
+        more = f"try --devices {devices} or more, or a smaller model or --seq-len"
+        if wish.on_cpu:
+            more = "choose a smaller model or --seq-len"
+        raise UserError(f"{wish.model.name}: {nothing_fits(found, wish.devices, wish.hardware)}; {more}")
+    return found.best[:SHOWN], found.seen
+
+
+def table(proposals: Sequence[Proposal], seen: int, wish: Wish) -> str:
+    """The layouts with their predictions and reasons."""
+    rows = [["", "layout", "batch", "recomputes", "tokens/s per device", "GiB", "fits", "whole run, tokens", "why"]]
+    for i, proposal in enumerate(proposals):
+        plan = proposal.plan
+        w = plan.workload
+        batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
+        tokens = float(steps_of(plan, wish) * w.tokens_per_step)
+        length = f"{show_duration(run_of(plan, tokens).hours * 3600)}, {show_tokens(tokens)}"
+        ends = band_ends(plan.tokens_per_second, plan.speed_band)
+        rows.append(
+            [
+                str(i + 1),
+                layout_name(plan.layout) + (f", {plan.schedule}" if plan.schedule else ""),
+                batch,
+                {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
+                f"{show_rate(plan.tokens_per_second)} ({show_rate(ends[0])} to {show_rate(ends[1])})",
+                "{:.1f} ({:.1f} to {:.1f})".format(plan.peak_gib, *band_ends(plan.peak_gib, plan.memory_band)),
+                likelihood(plan.chance_to_fit),
+                length,
+                proposal.why,
+            ]
+        )
+    hardware = f"{wish.devices} x {wish.hardware.name}, {show_gib(wish.hardware.usable_gib)} each"
+    best = f"The best of {plural(seen, 'legal layout')}" if seen > 1 else "The layout"
+    return f"{best} on {hardware}:\n{aligned(rows)}\n{_LEGEND}"

@@ -1,0 +1,125 @@
+"""The models that a project can start with: the sizes of each family, and local Hugging Face folders."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.sections.schema import Config
+from torchtitan.models import ModelSpec, families, get_spec, hf_map, spec_of_hf
+from torchtitan.tools.planner.predict import derived_workload
+from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
+from torchtitan.utils.json_files import read_json_object
+
+DEBUG = "debugmodel"
+"""The flavor of each family that trains on a CPU, with the shipped tokenizer."""
+
+REPOSITORIES = {
+    "llama3": {
+        "1B": "meta-llama/Llama-3.2-1B",
+        "3B": "meta-llama/Llama-3.2-3B",
+        "8B": "meta-llama/Llama-3.1-8B",
+        "70B": "meta-llama/Llama-3.1-70B",
+        "405B": "meta-llama/Llama-3.1-405B",
+    },
+    "mistral": {
+        "7B-v0.3": "mistralai/Mistral-7B-v0.3",
+        "Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
+        "Small-24B": "mistralai/Mistral-Small-24B-Base-2501",
+    },
+    "qwen2_5": {size: f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")},
+    "qwen3": {size: f"Qwen/Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B")}
+    | {"32B": "Qwen/Qwen3-32B"},
+    "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
+}
+"""Where the hub has the tokenizer of each size."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train."""
+
+    spec: ModelSpec
+    flavor: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    """Its Hugging Face folder; None for a size of a family."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name}/{self.flavor}" if self.folder is None else self.folder.name
+
+    @property
+    def args(self) -> Any:
+        return self.spec.args(self.flavor, self.overrides)
+
+    @property
+    def has_weights(self) -> bool:
+        return self.folder is not None and any(self.folder.glob("*.safetensors"))
+
+    @property
+    def repository(self) -> str | None:
+        """Where the hub has its tokenizer."""
+        return None if self.folder else REPOSITORIES.get(self.spec.name, {}).get(self.flavor)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the hub asks for the licence to be accepted."""
+        return (self.repository or "").startswith("meta-llama/")
+
+    def parameters(self) -> tuple[int, int]:
+        """All parameters, and those that a token uses: of a mixture, its own experts'."""
+        config = Config()
+        chosen = config.model.model_copy(
+            update={"name": self.spec.name, "flavor": self.flavor, "overrides": self.overrides}
+        )
+        w = derived_workload(config.model_copy(update={"model": chosen}), self.spec, 1)
+        total = w.params(w.stages[0])
+        idle = w.args.n_layers * w.expert_params * (1 - w.top_k / w.experts) if w.experts else 0.0
+        return total, round(total - idle)
+
+
+def offered() -> list[Model]:
+    """Every size of every family."""
+    return [Model(spec, flavor) for spec in families() for flavor in spec.flavors]
+
+
+def find_model(text: str) -> Model:
+    """The model that `FAMILY/SIZE`, or the path of a Hugging Face folder, names.
+
+    Raises:
+        UserError: there is none, or no family can represent it.
+    """
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return _of_folder(folder)
+    family, _, flavor = text.partition("/")
+    known = {spec.name: spec for spec in families()}
+    if family not in known:
+        names = [model.name for model in offered()]
+        hint = did_you_mean(text, [*names, *known])
+        raise ConfigError(
+            [f"--model: {text!r} is neither a folder nor FAMILY/SIZE; the families are {', '.join(known)}{hint}"]
+        )
+    spec = known[family]
+    same = [name for name in spec.flavors if name.lower() == flavor.lower()]
+    if not same:
+        hint = did_you_mean(flavor, spec.flavors) if flavor else ""
+        sizes = ", ".join(f"{family}/{name}" for name in spec.flavors)
+        raise ConfigError([f"--model: {family} has no size {flavor!r}; choose {sizes}{hint}"])
+    return Model(spec, same[0])
+
+
+def _of_folder(folder: Path) -> Model:
+    try:
+        config = read_json_object(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: {folder} is not the folder of a Hugging Face model: {error}") from None
+    from torchtitan.checkpoint.convert import nearest_flavor  # imports torch
+
+    try:
+        spec = spec_of_hf(config)
+        flavor, overrides = nearest_flavor(spec, hf_map(spec).args(config))
+    except ConfigError as error:
+        raise ConfigError([f"--model: {folder}: {problem}" for problem in error.problems]) from None
+    return Model(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(folder)))

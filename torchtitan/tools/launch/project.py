@@ -1,0 +1,166 @@
+"""The files of a new project, checked as a whole before any is written."""
+
+import shlex
+import tempfile
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.config import complete, load_config
+from torchtitan.config.load.render import to_toml
+from torchtitan.config.rules.device import check_device
+from torchtitan.tools.launch.job import Job, check_words, job_name, script
+from torchtitan.tools.launch.recipe import Settings, Wish, config_of, draft, fetch_tokenizer, final
+from torchtitan.tools.planner.planner import without_missing_files
+from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.render import band_ends, likelihood, run_of
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_all
+from torchtitan.utils.text import show_duration, show_rate, show_tokens
+
+CONFIG, SCRIPT, HARDWARE = "train.toml", "train.sbatch", "hardware.toml"
+
+
+@dataclass(frozen=True)
+class Project:
+    """Files by name, and what to do with them."""
+
+    folder: Path
+    files: dict[str, str]
+    steps: list[str]
+    """Commands to run, in order, with comments."""
+    notes: tuple[str, ...] = ()
+
+
+def existing(folder: Path) -> list[str]:
+    """The files of a project that are in `folder` already."""
+    return [name for name in (CONFIG, SCRIPT, HARDWARE) if (folder / name).exists()]
+
+
+def make_project(wish: Wish, plan: Plan, command: str, slurm: Namespace | None, per_node: int) -> Project:
+    """The files of a project with a plan's layout.
+
+    Args:
+        command: what makes the same project again.
+        slurm: options of a job's script; None: none is written.
+        per_node: devices of a node.
+
+    Raises:
+        UserError: the trainer would refuse the configuration.
+    """
+    settings = final(draft(wish), plan, wish)
+    text = _toml(wish, plan, settings, command)
+    notes = validate_text(text, wish)
+    files = {CONFIG: text}
+    if slurm is not None:
+        files[SCRIPT] = _script(wish, slurm, per_node)
+    return Project(wish.folder, files, _steps(wish, slurm is not None, per_node), notes)
+
+
+def _toml(wish: Wish, plan: Plan, settings: Settings, command: str) -> str:
+    config = config_of(settings)
+    comments = {key: setting.why for key, setting in settings.items()}
+    run = run_of(plan, float(config.training.steps * plan.workload.tokens_per_step))
+    speed = band_ends(plan.tokens_per_second, plan.speed_band)
+    memory = band_ends(plan.peak_gib, plan.memory_band)
+    head = [
+        f"{wish.model.name} on {wish.devices} x {wish.hardware.description}. Written by:",
+        f"  {command}",
+        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device "
+        f"({show_rate(speed[0])} to {show_rate(speed[1])}), "
+        f"{plan.peak_gib:.1f} of {wish.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to {memory[1]:.1f}),",
+        f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
+        f"{show_duration(run.hours * 3600)}. 9 of 10 runs are within the ranges (docs/plan.md).",
+        "Only what differs from the defaults is here; `torchtitan config FILE --explain` shows every value.",
+    ]
+    body = to_toml(config, only_changed=True, comments=comments)
+    lines = ("".join(c if c.isprintable() else " " for c in line) for line in head)  # a hardware file may hold any text
+    return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
+
+
+def validate_text(text: str, wish: Wish) -> tuple[str, ...]:
+    """Check a configuration file as the trainer would on its devices.
+
+    Returns:
+        Notes on files that this machine doesn't have.
+
+    Raises:
+        ConfigError: it is refused. On this machine, missing files are a reason, too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, CONFIG)
+        file.write_text(text)
+        config = complete(load_config([f"--config={file}"]), wish.devices).config
+    here, notes = without_missing_files(config)
+    preflight(here, output=False)
+    check_device(config, wish.hardware.accelerator)
+    return tuple(note.replace("the plan doesn't need it, the run will", "the run will need it") for note in notes)
+
+
+def _script(wish: Wish, slurm: Namespace, per_node: int) -> str:
+    config = str((wish.folder / CONFIG).absolute())
+    check_words(config, [])
+    nodes, ranks = nodes_of(wish.devices, per_node)
+    name = job_name(wish.folder.absolute().name)
+    return script(Job(name, (nodes, nodes), ranks, slurm), config, [])
+
+
+def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
+    """Nodes, and ranks on each.
+
+    Raises:
+        UserError: the devices don't fill whole nodes.
+    """
+    if devices > per_node and devices % per_node:
+        raise UserError(
+            f"--devices: {devices} don't fill nodes of {per_node}; give a multiple of {per_node}, or --gpus-per-node"
+        )
+    return max(1, devices // per_node), min(devices, per_node)
+
+
+def _steps(wish: Wish, slurm: bool, per_node: int) -> list[str]:
+    """What is left to do."""
+    steps, config = [], shlex.quote(str(wish.folder / CONFIG))
+    if needs_tokenizer(wish):
+        gated = "; needs HF_TOKEN, of somebody with access" if wish.model.is_gated else ""
+        steps.append(f"{fetch_tokenizer(wish.model, wish.folder)}  # the tokenizer{gated}")
+    if wish.devices > 1:
+        steps.append(f"torchtitan rehearse {config} --world {wish.devices}  # optional: can't it hang?")
+    nodes, ranks = nodes_of(wish.devices, per_node)
+    if slurm:
+        steps.append(f"sbatch {shlex.quote(str(wish.folder / SCRIPT))}")
+    elif nodes > 1:
+        steps.append(
+            f"torchtitan train {config} --nnodes {nodes} --nproc-per-node {ranks} --rdzv-endpoint FIRST_NODE:29500"
+            "  # on every node, with the same RDZV_SECRET"
+        )
+    else:
+        steps.append(f"torchtitan train {config}" + (f" --nproc-per-node {ranks}" if not wish.on_cpu else ""))
+    return steps
+
+
+def needs_tokenizer(wish: Wish) -> bool:
+    """Whether the tokenizer is to be fetched into the project's folder."""
+    given = draft(wish).get("model.hf_assets_path")
+    return wish.model.repository is not None and given is not None and given.why.startswith("to be fetched")
+
+
+def write(project: Project) -> None:
+    """Write all files, or none.
+
+    Raises:
+        UserError: the folder can't be written to.
+    """
+    try:
+        project.folder.mkdir(parents=True, exist_ok=True)
+        write_all({project.folder / name: text.encode() for name, text in project.files.items()})
+    except OSError as error:
+        raise UserError(f"can't write to {project.folder}: {error.strerror or error}; choose another folder") from None
+
+
+def summary(project: Project) -> str:
+    """What was written, and what comes next."""
+    wrote = f"Wrote {', '.join(str(project.folder / name) for name in project.files)}"
+    notes = [f"note: {note}" for note in project.notes]
+    return "\n".join([wrote, *notes, "", "Next:", *(f"  {step}" for step in project.steps)])

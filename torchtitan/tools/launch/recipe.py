@@ -1,0 +1,273 @@
+"""From what somebody wants to train to a configuration: values, each with the reason that its file states."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.derive import DEGREE_KEYS, divisors
+from torchtitan.config.load.decode import load_config
+from torchtitan.config.load.render import to_toml_value
+from torchtitan.config.sections.schema import Config
+from torchtitan.tools.launch.data_choice import Data
+from torchtitan.tools.launch.models import Model
+from torchtitan.tools.planner.axes import read
+from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.render import run_of
+from torchtitan.utils.text import show_duration, show_tokens
+
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556."""
+_SMALL = 50e6
+"""Parameters below which a model is for trying things out: `debug_model.toml` sets its batch and row length."""
+_RATES = {
+    6.2e6: (1.5e-3, "debug_model.toml"),
+    1.24e9: (4e-4, "llama3_1b.toml"),
+    8e9: (3e-4, "Llama 3 8B, arXiv:2407.21783, table 3"),
+    70e9: (1.5e-4, "Llama 3 70B, arXiv:2407.21783, table 3"),
+    405e9: (8e-5, "Llama 3 405B, arXiv:2407.21783, table 3"),
+}
+"""Parameters to a peak learning rate and its source."""
+_BATCHES = {
+    6.2e6: (2**11, "debug_model.toml"),
+    125e6: (2**19, "GPT-3 125M, arXiv:2005.14165, table 2.1"),
+    760e6: (2**19, "GPT-3 760M, arXiv:2005.14165, table 2.1"),
+    1.3e9: (2**20, "GPT-3 1.3B, arXiv:2005.14165, table 2.1"),
+    6.7e9: (2**21, "GPT-3 6.7B, arXiv:2005.14165, table 2.1"),
+    70e9: (2**22, "Llama 2 70B, arXiv:2307.09288, section 2.2"),
+}
+"""Parameters to the tokens of a step, and the source."""
+_MOST_LOGITS = 2**27
+"""In a chunk of one row's loss: half a GiB in fp32."""
+_WARMUP = 2000
+"""Llama 2, arXiv:2307.09288, section 2.2."""
+_SAVE_SECONDS = 1800
+_OF_LAYOUT = ("activation_checkpoint.mode", "training.local_batch_size")
+_VALIDATION_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of the configuration, and why it has it."""
+
+    value: Any
+    why: str
+
+
+Settings = dict[str, Setting]
+"""By dotted key."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody wants to train, on what, and for how long."""
+
+    model: Model
+    data: Data
+    hardware: Hardware
+    devices: int
+    seq_len: int
+    folder: Path
+    tokens: float | None = None
+    hours: float | None = None
+    """If `tokens` is not given."""
+    given: Settings | None = None
+    """Settings that prevail."""
+
+    @property
+    def states_layout(self) -> bool:
+        """Whether a layout is given, at least in parts: then it is not searched for."""
+        return any(key.startswith("parallelism.") or key in _OF_LAYOUT for key in self.given or {})
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.hardware.device == "cpu"
+
+
+def default_seq_len(model: Model) -> int:
+    return 256 if model.parameters()[0] < _SMALL else 4096
+
+
+def suggested_tokens(model: Model) -> float:
+    """A compute-optimal number of tokens. For a mixture, that of its active parameters, which is not published."""
+    return float(TOKENS_PER_PARAMETER * model.parameters()[1])
+
+
+def _nearest(table: dict[float, tuple[Any, str]], parameters: int) -> tuple[Any, str]:
+    return table[min(table, key=lambda size: abs(math.log(size / parameters)))]
+
+
+def _rows(tokens: int, seq_len: int, devices: int) -> int:
+    """Rows of about `tokens` that can be divided among the devices or, if they are fewer, among groups of devices."""
+    wanted = max(1, round(tokens / seq_len))
+    unit = divisors(devices, wanted)[-1]
+    return unit * round(wanted / unit)
+
+
+def _chunks(seq_len: int, vocab_size: int) -> int:
+    """Parts of a row's loss, each of at most `_MOST_LOGITS`. A power of two, since degrees are."""
+    chunks = 1
+    while seq_len * vocab_size / chunks > _MOST_LOGITS and seq_len % (2 * chunks) == 0:
+        chunks *= 2
+    return chunks
+
+
+def draft(wish: Wish) -> Settings:
+    """All settings that a search for a layout needs."""
+    model, data = wish.model, wish.data
+    parameters, active = model.parameters()
+    rate, rate_source = _nearest(_RATES, parameters)
+    batch, batch_source = _nearest(_BATCHES, parameters)
+    rows = _rows(batch, wish.seq_len, wish.devices)
+    chunks = _chunks(wish.seq_len, model.args.vocab_size)
+    logits = wish.seq_len * model.args.vocab_size / 1e9
+    size = f"{show_tokens(parameters)} parameters"
+    size += f", {show_tokens(active)} of them active" if active < parameters else ""
+    settings = {
+        "job.description": Setting(f"{model.name} on {data.dataset}", "for the log and trackers"),
+        "job.dump_folder": Setting(os.path.abspath(wish.folder / "run"), "metrics and checkpoints of this run"),
+        "model.name": Setting(model.spec.name, "the family"),
+        "model.flavor": Setting(model.flavor, size if not model.overrides else "the nearest size; see the overrides"),
+        "optimizer.lr": Setting(rate, f"as {rate_source}"),
+        "lr_scheduler.name": Setting("cosine", "decays from the end of warm-up to the end of the run"),
+        "lr_scheduler.min_lr_factor": Setting(0.1, "a tenth of the peak at the end, as Llama 2, arXiv:2307.09288"),
+        "training.dataset": Setting(data.dataset, data.kind),
+        "training.seq_len": Setting(wish.seq_len, "tokens per row"),
+        "training.global_batch_size": Setting(
+            rows, f"{rows * wish.seq_len:,} tokens per step, near {batch:,} of {batch_source}"
+        ),
+        "training.loss_chunks": Setting(chunks, f"a row has {logits:.2f} billion logits"),
+        "compile.enable": Setting(not wish.on_cpu, "faster; the first steps take longer"),
+        "checkpoint.enable": Setting(True, "the same command resumes"),
+        "checkpoint.async_mode": Setting(
+            "async" if wish.on_cpu else "async_with_pinned_mem", "training continues while a checkpoint is written"
+        ),
+    }
+    settings |= {f"model.overrides.{key}": Setting(value, "from config.json") for key, value in model.overrides.items()}
+    if data.path:
+        settings["training.dataset_path"] = Setting(data.path, data.kind)
+    if wish.on_cpu:
+        settings["training.mixed_precision_param"] = Setting("float32", "few CPUs are faster in bfloat16")
+    if model.has_weights:
+        settings["checkpoint.initial_load_in_hf"] = Setting(True, "start from the weights beside the tokenizer")
+    settings |= _tokenizer(wish) | _validation(wish)
+    return settings | (wish.given or {})
+
+
+def _tokenizer(wish: Wish) -> Settings:
+    key, model = "model.hf_assets_path", wish.model
+    if model.folder:
+        return {key: Setting(str(model.folder), "tokenizer, sizes and weights")}
+    if model.repository is None:
+        return {}  # the shipped one
+    name = model.repository.rpartition("/")[2]
+    for folder in (wish.folder / "tokenizer", Path("assets/hf", name)):
+        if any((folder / file).is_file() for file in ("tokenizer.json", "original/tokenizer.model")):
+            return {key: Setting(os.path.abspath(folder), f"the tokenizer of {model.repository}")}
+    fetch = f"to be fetched: {fetch_tokenizer(model, wish.folder)}"
+    return {key: Setting(os.path.abspath(wish.folder / "tokenizer"), fetch)}
+
+
+def fetch_tokenizer(model: Model, folder: Path) -> str:
+    """The command that downloads the tokenizer into the project's folder."""
+    return f"hf download {model.repository} --include 'tokenizer*' --local-dir {folder / 'tokenizer'}"
+
+
+def _validation(wish: Wish) -> Settings:
+    if wish.data.held_out is None:
+        return {}
+    return {
+        "validation.enable": Setting(True, "loss on text that training never sees"),
+        "validation.dataset": Setting(wish.data.held_out, "the held-out part"),
+        "validation.seq_len": Setting(wish.seq_len, "as in training"),
+        "validation.steps": Setting(_VALIDATION_BATCHES, "global batches per validation"),
+    }
+
+
+# ---- with a layout
+
+
+def final(settings: Settings, plan: Plan, wish: Wish) -> Settings:
+    """The settings with a plan's layout, and what follows from its speed: steps, warm-up, saves."""
+    steps = steps_of(plan, wish)
+    per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))
+    warmup = min(_WARMUP, max(1, steps // 10))
+    layout = settings | _layout(plan)
+    chosen = {
+        "training.steps": Setting(steps, _length(plan, wish, steps)),
+        "lr_scheduler.warmup_steps": Setting(warmup, "a tenth of the steps, at most 2,000 as Llama 2"),
+        "checkpoint.interval": Setting(per_save, "half an hour by the plan's speed, at most a tenth of the run"),
+    }
+    if wish.data.held_out is not None:
+        rows = plan.config.training.local_batch_size
+        chosen["validation.freq"] = Setting(per_save, "when a checkpoint is saved")
+        chosen["validation.local_batch_size"] = Setting(rows, "as in training, which fits")
+    return layout | chosen | (wish.given or {})
+
+
+def steps_of(plan: Plan, wish: Wish) -> int:
+    """Steps of the run: of its tokens, or of the hours that the plan says they take."""
+    if wish.given and "training.steps" in wish.given:
+        return int(wish.given["training.steps"].value)
+    if wish.tokens is not None:
+        return max(1, math.ceil(wish.tokens / plan.workload.tokens_per_step))
+    return max(1, round((wish.hours or 0.0) * 3600 / plan.time.seconds))
+
+
+def _length(plan: Plan, wish: Wish, steps: int) -> str:
+    tokens = float(steps * plan.workload.tokens_per_step)
+    ratio = tokens / wish.model.parameters()[1]
+    which = "active parameter" if plan.workload.experts else "parameter"
+    duration = show_duration(run_of(plan, tokens).hours * 3600)
+    return f"{show_tokens(tokens)} tokens, {ratio:.3g} per {which}; {duration} by the plan's speed"
+
+
+def _layout(plan: Plan) -> Settings:
+    """What a search has chosen."""
+    p, ac = plan.config.parallelism, plan.config.activation_checkpoint
+    axes = {
+        "pp": "parts of the layers",
+        "dp_replicate": "copies of the model",
+        "dp_shard": "FSDP: ranks that share parameters and optimizer state",
+        "cp": "parts of each row",
+        "tp": "parts of each matrix",
+    }
+    keys = {f"parallelism.{DEGREE_KEYS[axis]}": text for axis, text in axes.items()} | {
+        "parallelism.expert_parallel_degree": "ranks that the experts are divided among",
+        "parallelism.enable_async_tensor_parallel": "hides communication behind the products",
+        "activation_checkpoint.mode": {
+            "none": "everything fits; nothing is recomputed",
+            "selective": "recomputes what is cheap, to fit",
+            "full": "recomputes each block in the backward, to fit",
+        }.get(ac.mode, "to fit"),
+        "activation_checkpoint.selective_ac_option": "keeps attention and every second product",
+        "training.local_batch_size": "rows of a rank at a time"
+        + (f", {plan.workload.accumulation} times per step" if plan.workload.accumulation > 1 else ""),
+    }
+    if p.pipeline_parallel_degree > 1:
+        keys |= {
+            "parallelism.pipeline_parallel_schedule": f"idle for {plan.time.bubble:.1%} of a step",
+            "parallelism.pipeline_parallel_microbatch_size": "rows of a microbatch",
+        }
+    if plan.workload.world == 1:
+        del keys[f"parallelism.{DEGREE_KEYS['dp_shard']}"]
+    return {key: Setting(read(plan.config, key), f"{text} (planned)") for key, text in keys.items()}
+
+
+# ---- as a configuration
+
+
+def as_flags(settings: Settings) -> list[str]:
+    """The settings as flags of the command line."""
+    return [f"--{key}={_word(setting.value)}" for key, setting in settings.items()]
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else to_toml_value(value)
+
+
+def config_of(settings: Settings) -> Config:
+    """The configuration of the settings, before values are derived."""
+    return load_config(as_flags(settings)).config

@@ -1,0 +1,91 @@
+"""What a search can vary beside the layout, on request. Settings are keys and values of the configuration."""
+
+import itertools
+from typing import Any
+
+from torchtitan.config.derive import replace
+from torchtitan.config.sections.schema import Config
+
+Settings = dict[str, Any]
+
+AXES = {
+    "batch": "half, double and four times the global batch (changes what is trained)",
+    "loss_chunks": "the loss in 1 to 16 chunks",
+    "ac": "checkpointing of every 2nd to 4th block, and memory budgets",
+    "state_dtype": "the optimizer's state in bf16, too (changes what is trained)",
+    "offload": "activations, or parameters and optimizer state, in host memory",
+}
+"""Name and what it varies."""
+
+_BATCHES = (0.5, 1, 2, 4)
+_LOSS_CHUNKS = (1, 2, 4, 8, 16)
+_AC = "activation_checkpoint."
+_MODES: tuple[Settings, ...] = (
+    {"mode": "none"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "full"},
+)
+_MORE_MODES: tuple[Settings, ...] = (
+    *({"mode": "selective", "selective_ac_option": str(k)} for k in (4, 3, 2)),
+    *({"mode": "memory_budget", "memory_budget": share} for share in (0.75, 0.5, 0.25)),
+)
+_CHANGES_TRAINING = ("training.global_batch_size", "optimizer.state_dtype")
+_SIMPLEST: Settings = {
+    "activation_checkpoint.offload_blocks": 0,
+    "training.enable_cpu_offload": False,
+}
+"""Other values make a configuration less simple."""
+KEYS = (*_CHANGES_TRAINING, *_SIMPLEST, "training.loss_chunks")
+"""Everything that the axes set outside of checkpointing's mode."""
+
+
+def checkpointing_modes(axes: tuple[str, ...]) -> tuple[Settings, ...]:
+    """Values of `activation_checkpoint` to try."""
+    return (*_MODES, *_MORE_MODES) if "ac" in axes else _MODES
+
+
+def batches(config: Config, axes: tuple[str, ...]) -> list[int]:
+    """Global batch sizes to try."""
+    rows = config.training.global_batch_size
+    return [int(rows * scale) for scale in _BATCHES if rows * scale % 1 == 0] if "batch" in axes else [rows]
+
+
+def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:
+    """All combinations of the other axes, from the one that takes most memory, and least time, to the opposite."""
+    choices: list[list[Settings]] = []
+    if "loss_chunks" in axes:
+        choices.append([{"training.loss_chunks": chunks} for chunks in _LOSS_CHUNKS])
+    if "state_dtype" in axes:
+        types = ["float32", "bfloat16"] if config.optimizer.name != "Muon" else [config.optimizer.state_dtype]
+        choices.append([{"optimizer.state_dtype": dtype} for dtype in types])
+    if "offload" in axes:
+        places = itertools.product((False, True), (0, -1))
+        choices.append(
+            [{"activation_checkpoint.offload_blocks": n, "training.enable_cpu_offload": cpu} for cpu, n in places]
+        )
+    return [{key: value for one in combined for key, value in one.items()} for combined in itertools.product(*choices)]
+
+
+def applied(config: Config, settings: Settings) -> Config:
+    """`config` with the settings."""
+    for key, value in settings.items():
+        config = replace(config, key, value)
+    return config
+
+
+def read(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def changes(config: Config, given: Config) -> Settings:
+    """What an axis has set to another value than `given` has."""
+    return {key: read(config, key) for key in KEYS if read(config, key) != read(given, key)}
+
+
+def burdens(config: Config, given: Config) -> int:
+    """How much less simple the axes' settings are: one for each kind of offload, two for what changes training."""
+    changed = changes(config, given)
+    own = sum(read(config, key) != simple for key, simple in _SIMPLEST.items())
+    return own + 2 * sum(key in changed for key in _CHANGES_TRAINING)

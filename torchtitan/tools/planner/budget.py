@@ -1,0 +1,164 @@
+"""What a run takes in days and money when GPUs fail: its goodput, and the best interval between checkpoints.
+
+Failures are independent and equally likely at any time. A run of n GPUs then fails every M = mtbf / n on average, and
+an interval tau of training between checkpoints takes, with repeated work and restarts,
+
+    M exp((R + W) / M) (exp((tau + d) / M) - 1)
+
+where a save blocks training for d, a checkpoint is complete W after that, and a restart takes R (Daly 2006,
+doi:10.1016/j.future.2004.11.016, eq. 20, with W = 0: work that is trained while a checkpoint is written is lost like
+the time of a restart).
+"""
+
+import math
+from dataclasses import dataclass
+
+from torchtitan.config.derive import replace
+from torchtitan.tools.planner.memory import GIB, memory_of
+from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.render import Run, rounded, run_of
+from torchtitan.tools.planner.workload import Workload
+from torchtitan.utils.text import plural, show_duration, show_gib, show_percent, show_tokens
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often GPUs fail and what it takes to go on."""
+
+    mtbf_hours: float
+    """Mean time between failures of one GPU, with its share of everything else that stops a run."""
+    storage: float
+    """Bytes/s at which all ranks together write a checkpoint."""
+    restart_minutes: float
+
+
+@dataclass(frozen=True)
+class Saves:
+    """One checkpoint."""
+
+    size: float
+    """Bytes of parameters and optimizer state."""
+    blocked: float
+    """Seconds that training waits for it."""
+    background: float
+    """Seconds from then until it is complete."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Share of a run's time that is training which is kept."""
+
+    mtbf: float
+    """Seconds between failures of the run."""
+    saves: Saves
+    interval_steps: int
+    """The best interval."""
+    share: float
+    """Goodput at the best interval."""
+    own_steps: int | None
+    """`checkpoint.interval`; None if the configuration saves nothing."""
+    own_share: float | None
+
+
+def saves_of(plan: Plan, storage: float) -> Saves:
+    """The checkpoint of a plan: written while training waits, or first copied to host memory.
+
+    A copy to pinned memory runs beside the next step's forward and backward, and blocks for what is longer.
+    """
+    config = replace(plan.config, "training.enable_cpu_offload", False)  # then its memory holds all of the state
+    w = Workload(config, plan.workload.args, plan.workload.pipeline)
+    own = [sum(memory_of(w, rank).parts[part] for part in ("parameters", "optimizer")) for rank in range(w.pp)]
+    size = sum(own) * w.fsdp * w.tp  # replicas hold copies
+    write, copy = size / storage, max(own) / plan.hardware.host_link
+    mode = config.checkpoint.async_mode
+    if mode == "disabled":
+        return Saves(size, write, 0.0)
+    blocked = copy if mode == "async" else max(0.0, copy - plan.time.seconds)
+    return Saves(size, blocked, copy - blocked + write)
+
+
+def best_interval(blocked: float, mtbf: float) -> float:
+    """Seconds of training between saves that lose least (Young 1974, doi:10.1145/361147.361115: sqrt(2 d M); with
+    Daly's next terms, eq. 37)."""
+    if blocked >= 2 * mtbf:
+        return mtbf
+    ratio = blocked / (2 * mtbf)
+    return math.sqrt(2 * blocked * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocked
+
+
+def share_kept(interval: float, saves: Saves, mtbf: float, restart: float) -> float:
+    """Goodput with `interval` seconds of training between saves."""
+    if (interval + saves.blocked + restart + saves.background) / mtbf > 500:
+        return 0.0
+    spent = math.exp((restart + saves.background) / mtbf) * math.expm1((interval + saves.blocked) / mtbf) * mtbf
+    return interval / spent
+
+
+def goodput(plan: Plan, failures: Failures) -> Goodput:
+    """The best interval between checkpoints of a plan, its goodput, and that of the configuration's own."""
+    mtbf = failures.mtbf_hours * 3600 / plan.workload.world
+    restart, step, checkpoint = failures.restart_minutes * 60, plan.time.seconds, plan.config.checkpoint
+    saves = saves_of(plan, failures.storage)
+    # A save starts only after the one before is complete.
+    best = max(best_interval(saves.blocked, mtbf), saves.background)
+    steps = max(1, math.ceil(best / step))
+
+    def share(steps: int) -> float:
+        return share_kept(max(steps * step, saves.background), saves, mtbf, restart)
+
+    own = checkpoint.interval if checkpoint.enable else None
+    return Goodput(mtbf, saves, steps, share(steps), own, share(own) if own else None)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run of a plan takes."""
+
+    run: Run
+    """Without failures."""
+    goodput: Goodput | None
+    hours: float
+    """With failures, at the best interval."""
+    gpu_hours: float
+    cost: float | None
+    """In the currency of the price."""
+
+
+def budget_of(plan: Plan, tokens: float | None, failures: Failures | None, price: float | None) -> Budget:
+    """Time and cost of training on `tokens`; by default on those of `training.steps`.
+
+    Args:
+        price: of a GPU-hour.
+    """
+    run = run_of(plan, tokens)
+    made = goodput(plan, failures) if failures else None
+    hours = run.hours / (made.share if made else 1.0) if not made or made.share else math.inf
+    gpu_hours = hours * plan.workload.world
+    return Budget(run, made, hours, gpu_hours, None if price is None else price * gpu_hours)
+
+
+def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: float | None) -> str:
+    """A budget for a terminal."""
+    lines = []
+    if (made := budget.goodput) and failures:
+        saves, world = made.saves, plan.workload.world
+        own = (
+            f"; {show_percent(100 * made.own_share)} at checkpoint.interval = {made.own_steps}"
+            if made.own_share is not None
+            else "; the configuration saves nothing (checkpoint.enable = false)"
+        )
+        lines += [
+            f"Failures: one every {show_duration(made.mtbf)} on {plural(world, 'GPU')} (each GPU: "
+            f"{failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
+            f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for {show_duration(saves.blocked)}, and is "
+            f"complete {show_duration(saves.background)} later",
+            f"Goodput {show_percent(100 * made.share)} at the best interval, {plural(made.interval_steps, 'step')} = "
+            f"{show_duration(made.interval_steps * plan.time.seconds)}{own}",
+        ]
+    cost = "" if budget.cost is None else f", {rounded(budget.cost)} at {price:g} per GPU-hour"
+    including = " with failures" if budget.goodput else ""
+    lines.append(
+        f"{show_tokens(budget.run.tokens)} tokens{including}: {show_duration(budget.hours * 3600)}, "
+        f"{rounded(budget.gpu_hours)} GPU-hours{cost}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""The timeline of a pipeline schedule, and the activations it keeps.
+
+The orders of computations are those that the trainer runs: this project's 1F1B, torch's for every other name, or those
+of a CSV file.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from torchtitan.parallel.pipeline_csv import Action, Step, execute
+from torchtitan.parallel.pipeline_stages import PipelineStages
+
+
+class Held(NamedTuple):
+    """What a rank holds at a moment."""
+
+    microbatches: dict[int, int]
+    """By stage, how many wait for their backward, or for the rest of it."""
+    transfers: int
+    """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are being sent."""
+    postponed: Mapping[int, int] = MappingProxyType({})
+    """By stage, if any, how many of them wait for their weights' backward only."""
+
+
+class Program:
+    """The computations of each rank for one batch, in order, and what follows from the order alone."""
+
+    def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
+        """
+        Args:
+            orders: of each rank, with communication (`RECV_F`, `SEND_B`, ...).
+            ranks: of each stage.
+        """
+        self._orders, self._ranks = orders, ranks
+        self.orders = tuple(tuple(action for action in order if action.kind in "FBIW") for order in orders)
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Every computation, after the one it waits for."""
+        return execute(self.orders)
+
+    @cached_property
+    def held(self) -> tuple[tuple[Held, ...], ...]:
+        """For each rank, what it holds at those computations that can need the most memory."""
+        return tuple(_most(self.holds(rank)) for rank in range(len(self.orders)))
+
+    def holds(self, rank: int) -> Iterator[Held]:
+        """What a rank holds at each of its computations, in order."""
+        return _holds(self._orders[rank], self._ranks)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank computes what, in seconds from the start of the batch."""
+
+    events: tuple[tuple[int, Action, float, float], ...]
+    """(rank, computation, begin, end)."""
+    busy: tuple[float, ...]
+    """Seconds that each rank computes."""
+    length: float
+
+    @property
+    def idle(self) -> float:
+        """Share of the ranks' time that they wait for each other: the bubble."""
+        return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
+
+
+def program(stages: PipelineStages, microbatches: int) -> Program:
+    """The schedule of `stages` for a batch of `microbatches`."""
+    return _program(stages.schedule, stages.csv_file, stages.ranks, microbatches)
+
+
+@cache
+def _program(name: str | None, csv_file: str | None, ranks: tuple[int, ...], microbatches: int) -> Program:
+    from torchtitan.parallel.pipeline import build_schedule
+
+    # A schedule only asks its stages for their place in the pipeline.
+    own = [_place(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]
+    orders = build_schedule(name, csv_file, own, microbatches).pipeline_order_with_comms
+    return Program([[action for entry in orders[rank] for action in _actions(entry)] for rank in sorted(orders)], ranks)
+
+
+def _place(stage: int, owners: tuple[int, ...]) -> Any:
+    from torch import nn
+
+    group = {"group": None, "group_rank": 0, "group_size": max(owners) + 1, "device": "cpu"}
+    module = {"submod": nn.Identity(), "has_backward": False}
+    ends = {"is_first": stage == 0, "is_last": stage == len(owners) - 1}
+    return SimpleNamespace(stage_index=stage, num_stages=len(owners), **ends, **group, **module)
+
+
+_KINDS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "FORWARD": "F"}
+
+
+def _actions(entry: Any) -> list[Action]:
+    """One of torch's actions as ours: one, or the two that it overlaps; none for FSDP's."""
+    if entry.sub_actions:
+        return [action for part in entry.sub_actions for action in _actions(part)]
+    if entry.microbatch_index is None:
+        return []
+    kind = entry.computation_type.name
+    return [Action(entry.stage_index, _KINDS.get(kind, kind), entry.microbatch_index)]
+
+
+def simulate(program: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
+    """Time a schedule in which each rank starts every computation as soon as it can.
+
+    Args:
+        duration: seconds of a computation, by stage and kind (`F`, `B`, `I`, `W`).
+        transfer: seconds to send the result of a computation to another rank.
+    """
+    seconds = cache(partial(_seconds, duration))
+    clock, busy = [0.0] * len(program.orders), [0.0] * len(program.orders)
+    events: list[tuple[int, Action, float, float]] = []
+    for rank, action, source, remote in program.steps:
+        begin = clock[rank]
+        if source >= 0:
+            begin = max(begin, events[source][3] + (transfer if remote else 0.0))
+        took = seconds(action.stage, action.kind)
+        busy[rank] += took
+        clock[rank] = begin + took
+        events.append((rank, action, begin, clock[rank]))
+    return Timeline(tuple(events), tuple(busy), max(clock))
+
+
+def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:
+    """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs all in `W`."""
+    if stage > 0 or kind in "FB":
+        return duration(stage, kind)
+    return duration(stage, "B") if kind == "W" else 0.0
+
+
+def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
+    kept = dict.fromkeys(sorted({action.stage for action in order}), 0)
+    arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
+    """By direction, stage and microbatch of a posted receive: its rank and time."""
+    sent: defaultdict[int, deque[int]] = defaultdict(deque)
+    """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`). Hidden states that
+    are sent wait for their backward as well, so they are counted there."""
+    postponed: Counter[int] = Counter()
+    for time, action in enumerate(order):
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind in ("RECV_F", "RECV_B"):
+            arriving[kind, stage, microbatch] = ranks[stage - 1 if kind == "RECV_F" else stage + 1], time
+        elif kind == "SEND_B":
+            sent[ranks[stage - 1]].append(time)
+        elif kind in ("F", "B", "I", "W"):
+            what = "RECV_F" if kind == "F" else "RECV_B", stage, microbatch
+            sender, posted = arriving.get(what, (-1, -1))
+            while sent[sender] and sent[sender][0] < posted:
+                sent[sender].popleft()
+            if kind == "F":
+                kept[stage] += 1
+                arriving.pop(what, None)
+            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())), dict(+postponed))
+            if stage and kind in "IW":
+                postponed[stage] += 1 if kind == "I" else -1
+            if kind in ("B", "W"):  # a residual stream hands its gradient to its last product: weights need it too
+                kept[stage] -= 1
+                arriving.pop(what, None)
+
+
+def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
+    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
+    front: dict[tuple[int, ...], Held] = {}
+    for held in moments:
+        postponed = (held.postponed.get(stage, 0) for stage in held.microbatches)
+        counts = (*held.microbatches.values(), *postponed, held.transfers + sum(held.microbatches.values()))
+        if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
+            front = {
+                other: value for other, value in front.items() if any(x > y for x, y in zip(other, counts, strict=True))
+            }
+            front[counts] = held
+    return tuple(front.values())

@@ -1,0 +1,181 @@
+"""A plan: the time and memory predicted for one configuration on one hardware."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from torchtitan.config.derive import axis_degrees, derive, layout_degrees
+from torchtitan.config.rules.validate import validate
+from torchtitan.config.sections.schema import Config
+from torchtitan.models import ModelSpec
+from torchtitan.parallel.pipeline_stages import pipeline_stages
+from torchtitan.tools.planner.bands import memory_band, speed_band
+from torchtitan.tools.planner.costs import StepTime, step_time
+from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.memory import GIB, TRACED_BATCHES, Memory, memory_of
+from torchtitan.tools.planner.workload import Workload
+from torchtitan.train.preflight import check_experts, check_tensor_parallel
+from torchtitan.utils.errors import ConfigError
+
+_MAX_TRACED = 320
+"""Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration on one hardware."""
+
+    workload: Workload
+    spec: ModelSpec
+    hardware: Hardware
+    time: StepTime
+    memory: tuple[Memory, ...]
+    """Of each pipeline rank."""
+    traced_gib: Mapping[int, float] = field(default_factory=dict)
+    """What a trace found the tensors of some pipeline ranks to take, with the holes between them."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        return self.workload.config
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Degree of each mesh axis; of a mixture of experts, also that of expert parallelism."""
+        return (layout_degrees if self.workload.experts else axis_degrees)(self.config.parallelism)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per GPU."""
+        return self.time.tokens_per_second
+
+    @property
+    def peak_gib(self) -> float:
+        """Memory of the pipeline rank that needs most."""
+        return max(memory.reserved for memory in self.memory) / GIB
+
+    @property
+    def memory_source(self) -> str:
+        """Where the figures come from."""
+        if not self.traced_gib:
+            return "computed"
+        checks = ", ".join(f"{gib:.1f} on pp rank {rank}" for rank, gib in self.traced_gib.items())
+        return f"computed; traced tensors: {checks if self.workload.pp > 1 else f'{self.traced_gib[0]:.1f}'}"
+
+    @property
+    def speed_band(self) -> float:
+        """Relative error within which 90 % of such plans' throughputs are."""
+        return speed_band(self.workload, self.hardware)
+
+    @property
+    def memory_band(self) -> float:
+        """Relative error within which 90 % of such plans' peaks are."""
+        return memory_band(self.workload)
+
+    @property
+    def chance_to_fit(self) -> float:
+        """Probability that the run fits in the hardware's memory, by a normal distribution of the peak's error."""
+        deviation = self.memory_band / NormalDist().inv_cdf(0.95)
+        needed = max(self.peak_gib, *self.traced_gib.values(), 0.0)
+        return NormalDist(needed, deviation * needed).cdf(self.hardware.usable_gib)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run is more likely to fit than not."""
+        return self.chance_to_fit >= 0.5
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization as the trainer logs it: share of the bf16 peak. None if another type computes."""
+        if self.workload.element != 2:
+            return None
+        flops = self.spec.flops_per_token(self.workload.args, self.workload.seq_len)
+        return flops * self.tokens_per_second / self.hardware.bf16
+
+    @property
+    def checkpointing(self) -> str:
+        """Mode of activation checkpointing, with its option."""
+        ac = self.config.activation_checkpoint
+        if ac.mode == "memory_budget":
+            return f"{ac.mode} {ac.memory_budget:g}"
+        return f"{ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else ac.mode
+
+    @property
+    def schedule(self) -> str | None:
+        """Name or CSV file of the pipeline's schedule; None without a pipeline."""
+        if (pipeline := self.workload.pipeline) is None:
+            return None
+        return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
+
+
+def derived_workload(config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False) -> Workload:
+    """The workload of a configuration that may leave values to be derived.
+
+    Args:
+        kv_repeated: as for `Workload`.
+
+    Raises:
+        ConfigError: the trainer would refuse it.
+    """
+    config, _ = derive(config, world)
+    validate(config, world)
+    args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
+    problems = [*check_tensor_parallel(config, spec.tensor_parallel_sizes(args))]
+    problems += check_experts(config, spec.expert_sizes(args))
+    if problems:
+        raise ConfigError(problems)
+    stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+    return Workload(config, args, stages, kv_repeated=kv_repeated)
+
+
+def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
+    """Time and memory by the closed forms.
+
+    Raises:
+        ConfigError: the hardware doesn't state a rate that the workload needs.
+    """
+    hardware.check_ranks(workload.world)
+    memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
+    notes = []
+    if workload.experts:
+        notes.append("all experts are assumed to get equally many tokens; uneven loads take more time and memory")
+    return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))
+
+
+# ---- traced memory
+
+
+def is_traceable(w: Workload, pp_rank: int) -> bool:
+    """Whether a trace takes half a minute or less."""
+    layers = sum(stage.layers for stage in w.stages_of(pp_rank))
+    return layers * w.microbatches * min(w.accumulation, TRACED_BATCHES) <= _MAX_TRACED
+
+
+def trace_memory(plan: Plan, config: Config) -> Plan:
+    """The same plan, checked by a trace of its first, largest and last pipeline ranks.
+
+    The plan's memory stays that of the closed forms: a trace knows every tensor, but not what compiled and
+    tensor-parallel runs hold beyond theirs, so it is further from published figures (`docs/plan-memory.md` has both).
+
+    Args:
+        config: the plan's, naming only files that are on this machine.
+    """
+    from torchtitan.tools.planner.trace import trace_ranks
+
+    w, device = plan.workload, plan.hardware.device
+    largest = max(range(w.pp), key=lambda rank: plan.memory[rank].reserved)
+    ranks = sorted({0, largest, w.pp - 1})
+    if config.activation_checkpoint.offload_blocks:
+        note = "not traced: a trace can't tell activations on the host from those on the device"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    if not all(is_traceable(w, rank) for rank in ranks):
+        note = "not traced: this many layers and microbatches would take minutes"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    traced = {of.pp_rank: of.peak_reserved / GIB for of in trace_ranks(config, w.world, ranks, device_type=device)}
+    notes = [
+        f"pp rank {rank}: the tensors of a trace take {gib:.1f} GiB, more than the {computed:.1f} GiB computed"
+        for rank, gib in traced.items()
+        if gib > (computed := plan.memory[rank].reserved / GIB) * (1 + plan.memory_band)
+    ]
+    return dataclasses.replace(plan, traced_gib=traced, notes=(*plan.notes, *notes))

@@ -1,0 +1,137 @@
+"""Which of many layouts to propose: those that no other beats in speed, memory and simplicity at once, told apart."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchtitan.config.derive import layout_degrees, layout_name
+from torchtitan.config.sections.schema import Config
+from torchtitan.tools.planner.axes import burdens
+from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.workload import Workload
+from torchtitan.utils.text import show_rate
+
+ALIKE = 0.98
+"""Relative speed from which two layouts count as equally fast: the model can't tell them apart."""
+_LESS_MEMORY = 0.9
+"""Relative memory below which a layout is worth showing for it."""
+_SHOWN = 6
+_OF_OTHER_KINDS = 2
+"""Layouts shown beyond the frontier, since they stress another part of the hardware."""
+_OTHER_KIND = 0.9
+"""Relative speed that they must have."""
+OWN = "this file's own layout"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan and why it is shown."""
+
+    plan: Plan
+    why: str
+    baseline: bool = False
+    """The layout that the configuration states."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A workload that is likely to fit."""
+
+    speed: float
+    """Tokens/s per GPU."""
+    gib: float
+    complexity: int
+    workload: Workload
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The axes with more than one rank."""
+        degrees = layout_degrees(self.workload.config.parallelism)
+        return tuple(axis for axis, degree in degrees.items() if degree > 1)
+
+    def beats(self, other: "Candidate") -> bool:
+        """It is as fast, as small and as simple."""
+        return self.speed >= other.speed and self.gib <= other.gib and self.complexity <= other.complexity
+
+
+def complexity(config: Config, given: Config) -> int:
+    """Axes with more than one rank, of which a pipeline counts twice, and what `axes.py` adds."""
+    degrees = layout_degrees(config.parallelism)
+    return sum(degree > 1 for degree in degrees.values()) + (degrees["pp"] > 1) + burdens(config, given)
+
+
+@dataclass
+class Frontier:
+    """The candidates that no other beats, and the fastest of each kind."""
+
+    all: list[Candidate] = field(default_factory=list)
+    kinds: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
+    speed: float = 0.0
+    """Of the fastest."""
+
+    def add(self, candidate: Candidate) -> None:
+        self.speed = max(self.speed, candidate.speed)
+        known = self.kinds.get(candidate.kind)
+        if known is None or candidate.speed > known.speed:
+            self.kinds[candidate.kind] = candidate
+        if not any(other.beats(candidate) for other in self.all):
+            self.all = [other for other in self.all if not candidate.beats(other)] + [candidate]
+
+
+def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]]:
+    """The candidates to show, each with a reason. The first is the simplest of those that are about the fastest.
+
+    Args:
+        worthwhile: speed relative to the fastest below which nothing is shown.
+    """
+    chosen: list[tuple[Candidate, str]] = []
+    rest = sorted((c for c in frontier.all if c.speed >= worthwhile * frontier.speed), key=lambda c: -c.speed)
+    while rest and len(chosen) < _SHOWN:
+        alike = [c for c in rest if c.speed >= rest[0].speed * ALIKE]
+        pick = min(alike, key=lambda c: (c.complexity, c.gib))
+        chosen.append((pick, _why(pick, [c for c, _ in chosen], frontier.speed)))
+        rest = [c for c in rest if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity]
+    chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].speed)
+    shown = {c.kind for c, _ in chosen}
+    others = sorted((c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed)
+    for other in [c for c in others if c.speed >= _OTHER_KIND * frontier.speed][:_OF_OTHER_KINDS]:
+        chosen.append((other, f"the fastest with {_and(other.kind)}"))
+    return chosen
+
+
+def _why(pick: Candidate, before: Sequence[Candidate], fastest: float) -> str:
+    if not before:
+        if pick.speed == fastest:
+            return "the fastest"
+        return f"the simplest within {1 - ALIKE:.0%} of the fastest ({show_rate(fastest)} tokens/s)"
+    first = before[0]
+    lost = 1 - pick.speed / first.speed
+    price = f"for {lost:.0%} of the speed" if lost >= 0.01 else "at the same speed"
+    less = f"{first.gib - pick.gib:.0f} GiB less"
+    smaller = pick.gib < _LESS_MEMORY * min(c.gib for c in before)
+    simpler = pick.complexity < min(c.complexity for c in before)
+    if smaller or simpler:
+        return f"{' and '.join([less] * smaller + ['simpler'] * simpler)} {price}"
+    return f"{less} {price}, and simpler than {layout_name(layout_degrees(before[-1].workload.config.parallelism))}"
+
+
+def _and(kind: tuple[str, ...]) -> str:
+    return " x ".join(kind) or "one rank"
+
+
+def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
+    """The proposals with the configuration's own layout among them: marked, or as the last."""
+    for i, proposal in enumerate(proposals):
+        if _is_same(proposal.plan, baseline):
+            marked = dataclasses.replace(proposal, why=f"{proposal.why}; {OWN}", baseline=True)
+            return [*proposals[:i], marked, *proposals[i + 1 :]]
+    return [*proposals, Proposal(baseline, OWN, baseline=True)]
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two configurations differ in nothing that matters to a plan, such as the schedule of no pipeline."""
+    mine, others = (
+        (p.layout, p.schedule, p.checkpointing, p.workload.tokens, p.workload.microbatches, p.tokens_per_second)
+        for p in (plan, other)
+    )
+    return mine == others

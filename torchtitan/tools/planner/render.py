@@ -1,0 +1,300 @@
+"""What a plan says: as text for a terminal, and as data for JSON and the page."""
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from torchtitan.config.derive import layout_name
+from torchtitan.tools.planner.advice import Change, largest_costs
+from torchtitan.tools.planner.axes import changes
+from torchtitan.tools.planner.memory import GIB, PARTS
+from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.savings import advice
+from torchtitan.tools.planner.search import Found
+from torchtitan.tools.planner.traffic import collectives
+from torchtitan.tools.planner.workload import hardware_flops
+from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_percent, show_rate, show_tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run of so many tokens."""
+
+    tokens: float
+    steps: float
+    hours: float
+    gpu_hours: float
+
+
+def run_of(plan: Plan, tokens: float | None = None) -> Run:
+    """The run that trains on `tokens`; by default on those of `training.steps`."""
+    w = plan.workload
+    tokens = tokens or float(w.tokens_per_step * w.config.training.steps)
+    hours = tokens / (plan.tokens_per_second * w.world) / 3600
+    return Run(tokens, tokens / w.tokens_per_step, hours, hours * w.world)
+
+
+def _model(plan: Plan) -> str:
+    return f"{plan.config.model.name} {plan.config.model.flavor}"
+
+
+def _nodes(plan: Plan) -> int:
+    return math.ceil(plan.workload.world / plan.hardware.gpus_per_node)
+
+
+# ---- text
+
+
+def as_text(plan: Plan, tokens: float | None = None) -> str:
+    """The plan for a terminal.
+
+    Args:
+        tokens: to train on, for time and GPU-hours. Default: those of `training.steps`.
+    """
+    time, run, band = plan.time, run_of(plan, tokens), plan.speed_band
+    mfu = (
+        ""
+        if plan.mfu is None
+        else f", MFU {show_percent(100 * plan.mfu)} ({_range(100 * plan.mfu, band, show_percent)})"
+    )
+    bubble = f"; bubble {show_percent(100 * time.bubble)} of the step" if plan.schedule else ""
+    step = f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
+    speed = f"{show_rate(plan.tokens_per_second)} tokens/s per GPU ({_range(plan.tokens_per_second, band, show_rate)})"
+    return "\n".join(
+        [
+            *_heading(plan),
+            "",
+            _memory_table(plan),
+            "",
+            f"{step}, {speed}{mfu}{bubble}",
+            f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {show_duration(run.hours * 3600)}, "
+            f"{rounded(run.gpu_hours)} GPU-hours ({_range(run.gpu_hours, band, rounded, inverse=True)})",
+            "9 of 10 such runs are within the ranges (docs/plan.md)",
+            "",
+            "Largest costs:",
+            *_cost_lines(plan),
+            *([] if plan.fits else advice(plan.config, plan.spec, plan.workload.world).splitlines()),
+            *(f"note: {note}" for note in plan.notes),
+        ]
+    )
+
+
+def _heading(plan: Plan) -> list[str]:
+    w, t = plan.workload, plan.config.training
+    batches = f" x {w.accumulation} accumulation steps" if w.accumulation > 1 else ""
+    pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}" if w.pipeline else ""
+    return [
+        f"{_model(plan)} on {w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')}): "
+        f"{layout_name(plan.layout)}",
+        f"  {t.global_batch_size} x {w.seq_len} tokens per step; {plural(t.local_batch_size, 'row')} per rank"
+        f"{batches}{pipeline}; activation checkpointing {plan.checkpointing}",
+    ]
+
+
+def _memory_table(plan: Plan) -> str:
+    """GiB by part. Consecutive pipeline ranks with the same figures share a line."""
+    usable = plan.hardware.usable_gib
+    rows = [["pp rank", *PARTS, "peak", "headroom"]]
+    for rank, memory in enumerate(plan.memory):
+        peak = memory.reserved / GIB
+        cells = [f"{gib:.1f}" for gib in (*(memory.parts[part] / GIB for part in PARTS), peak, usable - peak)]
+        if rows[-1][1:] == cells:
+            rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{rank}"
+        else:
+            rows.append([str(rank), *cells])
+    verdict = "fits in" if plan.fits else "DOES NOT FIT in"
+    ends = _range(plan.peak_gib, plan.memory_band, "{:.1f}".format)
+    verdict += f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
+    return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends}), {plan.memory_source}\n{aligned(rows)}"
+
+
+def _cost_lines(plan: Plan) -> list[str]:
+    lines = []
+    for cost in largest_costs(plan):
+        lines.append(f"  {cost.share:4.0%}  {cost.part}")
+        for change in cost.changes:
+            settings = ", ".join(f"{key} = {value}" for key, value in change.settings.items())
+            fit = "" if change.after.fits else ", DOES NOT FIT"
+            effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}{fit}"
+            lines.append(f"        {change.text}: {effect}  ({settings})")
+        if not cost.changes:
+            lines.append(f"        {cost.otherwise}")
+    return lines
+
+
+def search_table(found: Found) -> str:
+    """The proposals of a search."""
+    given = next((proposal.plan.config for proposal in found.best if proposal.baseline), found.best[0].plan.config)
+    settings = [", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items()) for p in found.best]
+    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB", "fits", "why"]]
+    for proposal, changed in zip(found.best, settings, strict=True):
+        plan, w = proposal.plan, proposal.plan.workload
+        batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
+        schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
+        speed, peak, chance = show_rate(plan.tokens_per_second), f"{plan.peak_gib:.1f}", likelihood(plan.chance_to_fit)
+        layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
+        rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
+    return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
+
+
+def comparison(this: Plan, other: Plan) -> str:
+    """Two plans side by side."""
+    figures: dict[str, Callable[[Plan], str]] = {
+        "model": _model,
+        "checkpointing": lambda plan: plan.checkpointing,
+        "peak GiB": lambda plan: f"{plan.peak_gib:.1f}",
+        "fits": lambda plan: "yes" if plan.fits else "NO",
+        "tokens/s/GPU": lambda plan: show_rate(plan.tokens_per_second),
+        "MFU": lambda plan: "-" if plan.mfu is None else show_percent(100 * plan.mfu),
+        "step s": lambda plan: f"{plan.time.seconds:.3g}",
+    }
+    rows = [["", "this", "compared"]]
+    rows += [[axis, str(degree), str(other.layout[axis])] for axis, degree in this.layout.items()]
+    rows += [[name, figure(this), figure(other)] for name, figure in figures.items()]
+    for part in dict.fromkeys([*this.time.parts, *other.time.parts]):
+        rows.append([f"{part}, s", *(f"{plan.time.parts.get(part, 0.0):.3g}" for plan in (this, other))])
+    return aligned(rows)
+
+
+def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[float, float]:
+    """The ends of a figure's band.
+
+    Args:
+        band: relative half-width, of the figure or, if `inverse`, of what it is inversely proportional to.
+    """
+    return (value / (1 + band), value / (1 - band)) if inverse else (value * (1 - band), value * (1 + band))
+
+
+def _range(value: float, band: float, text: Callable[[float], str], *, inverse: bool = False) -> str:
+    return " to ".join(map(text, band_ends(value, band, inverse=inverse)))
+
+
+def likelihood(chance: float) -> str:
+    """A probability in percent; nothing that is computed from a model is certain."""
+    return "< 1%" if chance < 0.01 else "> 99%" if chance > 0.99 else f"{chance:.0%}"
+
+
+def rounded(number: float) -> str:
+    """A large number with four digits."""
+    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.4g}"
+
+
+# ---- data
+
+
+def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
+    """Everything the plan says, for JSON. Arguments as for `as_text`."""
+    w, hw, time, run = plan.workload, plan.hardware, plan.time, run_of(plan, tokens)
+    exchanged = collectives(w)
+    ranks = [
+        {
+            "pp_rank": rank,
+            "reserved_gib": memory.reserved / GIB,
+            "parts_gib": {part: size / GIB for part, size in memory.parts.items()},
+        }
+        for rank, memory in enumerate(plan.memory)
+    ]
+    return _layout_data(plan) | {
+        "model": _model(plan),
+        "world": w.world,
+        "hardware": hw.name,
+        "hardware_description": hw.description,
+        "nodes": _nodes(plan),
+        "gpus_per_node": hw.gpus_per_node,
+        "seq_len": w.seq_len,
+        "global_batch_size": w.config.training.global_batch_size,
+        "memory": {
+            "fits": plan.fits,
+            "limit_gib": hw.memory_gib,
+            "usable_gib": hw.usable_gib,
+            "peak_gib": plan.peak_gib,
+            "chance_to_fit": plan.chance_to_fit,
+            "source": plan.memory_source,
+            "band": plan.memory_band,
+            "traced_gib": dict(plan.traced_gib),
+            "range_gib": band_ends(plan.peak_gib, plan.memory_band),
+            "ranks": ranks,
+        },
+        "time": {
+            "step_s": time.seconds,
+            "tokens_per_second_per_gpu": plan.tokens_per_second,
+            "mfu": plan.mfu,
+            "bubble": time.bubble,
+            "band": plan.speed_band,
+            "ranges": {
+                "step_s": band_ends(time.seconds, plan.speed_band, inverse=True),
+                "tokens_per_second_per_gpu": band_ends(plan.tokens_per_second, plan.speed_band),
+                "mfu": plan.mfu and band_ends(plan.mfu, plan.speed_band),
+            },
+            "parts_s": dict(time.parts),
+        },
+        "flops": [{"kind": kind, "dtype": dtype, "flops": n} for (kind, dtype), n in hardware_flops(w).items()],
+        "collectives": [
+            {"axis": axis, "operation": operation, "calls": calls, "bytes": exchanged.bytes[axis, operation]}
+            for (axis, operation), calls in exchanged.calls.items()
+        ],
+        "run": asdict(run)
+        | {
+            "range_hours": band_ends(run.hours, plan.speed_band, inverse=True),
+            "range_gpu_hours": band_ends(run.gpu_hours, plan.speed_band, inverse=True),
+        },
+        "costs": [
+            {
+                "part": cost.part,
+                "share": cost.share,
+                "changes": [_change_data(change) for change in cost.changes],
+                "otherwise": cost.otherwise,
+            }
+            for cost in largest_costs(plan)
+        ],
+        "notes": list(plan.notes),
+    }
+
+
+def origin(argv: list[str], toml: str) -> dict[str, str]:
+    """Where a plan comes from, for JSON: the command, its date in UTC, and the configuration planned.
+
+    Args:
+        argv: arguments of the command.
+        toml: the planned configuration.
+    """
+    command = shlex.join(["torchtitan", "plan", *argv])
+    return {"command": command, "date": datetime.now(UTC).isoformat(timespec="minutes"), "toml": toml}
+
+
+def search_data(found: Found) -> dict[str, Any]:
+    """A search, for JSON."""
+    best = [
+        _layout_data(proposal.plan)
+        | _figures(proposal.plan)
+        | {
+            "chance_to_fit": proposal.plan.chance_to_fit,
+            "why": proposal.why,
+            "baseline": proposal.baseline,
+        }
+        for proposal in found.best
+    ]
+    return {"seen": found.seen, "points": found.points, "limit_gib": found.limit_gib, "best": best}
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {"tokens_per_second_per_gpu": plan.tokens_per_second, "peak_gib": plan.peak_gib}
+
+
+def _layout_data(plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": plan.layout,
+        "local_batch_size": plan.config.training.local_batch_size,
+        "accumulation": plan.workload.accumulation,
+        "microbatches": plan.workload.microbatches,
+        "schedule": plan.schedule,
+        "activation_checkpointing": plan.checkpointing,
+    }
+
+
+def _change_data(change: Change) -> dict[str, Any]:
+    effect = {"gain": change.gain, "fits": change.after.fits} | _figures(change.after)
+    return {"text": change.text, "settings": change.settings} | effect

@@ -1,0 +1,369 @@
+"""The layouts of a model that are worth a choice: fast ones, small ones and simple ones.
+
+Every legal layout of the ranks is priced by the closed forms: all degrees, microbatch sizes, schedules and
+checkpointing modes. The model, the row length, the global batch and what computes (types, compilation, Float8) stay as
+configured, unless an axis of `axes.py` is asked for.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
+from torchtitan.config.rules.support import compiles_blocks
+from torchtitan.config.rules.validate import validate
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Config
+from torchtitan.models import ModelSpec
+from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
+from torchtitan.tools.planner.axes import Settings, applied, batches, checkpointing_modes, settings_of
+from torchtitan.tools.planner.costs import step_time
+from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.memory import GIB, Memory, memory_of
+from torchtitan.tools.planner.predict import Plan, predict
+from torchtitan.tools.planner.proposals import ALIKE, Candidate, Frontier, Proposal, complexity, propose, with_baseline
+from torchtitan.tools.planner.workload import Workload
+from torchtitan.train.preflight import check_experts
+from torchtitan.utils.errors import ConfigError
+
+LIKELY = 0.9
+"""Chance to fit that a proposal must have."""
+_WORTHWHILE = 0.6
+"""Relative speed below which a layout isn't proposed, however little memory it takes."""
+_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+_CHUNKS = {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}
+"""Parts that a rank's share of a microbatch is cut into, between which it can start another: by stages, and for
+ZBVZeroBubble also forward, inputs and weights."""
+_LEEWAY = 1.2
+"""How much faster than all before a layout may be without its bubble."""
+_MAX_COMPUTATIONS = 4096
+"""Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows are cut into several
+batches."""
+_OF_ONE_PIPELINE = (
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_layers_per_stage",
+    "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+    "module_fqns_per_model_part",
+)
+"""Keys of `[parallelism]` that are for one number of stages."""
+_REASONS = 4
+"""Why layouts are illegal, if none is legal."""
+_MAX_EXPANDED = 200
+"""Layouts and batches for which all combinations of the requested axes are priced: those with the highest bounds."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    best: list[Proposal]
+    """The first is the simplest of those that are about as fast as the fastest."""
+    points: list[tuple[float, float]]
+    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't tell apart are one point."""
+    seen: int
+    """Legal configurations."""
+    limit_gib: float
+    """Memory that a plan may take."""
+    smallest_gib: float
+    """Memory that the leanest takes."""
+    refused: list[str]
+    """Why most other layouts are illegal, the most frequent reason first."""
+
+
+def search(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+    world: int,
+    hardware: Hardware,
+    *,
+    axes: tuple[str, ...] = (),
+    baseline: Plan | None = None,
+) -> Found:
+    """Price every legal layout of `world` ranks.
+
+    Args:
+        config: derived. Its degrees, batch split, schedule and checkpointing mode don't matter.
+        axes: names from `axes.AXES` to vary, too.
+        baseline: the plan of the layout that the configuration states, to show beside the others.
+    """
+    made = _Search(config, spec, args, world, hardware, axes)
+    made.run()
+    best = []
+    for candidate, why in propose(made.frontier, _WORTHWHILE):
+        validate(candidate.workload.config, world)
+        best.append(Proposal(predict(candidate.workload, spec, hardware), why))
+    if best and baseline is not None:
+        best = with_baseline(best, baseline)
+    return Found(
+        best,
+        sorted(made.points),
+        made.seen,
+        hardware.usable_gib,
+        made.smallest / GIB,
+        [reason for reason, _ in made.refused.most_common(_REASONS)],
+    )
+
+
+def any_layout(config: Config, world: int) -> Config:
+    """A configuration for a search on `world` ranks to start from: without its layout, and valid on one rank.
+
+    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives it: per rank as many
+    as there, unless it sets the degree of FSDP.
+    """
+    p, t = config.parallelism, config.training
+    rows = t.global_batch_size
+    if rows == -1:
+        others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
+        shards = p.data_parallel_shard_degree
+        ranks = world / others if shards == -1 else shards * p.data_parallel_replicate_degree
+        rows = max(1, round(t.local_batch_size * ranks))
+    fresh = Parallelism()
+    reset = {key: getattr(fresh, key) for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)}
+    reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
+    batch = {"global_batch_size": rows, "local_batch_size": rows}
+    return config.model_copy(update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)})
+
+
+class _Search:
+    """One search. What many layouts share is computed once: whether they are legal, and how layers are split."""
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, args: Any, world: int, hardware: Hardware, axes: tuple[str, ...]
+    ):
+        self.config, self.spec, self.args, self.world, self.hardware = config, spec, args, world, hardware
+        self.axes = axes
+        self.frontier = Frontier()
+        self.points: set[tuple[float, float]] = set()
+        self.refused: Counter[str] = Counter()
+        self.seen, self.smallest = 0, math.inf
+        self._unhindered = 0.0
+        """The highest speed so far, not counting bubbles."""
+        self._modes, self._settings = checkpointing_modes(axes), settings_of(config, axes)
+        self._flops = spec.module_flops(args, config.training.seq_len)
+        self._problems: dict[tuple[Any, ...], str] = {}
+        self._pipelines: dict[tuple[Any, ...], PipelineStages | str] = {}
+        self._expandable: list[tuple[float, Config]] = []
+        """With axes: a layout and batch, and the speed that it has with the fastest settings."""
+
+    def run(self) -> None:
+        for rows in batches(self.config, self.axes):
+            given = replace(self.config, "training.global_batch_size", rows)
+            for layout in _layouts(given, self.spec, self.args, self.world):
+                for batch in self._batches(layout):
+                    self._price_schedules(batch)
+        for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
+            if bound < _WORTHWHILE * self.frontier.speed:
+                break
+            for settings in self._settings[1:]:
+                self._price(applied(config, settings), settings)
+
+    def _batches(self, layout: Config) -> Iterator[Config]:
+        """Ways to cut the global batch: rows at a time, and in a pipeline the size of its microbatches."""
+        p, total = layout.parallelism, layout.training.global_batch_size
+        ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+        rows, rest = divmod(total, ranks)
+        if rest:
+            self.refused[
+                f"training.global_batch_size: {total} rows can't be divided among the data-parallel ranks of any "
+                f"legal layout of {self.world} ranks; set it to a multiple of {self.world}, or of a divisor of it "
+                f"(the degrees of the other axes make up the rest): {_near(total, self.world)}"
+            ] += 1
+            return
+        pp = p.pipeline_parallel_degree
+        for size in divisors(rows):
+            if pp == 1:
+                yield replace(layout, "training.local_batch_size", size)
+            elif rows // size >= pp:
+                counts = [n for n in divisors(rows // size) if pp <= n <= max(pp, _MAX_COMPUTATIONS // pp)]
+                if counts:
+                    sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
+                    yield replace(sized, "training.local_batch_size", size * counts[-1])
+
+    def _price_schedules(self, batch: Config) -> None:
+        """All schedules and checkpointing modes of a layout and batch."""
+        bounds: dict[int, tuple[float, float]] = {}
+        """By mode, the speed of the first schedule that fits, and that speed without a bubble."""
+        hopeless = {i for i, mode in enumerate(self._modes) if not self._may_fit(batch, mode)}
+        for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
+            ordered = replace(batch, "parallelism.pipeline_parallel_schedule", schedule) if schedule else batch
+            if schedule and self._ideal(ordered) < _WORTHWHILE * self.frontier.speed:
+                continue
+            for i, mode in enumerate(self._modes):
+                config = applied(_checkpointed(ordered, mode), self._settings[0])
+                if i in hopeless:
+                    self.seen += self._legal(config, self._settings[0])[0]
+                    continue
+                # Another order of the same work can do no more than to close the bubble.
+                speed, bound = bounds.get(i, (0.0, math.inf))
+                if bound < _WORTHWHILE * self.frontier.speed or speed > ALIKE * bound:
+                    continue
+                if priced := self._price(config, self._settings[0], leanest=self._settings[-1]):
+                    bounds[i] = priced
+                    self._unhindered = max(self._unhindered, priced[1])
+
+    def _may_fit(self, batch: Config, mode: Settings) -> bool:
+        """Whether 1F1B with the fewest microbatches fits: no other schedule keeps less, and longer ones take seconds to
+        build."""
+        p = batch.parallelism
+        if p.pipeline_parallel_degree == 1:
+            return True
+        rows = p.pipeline_parallel_microbatch_size * p.pipeline_parallel_degree
+        fewest = replace(batch, "training.local_batch_size", rows)
+        fewest = replace(fewest, "parallelism.pipeline_parallel_schedule", "1F1B")
+        stages = self._stages(fewest)
+        leanest = applied(_checkpointed(fewest, mode), self._settings[-1])
+        return isinstance(stages, str) or self._memory(Workload(leanest, self.args, stages)) is not None
+
+    def _ideal(self, config: Config) -> float:
+        """A speed that a pipeline won't exceed: the best so far without a bubble, and the least bubble of a schedule.
+
+        1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al., arXiv:2104.04473).
+        """
+        p = config.parallelism
+        n = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
+        rounds = n * _CHUNKS[p.pipeline_parallel_schedule]
+        return _LEEWAY * (self._unhindered or math.inf) * rounds / (rounds + p.pipeline_parallel_degree - 1)
+
+    def _price(self, config: Config, settings: Settings, leanest: Settings | None = None) -> tuple[float, float] | None:
+        """Price a configuration, and keep it if it is likely to fit.
+
+        Args:
+            leanest: settings by which a configuration that doesn't fit may do so; it is then kept for `_expandable`.
+
+        Returns:
+            Its tokens/s per GPU, with and without a bubble; None if it is illegal or doesn't fit.
+        """
+        w = self._workload(config, settings)
+        if w is None:
+            return None
+        self.seen += 1
+        memory = self._memory(w)
+        several = leanest is not None and len(self._settings) > 1
+        if memory is None and not (several and self._fits_with(config, leanest or {})):
+            return None
+        time = step_time(w, self.hardware)
+        speed = time.tokens_per_second
+        busy = time.seconds - time.parts.get("pipeline bubble", 0.0)
+        if several:
+            self._expandable.append((speed, config))
+        if memory is not None:
+            plan = Plan(w, self.spec, self.hardware, time, memory)
+            self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
+            if plan.chance_to_fit >= LIKELY:
+                self.frontier.add(Candidate(speed, plan.peak_gib, complexity(config, self.config), w))
+        return speed, w.tokens_per_step / busy / w.world
+
+    def _fits_with(self, config: Config, settings: Settings) -> bool:
+        w = self._workload(applied(config, settings), settings)
+        return w is not None and self._memory(w) is not None
+
+    def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
+        """Of each pipeline rank; None as soon as one doesn't fit."""
+        found = []
+        for rank in range(w.pp):
+            found.append(memory_of(w, rank))
+            if found[-1].reserved > self.hardware.usable_gib * GIB:
+                self.smallest = min(self.smallest, found[-1].reserved)
+                return None
+        self.smallest = min(self.smallest, max(memory.reserved for memory in found))
+        return tuple(found)
+
+    # ---- legality
+
+    def _workload(self, config: Config, settings: Settings) -> Workload | None:
+        """The workload of a configuration; None if it is illegal."""
+        legal, stages = self._legal(config, settings)
+        return Workload(config, self.args, stages) if legal else None
+
+    def _legal(self, config: Config, settings: Settings) -> tuple[bool, PipelineStages | None]:
+        """Whether a configuration is legal, and its pipeline, if any."""
+        p, t, ac = config.parallelism, config.training, config.activation_checkpoint
+        dp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+        pp = p.pipeline_parallel_degree
+        # All that a rule can depend on: the degrees and the batch fit together by construction.
+        key = (
+            p.context_parallel_degree,
+            p.tensor_parallel_degree,
+            p.expert_parallel_degree,
+            pp > 1 and p.pipeline_parallel_schedule,
+            p.pipeline_parallel_microbatch_size if pp > 1 else t.local_batch_size,
+            t.global_batch_size > t.local_batch_size * math.prod(dp),
+            tuple(degree > 1 for degree in dp),
+            ac.mode,
+            ac.selective_ac_option,
+            ac.memory_budget,
+            tuple(settings.items()),
+        )
+        if key not in self._problems:
+            self._problems[key] = _problem(config, self.world)
+        stages = self._problems[key] or (self._stages(config) if pp > 1 else None)
+        if isinstance(stages, str):
+            self.refused[stages] += 1
+            return False, None
+        return True, stages
+
+    def _stages(self, config: Config) -> PipelineStages | str:
+        """The pipeline of a configuration, or why there is none."""
+        p = config.parallelism
+        size = p.pipeline_parallel_microbatch_size
+        key = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, size, config.training.local_batch_size
+        if key not in self._pipelines:
+            try:
+                stages = pipeline_stages(config, self._flops, self.spec.tied_modules(self.args))
+                assert stages is not None
+                self._pipelines[key] = stages
+            except ConfigError as error:
+                self._pipelines[key] = error.problems[0]
+        return self._pipelines[key]
+
+
+def _checkpointed(config: Config, mode: Settings) -> Config:
+    ac = config.activation_checkpoint.model_copy(update=mode)
+    return config.model_copy(update={"activation_checkpoint": ac})
+
+
+def _problem(config: Config, world: int) -> str:
+    """Why a configuration is illegal; empty if it is not."""
+    try:
+        validate(config, world)
+    except ConfigError as error:
+        return error.problems[0]
+    return ""
+
+
+def _near(rows: int, unit: int) -> str:
+    """Multiples of `unit` next to `rows`."""
+    below = rows // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def _layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[Config]:
+    """Every split of `world` ranks into degrees, first those without a pipeline."""
+    tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
+    sizes = spec.expert_sizes(args)
+    experts = next(iter(sizes.values()), 0)
+    async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
+    for pp in divisors(world, 1 if spec.tied_modules(args) else None):
+        for tp in (d for d in divisors(world // pp) if tp_multiple % d == 0):
+            for cp in divisors(world // pp // tp):
+                ranks = world // pp // tp // cp
+                for replicate in divisors(ranks):
+                    degrees = {
+                        "pipeline_parallel_degree": pp,
+                        "data_parallel_replicate_degree": replicate,
+                        "data_parallel_shard_degree": ranks // replicate,
+                        "context_parallel_degree": cp,
+                        "tensor_parallel_degree": tp,
+                        "enable_async_tensor_parallel": tp > 1 and async_tp,
+                    }
+                    for ep in divisors(math.gcd(experts, ranks // replicate * cp * tp)) if experts else [1]:
+                        p = config.parallelism.model_copy(update=degrees | {"expert_parallel_degree": ep})
+                        layout = config.model_copy(update={"parallelism": p})
+                        if not list(check_experts(layout, sizes)):
+                            yield layout

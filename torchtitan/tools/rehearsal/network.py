@@ -1,0 +1,198 @@
+"""What a rank tells and sends to others on the fake process group: objects, and tensors from one rank to another.
+
+These calls of torch.distributed are replaced, because their results would be data that no rank has sent.
+"""
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.checkpoint import LoadPlan, SavePlan
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtitan.tools.planner.tracer import nbytes
+from torchtitan.tools.rehearsal.events import Message
+from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, reduction
+
+
+class _Work:
+    """Replaces `dist.Work` of a send or receive."""
+
+    def __init__(self, recorder: Recorder, post: int):
+        self._recorder, self._post, self._done = recorder, post, False
+
+    def wait(self, *_: Any) -> bool:
+        if not self._done:
+            self._recorder.waited(self._post)
+        self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+
+class Network:
+    """The calls, each in the place of torch's of the same name."""
+
+    def __init__(self, recorder: Recorder, told: list[Any] | None):
+        """
+        Args:
+            told: what rank 0 broadcasts, in order; None on rank 0.
+        """
+        self.recorder, self.told = recorder, told
+        self._heard = 0
+        self._gathered: Any = None
+
+    def reducing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A reduction of torch.distributed, which tells the recorder its kind."""
+
+        @functools.wraps(call)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            self.recorder.reduction = reduction((*args, *kwargs.values())) or "sum"
+            return call(*args, **kwargs)
+
+        return reduce
+
+    # ---- objects
+
+    def told_by_rank_0(self, values: list[Any], root: int, group: ProcessGroup | None) -> None:
+        """A broadcast of objects: rank 0's own, or what rank 0 told in its rehearsal."""
+        size = len(pickle.dumps(values)) if self.recorder.record.rank == root else 0
+        self._object("broadcast_object_list", group, size, root)
+        if root != 0:
+            return
+        if self.told is None:
+            self.recorder.record.broadcasts.append(list(values))
+        elif self._heard < len(self.told):
+            values[:] = self.told[self._heard]
+        self._heard += 1
+
+    def _object(self, op: str, group: ProcessGroup | None, size: int, root: int | None = None) -> None:
+        slot = self.recorder.slot(group)
+        index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
+        self.recorder.entered(slot, op, "object", size, index)
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+        self._object("all_gather_object", group, len(pickle.dumps(obj)))
+        object_list[:] = [obj] * len(object_list)
+
+    def broadcast_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        device: Any = None,
+        group_src: int | None = None,
+        **_: Any,
+    ) -> None:
+        self.told_by_rank_0(object_list, self._global(src, group_src, group), group)
+
+    def gather_object(
+        self,
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group: ProcessGroup | None = None,
+        group_dst: int | None = None,
+    ) -> None:
+        self._object("gather_object", group, len(pickle.dumps(obj)), self._global(dst, group_dst, group))
+        self._gathered = obj
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] + [_without_items(obj)] * (len(object_gather_list) - 1)
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        group_src: int | None = None,
+    ) -> None:
+        own = scatter_object_input_list[0] if scatter_object_input_list else self._gathered
+        self._object("scatter_object_list", group, len(pickle.dumps(own)), self._global(src, group_src, group))
+        scatter_object_output_list[0] = own
+
+    def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
+        if in_group is not None:
+            return self.recorder.record.groups[self.recorder.slot(group)].ranks[in_group]
+        return rank or 0
+
+    # ---- sends and receives
+
+    def _message(self, sends: bool, tensor: Tensor, peer: int | None, in_group: int | None, group: Any) -> Message:
+        other = self._global(peer, in_group, group)
+        if not sends:
+            mark(tensor, frozenset())
+        return Message(sends, other, describe(tensor, "send"), nbytes(tensor))
+
+    def _post(self, slot: int, messages: list[Message], *, pair: bool) -> _Work:
+        return _Work(self.recorder, self.recorder.posted(slot, messages, pair=pair))
+
+    def isend(
+        self, tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> _Work:
+        return self._post(self.recorder.slot(group), [self._message(True, tensor, dst, group_dst, group)], pair=True)
+
+    def irecv(
+        self, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> _Work:
+        return self._post(self.recorder.slot(group), [self._message(False, tensor, src, group_src, group)], pair=True)
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        self.isend(*args, **kwargs).wait()
+
+    def recv(self, *args: Any, **kwargs: Any) -> None:
+        self.irecv(*args, **kwargs).wait()
+
+    def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
+        group = operations[0].group
+        messages = [
+            self._message(o.op is distributed_c10d.isend, o.tensor, None, o.group_peer, group) for o in operations
+        ]
+        return [self._post(self.recorder.slot(group), messages, pair=False)]
+
+
+def _without_items(plan: Any) -> Any:
+    """The plan of another rank for a save or load, of which only that it has one matters here."""
+    return dataclasses.replace(plan, items=[]) if isinstance(plan, SavePlan | LoadPlan) else plan
+
+
+@contextmanager
+def recording(recorder: Recorder, told: list[Any] | None) -> Iterator[None]:
+    """Replace what makes groups, exchanges objects, sends and receives, and record the rest."""
+    network = Network(recorder, told)
+    create = distributed_c10d._new_process_group_helper
+
+    @functools.wraps(create)
+    def created(
+        size: int, place: int, ranks: list[int], backend: Any, store: Any, name: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with _disable_current_modes():
+            made = create(size, place, ranks, "fake", store, name, *args, **kwargs)
+        members = tuple(ranks) or tuple(range(size))
+        member = made[0] is not dist.GroupMember.NON_GROUP_MEMBER
+        recorder.created(members, kwargs.get("group_desc") or "default_pg", name if member else None)
+        return made
+
+    names = ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
+    names += ["isend", "irecv", "send", "recv", "batch_isend_irecv"]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(distributed_c10d, "_new_process_group_helper", created))
+        for name in names:
+            replacement: Callable[..., Any] = getattr(network, name)
+            if name in ("isend", "irecv"):  # compared by identity
+                replacement = functools.partial(replacement)
+            for module in (dist, distributed_c10d):
+                stack.enter_context(patch.object(module, name, replacement))
+        for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce"):
+            replacement = network.reducing(getattr(dist, name))
+            for module in (dist, distributed_c10d):
+                stack.enter_context(patch.object(module, name, replacement))
+        yield

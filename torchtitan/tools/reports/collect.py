@@ -1,0 +1,114 @@
+"""Runs as data: for a page, for `torchtitan report --json`, and for comparisons."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.reports.compare import Candidate, compare
+from torchtitan.tools.reports.differences import differences
+from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
+from torchtitan.tools.reports.lines import number
+from torchtitan.tools.reports.series import POINTS, Curves, read_curves, read_window
+from torchtitan.utils.text import path_text
+
+
+def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
+    """Everything about some runs that a report shows, as JSON can hold it.
+
+    Args:
+        folders: dump folders; later runs are compared with the first.
+        points: of each curve, about.
+    """
+    return as_report(read_runs(folders, points=points))
+
+
+def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[Candidate]:
+    """What `collect` reads."""
+    runs = []
+    for name, path in zip(run_names(folders), folders, strict=True):
+        folder = read_folder(path)
+        began = folder.starts[0].time if folder.starts else None
+        runs.append(Candidate(name, folder, read_curves(path, folder.config, points=points, began=began)))
+    return runs
+
+
+def as_report(runs: Sequence[Candidate]) -> dict[str, Any]:
+    """What `collect` returns."""
+    return {
+        "runs": [describe(run) for run in runs],
+        "differences": differences([run.folder for run in runs]),
+        "comparison": compare(runs),
+    }
+
+
+def window(folder: Path, first_step: int, last_step: int, points: int = POINTS) -> dict[str, Any]:
+    """The curves of a run between two steps, in as much detail as `points` allow."""
+    starts = read_folder(folder).starts
+    curves = read_window(folder, first_step, last_step, points, began=starts[0].time if starts else None)
+    return {"axes": curves.axes(), "metrics": curves.metrics(), "sampled": curves.sampled}
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: its path without what all have in common."""
+    paths = [Path(os.path.abspath(folder)) for folder in folders]
+    common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
+    return [path_text(path.relative_to(common)) for path in paths]
+
+
+def describe(run: Candidate) -> dict[str, Any]:
+    """One run of a report."""
+    folder, curves = run.folder, run.curves
+    latest, last = curves.latest(), folder.starts[-1] if folder.starts else None
+    step = max([curves.last_step, *([last.step] if last else [])])
+    return {
+        "name": run.name,
+        "path": path_text(folder.path),
+        "description": folder.config.get("job.description"),
+        "state": folder.state,
+        "message": folder.message,
+        "step": step,
+        "total_steps": folder.total_steps,
+        "tokens": latest.get("tokens"),
+        "last_seen": folder.last_seen,
+        "eta_s": _seconds_left(folder, curves, step),
+        "layout": last.layout if last else {},
+        "ranks": last.ranks if last else None,
+        "devices": last.devices if last else {},
+        "goodput": folder.goodput,
+        "latest": {key: value for key, value in latest.items() if key not in ("step", "time")},
+        "axes": curves.axes(),
+        "metrics": curves.metrics(),
+        "sampled": curves.sampled,
+        "validation": curves.validation(),
+        "evals": curves.evals(),
+        "sources": curves.sources(),
+        "experts": curves.experts(),
+        "starts": [_start(start, curves.began) for start in folder.starts],
+        "events": [_event(event, curves.began) for event in read_events(folder.path)],
+    }
+
+
+def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
+    """How long a running run will take, at the mean rate since the first record of its last start."""
+    if folder.state != "running" or folder.total_steps is None or not folder.starts:
+        return None
+    rate = curves.seconds_per_step(since=folder.starts[-1].time)
+    return None if rate is None else number(max(folder.total_steps - step, 0) * rate)
+
+
+def _start(start: Start, began: float) -> dict[str, Any]:
+    return {
+        "time": start.time,
+        "hours": (start.time - began) / 3600,
+        "resumed_step": start.resumed_step,
+        "step": start.step,
+        "end": start.end,
+        "ranks": start.ranks,
+        "layout": start.layout,
+        "last_seen_hours": (start.last_seen - began) / 3600,
+    }
+
+
+def _event(event: dict[str, Any], began: float) -> dict[str, Any]:
+    return {"hours": (event["time"] - began) / 3600} | {key: event[key] for key in ("kind", "step", "message")}

@@ -1,0 +1,159 @@
+"""Whether runs differ in loss and speed by more than noise."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any, NamedTuple
+
+from torchtitan.tools.reports.folder import Folder
+from torchtitan.tools.reports.noise import Difference, at_points, paired, unpaired
+from torchtitan.tools.reports.series import Curves, read_window
+from torchtitan.utils.text import plural, show_loss, show_rate, show_tokens
+
+SHARE = 0.25
+"""Part of the common tokens over which losses are compared: the last ones."""
+_MOST = 4096
+"""Records of a run that are compared, at most."""
+_LOSS, _SPEED = ("lower", "higher"), ("slower", "faster")
+
+
+class Point(NamedTuple):
+    """What is compared of a record."""
+
+    step: int
+    tokens: float | None
+    loss: float | None
+    rate: float | None
+    """Tokens per second and device."""
+
+
+@dataclass
+class Candidate:
+    """A run to compare."""
+
+    name: str
+    folder: Folder
+    curves: Curves
+
+    @cached_property
+    def tail(self) -> list[Point]:
+        """The records of the last `SHARE` of its steps and tokens."""
+        last = self.curves.last_step
+        tokens = (1 - SHARE) * self.curves.last_tokens
+        return self.read(min(round((1 - SHARE) * last), self.curves.step_at(tokens)) + 1, last)
+
+    def read(self, first: int, last: int) -> list[Point]:
+        """The records of some steps; the last `_MOST` if there are more."""
+        first = max(first, last - round(_MOST * self.curves.steps_per_record))
+        places = read_window(self.folder.path, first, last, 2 * _MOST, began=None).training
+        return [Point(p.step, *map(p.record.get, ("tokens", "loss", "tokens_per_second"))) for p in places]
+
+
+def compare(runs: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """Differences of each run to the first one."""
+    return [one for run in runs[1:] for one in _against(run, runs[0])]
+
+
+def _against(run: Candidate, base: Candidate) -> Iterator[dict[str, Any]]:
+    pair = {"run": run.name, "base": base.name}
+    for found in (_loss(run, base), *_validation(run, base), _speed(run, base)):
+        if found:
+            metric, difference, text = found
+            numbers = {"difference": difference.value, "noise": difference.noise}
+            yield {"metric": metric, **pair, **numbers, "significant": difference.significant, "text": text}
+
+
+# ---- loss
+
+
+def _loss(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None:
+    """The difference over the last tokens that both have trained on."""
+    tokens = min(run.curves.last_tokens, base.curves.last_tokens)
+    series = [_losses(one, tokens) for one in (run, base)]
+    if not all(series) or not tokens:
+        return None
+    common = sorted(series[0].keys() & series[1].keys())
+    if len(common) >= min(len(series[0]), len(series[1])) / 2:
+        difference = paired([series[0][at] - series[1][at] for at in common])
+        records = plural(len(common), "record")
+    else:
+        difference = at_points(*series)
+        records = f"{len(series[0]):,} and {plural(len(series[1]), 'record')}"
+    if math.isnan(difference.value):
+        return None
+    share = 1 - max(min(one) for one in series) / tokens
+    percent = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+    where = f"over the last {percent} of {show_tokens(tokens)} tokens, {records}"
+    return "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
+
+
+def _losses(run: Candidate, tokens: float) -> dict[float, float]:
+    """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
+    begin, last = (1 - SHARE) * tokens, run.curves.step_at(tokens)
+    points = run.tail if last >= run.curves.last_step else run.read(run.curves.step_at(begin) + 1, last)
+    known = ((point.tokens, point.loss) for point in points)
+    return {at: loss for at, loss in known if at is not None and loss is not None and begin < at <= tokens}
+
+
+# ---- validation
+
+
+def _validation(run: Candidate, base: Candidate) -> Iterator[tuple[str, Difference, str]]:
+    """The difference of each validation set at the last step at which both have validated."""
+    other = base.curves.validation()
+    for name, curve in run.curves.validation().items():
+        losses, base_losses = (_by_step(one) for one in (curve, other.get(name)))
+        common = sorted(losses.keys() & base_losses.keys())
+        if common:
+            step, metric = common[-1], f"validation_loss/{name}".rstrip("/")
+            difference = Difference(losses[step] - base_losses[step], None)
+            text = f"validation loss{f' of {name}' if name else ''} {_verdict(difference, show_loss, _LOSS)}"
+            yield metric, difference, f"{text}, at step {step:,}, one validation of each"
+
+
+def _by_step(curve: dict[str, list[Any]] | None) -> dict[int, float]:
+    return dict(zip(curve["step"], curve["loss"], strict=True)) if curve else {}
+
+
+# ---- speed
+
+
+def _speed(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None:
+    """The difference of the medians of tokens per second and device, over the last `SHARE` of each run's own steps."""
+    rates, base_rates = _rates(run), _rates(base)
+    difference = unpaired(rates, base_rates)
+    if not rates or not base_rates:
+        return None
+    text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
+    relative = difference.value / (median(base_rates) or 1)
+    records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
+    return "tokens_per_second", difference, f"speed {text} ({relative:+.1%}), over the last {records}"
+
+
+def _rates(run: Candidate) -> list[float]:
+    """The rates of the last records, without the first of each start, which compiles."""
+    first = (1 - SHARE) * run.curves.last_step
+    begun = {start.resumed_step + 1 for start in run.folder.starts} | {1}
+    steady = (point for point in run.tail if point.step > first and point.step not in begun)
+    return [point.rate for point in steady if point.rate is not None]
+
+
+# ---- words
+
+
+def _verdict(difference: Difference, show: Callable[[float], str], words: tuple[str, str], unit: str = "") -> str:
+    """
+    Args:
+        words: for a negative and a positive difference.
+    """
+    if not difference.value:
+        return "the same"
+    size = show(abs(difference.value))
+    if difference.noise is not None:
+        size += f" ± {show(difference.noise)}"
+    text = f"{size}{unit} {words[difference.value > 0]}"
+    if difference.noise is None:
+        return f"{text} (noise unknown)"
+    return text if difference.significant else f"within noise: {text}"

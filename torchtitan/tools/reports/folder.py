@@ -1,0 +1,226 @@
+"""What a run's folder says about the run: its starts, whether it is alive, its configuration, its events."""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.telemetry.run_record import KINDS
+from torchtitan.tools.reports.lines import number
+from torchtitan.utils.files import open_regular, read_regular
+from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
+from torchtitan.utils.text import cut
+
+RECORD, METRICS, CONFIG, EVENTS, SPIKES = "run.json", "metrics.jsonl", "config.toml", "events.jsonl", "guard.jsonl"
+STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
+
+_LARGEST = 16 * 2**20
+"""Bytes of a file that is read as a whole."""
+_EVENT_BYTES, _EVENTS = 4 * 2**20, 5000
+"""The latest events that are read."""
+_MESSAGE = 1000
+
+
+@dataclass
+class Start:
+    """One start of the run, as `run.json` records it."""
+
+    time: float
+    last_seen: float
+    resumed_step: int
+    step: int
+    end: str | None
+    ranks: int | None
+    layout: dict[str, int]
+    devices: dict[str, int]
+    about: dict[str, Any]
+    """Commit and versions."""
+
+
+@dataclass
+class Folder:
+    """A run's folder. What is missing or damaged is empty."""
+
+    path: Path
+    starts: list[Start] = field(default_factory=list)
+    goodput: dict[str, Any] = field(default_factory=lambda: {"percent": None, "seconds": {}})
+    state: str = "unknown"
+    message: str = ""
+    last_seen: float | None = None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration, by dotted key."""
+        return flat(_tables(self._toml))
+
+    @cached_property
+    def total_steps(self) -> int | None:
+        """The last step that the configuration asks for."""
+        section = f"\n{self._toml}".partition("\n[training]\n")[2].partition("\n[")[0]
+        steps = _tables(section).get("steps")  # a fifth of the file, for a table of many runs
+        return _whole(self.config.get("training.steps") if steps is None else steps)
+
+    @cached_property
+    def _toml(self) -> str:
+        try:
+            return read_regular(self.path / CONFIG, _LARGEST, links=True).decode()
+        except (OSError, ValueError):
+            return ""
+
+
+def read_folder(path: Path, *, now: float | None = None) -> Folder:
+    """Read what a run records about itself, except for its metrics."""
+    folder = Folder(path)
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_regular(path / RECORD, _LARGEST, links=True))
+        folder.starts = [start for entry in _list(_get(content, "starts")) if (start := _start(entry))]
+        folder.goodput = _goodput(_get(content, "goodput"))
+    folder.last_seen = folder.starts[-1].last_seen if folder.starts else _modified(path / METRICS)
+    folder.state, folder.message = _state(folder, time.time() if now is None else now)
+    return folder
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _state(folder: Folder, now: float) -> tuple[str, str]:
+    """State, and a message about it."""
+    end = folder.starts[-1].end if folder.starts else None
+    alive = _alive(folder.path, now)
+    if alive or (
+        alive is None and end is None and folder.starts and now - folder.starts[-1].last_seen < EXPIRY_SECONDS
+    ):
+        return "running", ""
+    if end is None:
+        return ("killed", "it recorded no end") if folder.starts else ("unknown", f"no readable {RECORD}")
+    name, _, message = end.partition(": ")
+    return (name, message) if name in STATES else ("unknown", end)
+
+
+def _alive(folder: Path, now: float) -> bool | None:
+    """Whether a process holds the folder; None if no lock says so."""
+    try:
+        holder, _ = read_holder(folder)
+        if holder is None:
+            return None
+        alive = holder.is_alive(current_holder())
+        return now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS if alive is None else alive
+    except OSError:
+        return None
+
+
+def _start(entry: Any) -> Start | None:
+    began, last_seen = _time(_get(entry, "time")), _time(_get(entry, "last_seen"))
+    if began is None:
+        return None
+    end = _get(entry, "end")
+    versions = _get(entry, "versions")
+    about = {"git": _get(entry, "git")} | (
+        {f"versions.{k}": v for k, v in versions.items()} if isinstance(versions, dict) else {}
+    )
+    return Start(
+        time=began,
+        last_seen=max(began, last_seen or began),
+        resumed_step=_whole(_get(entry, "resumed_step")) or 0,
+        step=_whole(_get(entry, "step")) or 0,
+        end=cut(end, _MESSAGE) if isinstance(end, str) else None,
+        ranks=_whole(_get(entry, "ranks")),
+        layout=_counts(_get(entry, "layout")),
+        devices=_counts(_get(entry, "devices")),
+        about={cut(key, 100): cut(value, 100) for key, value in about.items() if isinstance(value, str)},
+    )
+
+
+def _goodput(content: Any) -> dict[str, Any]:
+    seconds = _get(content, "seconds")
+    known = {kind: number(_get(seconds, kind)) for kind in KINDS}
+    return {"percent": number(_get(content, "percent")), "seconds": {k: s for k, s in known.items() if s is not None}}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The run's latest events, each with `time`, `kind`, `step` (or None) and `message`, in the order of time.
+
+    A run without a file of events has at least the guard's spikes.
+    """
+    events = _json_objects(path / EVENTS)
+    if not events:
+        events = [
+            {"kind": "rewound" if "back_to" in spike else "spike", "message": str(spike.get("reason", "")), **spike}
+            for spike in _json_objects(path / SPIKES)
+        ]
+    found = [
+        {
+            "time": _time(event.get("time")),
+            "kind": cut(str(event.get("kind")), 40),
+            "step": _whole(event.get("step")),
+            "message": cut(str(event.get("message", "")), _MESSAGE),
+        }
+        for event in events
+    ]
+    return sorted((event for event in found if event["time"] is not None), key=lambda event: event["time"])
+
+
+def _json_objects(path: Path) -> list[dict[str, Any]]:
+    """The objects in the last `_EVENT_BYTES` of a file of JSON lines."""
+    try:
+        with open_regular(path, links=True) as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _EVENT_BYTES, 0))
+            lines = file.read(_EVENT_BYTES).split(b"\n")
+    except OSError:
+        return []
+    found = []
+    for line in lines[1 if size > _EVENT_BYTES else 0 : -1][-_EVENTS:]:
+        with suppress(ValueError, RecursionError):
+            content = json.loads(line)
+            found += [content] if isinstance(content, dict) else []
+    return found
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested tables."""
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def _tables(text: str) -> dict[str, Any]:
+    try:
+        return tomli.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _get(content: Any, key: str) -> Any:
+    return content.get(key) if isinstance(content, dict) else None
+
+
+def _list(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else []
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def _time(value: Any) -> float | None:
+    """Seconds since the epoch, in the years that calendars can show."""
+    seconds = number(value)
+    return seconds if seconds is not None and 0 <= seconds < 1e11 else None
+
+
+def _counts(content: Any) -> dict[str, int]:
+    """A table of whole numbers."""
+    found = {cut(key, 100): _whole(value) for key, value in content.items()} if isinstance(content, dict) else {}
+    return {key: value for key, value in found.items() if value is not None}

@@ -1,0 +1,206 @@
+"""Runs as they train: the report once, then what is new, at a cost of what is new.
+
+A generation is a report and the updates since. What was appended to a run's files becomes an update. Whatever else
+happens to them (a rewind, another run, a folder that vanishes) ends the generation, and so does a log of updates that
+has grown: whoever follows reads the report again.
+"""
+
+import gzip
+import json
+import os
+import secrets
+import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.reports.collect import as_report, describe, read_runs, run_names, window
+from torchtitan.tools.reports.compare import Candidate
+from torchtitan.tools.reports.folder import CONFIG, EVENTS, METRICS, RECORD, SPIKES, read_folder
+from torchtitan.tools.reports.lines import LONGEST, Place, parse
+from torchtitan.tools.reports.series import Curves, is_training
+from torchtitan.utils import lock
+from torchtitan.utils.files import open_regular
+
+LEAST_SECONDS = 1.0
+"""Files are read at most this often, however many people watch."""
+MOST_SECONDS = 300.0
+"""Age of a generation: comparisons are not part of updates."""
+_STATE_SECONDS = 10.0
+"""A run can be found dead without a change of its files."""
+_LOG_BYTES = 2**20
+_READ_BYTES = 4 * 2**20
+_CURVES = ("axes", "metrics", "validation", "evals", "sources", "experts")
+_OF_GENERATION = (*_CURVES, "sampled", "events")
+
+
+class Rewritten(Exception):
+    """A file holds something else than before, not just more."""
+
+
+class Tail:
+    """What is appended to a file of JSON lines."""
+
+    def __init__(self, path: Path):
+        """Begin after the last whole line that is there now."""
+        self.path, self.identity, self.position = path, None, 0
+        with suppress(OSError), open_regular(path, links=True) as file:
+            stat = os.fstat(file.fileno())
+            begin = max(stat.st_size - LONGEST, 0)
+            self.identity = (stat.st_dev, stat.st_ino)
+            self.position = begin + os.pread(file.fileno(), LONGEST, begin).rfind(b"\n") + 1
+
+    def read(self) -> list[Place]:
+        """The records since the last call.
+
+        Raises:
+            Rewritten: the file is another one than before, is shorter, or can't be read any more.
+        """
+        try:
+            with open_regular(self.path, links=True) as file:
+                stat = os.fstat(file.fileno())
+                if (stat.st_dev, stat.st_ino) != self.identity or stat.st_size < self.position:
+                    raise Rewritten(self.path)
+                data = os.pread(file.fileno(), _READ_BYTES, self.position)
+        except OSError:
+            if self.identity is None:
+                return []
+            raise Rewritten(self.path) from None
+        whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == _READ_BYTES else 0)
+        found, begin = [], self.position
+        for line in data[:whole].splitlines(keepends=True):
+            if record := parse(line):
+                found.append(Place(begin, begin + len(line), *record))
+            begin += len(line)
+        self.position = begin
+        return found
+
+
+class Follower:
+    """A run, and what has changed since it was read."""
+
+    def __init__(self, run: Candidate, shown: dict[str, Any], tail: Tail):
+        """
+        Args:
+            shown: what the report says of the run.
+            tail: of its metrics; may begin before the end of what `run` holds.
+        """
+        self.path, self.name, self._tail = run.folder.path, run.name, tail
+        self._head = {key: value for key, value in shown.items() if key not in _OF_GENERATION}
+        self._events, self._training, self._began = shown["events"], list(run.curves.training), run.curves.began
+        self._files, self._looked = self._signature(), time.monotonic()
+
+    def news(self) -> dict[str, Any] | None:
+        """What the run has recorded since the last call, in the form of a report's run; None if nothing.
+
+        Raises:
+            Rewritten: the report has to be read again.
+        """
+        last = self._training[-1].step if self._training else -1
+        places = self._tail.read()
+        training = [p for p in places if is_training(p.record) and p.step > last]
+        if any(b.step <= a.step for a, b in pairwise(training)):
+            raise Rewritten(self._tail.path)
+        files, now = self._signature(), time.monotonic()
+        if not places and files == self._files and now - self._looked < _STATE_SECONDS:
+            return None
+        self._files, self._looked = files, now
+        folder = read_folder(self.path)
+        if folder.starts and self._head["starts"] and folder.starts[0].time != self._head["starts"][0]["time"]:
+            raise Rewritten(self.path)
+        since = folder.starts[-1].time if folder.starts else 0.0
+        context = [p for p in self._training if (p.record.get("time") or 0.0) >= since][:1] + self._training[-1:]
+        curves = Curves([*context, *training], [p for p in places if not is_training(p.record)], 1, self._began)
+        shown = describe(Candidate(self.name, folder, curves))
+        self._training = self._training[:1] + (context + training)[:1] + (self._training + training)[-1:]
+        return self._changes(shown, bool(places))
+
+    def _changes(self, shown: dict[str, Any], recorded: bool) -> dict[str, Any] | None:
+        events, known = shown["events"], len(self._events)
+        if events[:known] != self._events:
+            raise Rewritten(self.path)
+        head = {key: shown[key] for key in self._head if shown[key] != self._head[key]}
+        self._head |= head
+        self._events = events
+        if not (head or recorded or events[known:]):
+            return None
+        return {"head": head, "events": events[known:]} | {key: shown[key] for key in _CURVES}
+
+    def _signature(self) -> list[tuple[int, int, int] | None]:
+        return [_identity(self.path / name) for name in (RECORD, CONFIG, EVENTS, SPIKES, lock.NAME)]
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    except OSError:
+        return None
+
+
+class Live:
+    """What a server says about some runs. Its methods may be called from any thread."""
+
+    def __init__(self, folders: list[Path]):
+        self.folders, self._lock, self._reading = folders, threading.Lock(), threading.Lock()
+        self._generation: str | None = None
+        self._log: list[bytes] = []
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each run."""
+        return run_names(self.folders)
+
+    def report(self) -> bytes:
+        """The report and where its updates begin, as compressed JSON."""
+        with self._lock:
+            self._refresh()
+            if self._generation is None:
+                self._begin()
+            return self._report
+
+    def updates(self, after: str) -> bytes:
+        """JSON of what is new `after` the place that the last answer named; whether to read the report again."""
+        with self._lock:
+            self._refresh()
+            generation, _, number = after.partition("-")
+            known = int(number) if number.isascii() and number.isdigit() and len(number) < 9 else -1
+            if generation != self._generation or not 0 <= known <= len(self._log):
+                return b'{"reload": true}'
+            at = f"{self._generation}-{len(self._log)}"
+            return b'{"at": "%s", "runs": [%s]}' % (at.encode(), b", ".join(self._log[known:]))
+
+    def window(self, run: int, first_step: int, last_step: int, points: int) -> bytes:
+        """JSON of a run's curves between two steps, one reader at a time."""
+        with self._reading:
+            return _json(window(self.folders[run], first_step, last_step, points))
+
+    def _begin(self) -> None:
+        tails = [Tail(folder / METRICS) for folder in self.folders]
+        runs = read_runs(self.folders)
+        report = as_report(runs)
+        self._generation, self._log, self._began = secrets.token_hex(4), [], time.monotonic()
+        self._refreshed = self._began
+        self._followers = [Follower(*one) for one in zip(runs, report["runs"], tails, strict=True)]
+        self._report = gzip.compress(_json({"at": f"{self._generation}-0", "report": report}), 3)
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if self._generation is None or now - self._refreshed < LEAST_SECONDS:
+            return
+        self._refreshed = now
+        try:
+            for i, follower in enumerate(self._followers):
+                if news := follower.news():
+                    self._log.append(_json([i, news]))
+        except Rewritten:
+            self._generation = None
+            return
+        if self._log and (now - self._began > MOST_SECONDS or sum(map(len, self._log)) > _LOG_BYTES):
+            self._generation = None
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()

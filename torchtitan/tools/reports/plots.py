@@ -1,0 +1,80 @@
+"""Curves as small plots for a terminal, drawn by plotext."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torchtitan.tools.reports.noise import smooth
+from torchtitan.utils.text import printable, show_tokens
+
+HEIGHT = 14
+SMOOTHED = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}
+"""Metrics that are drawn smoothed, with the weight of the past in the average."""
+_TICKS = 5
+_MARKERS = "+x*o#@%&"
+"""Of the runs, where there are no colors."""
+
+
+class Line(NamedTuple):
+    """One run's curve."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+
+
+def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: bool) -> str | None:
+    """The curves in one plot; None if they have no values.
+
+    Args:
+        unit: of the x axis.
+        width: in characters.
+    """
+    from plotext import figure
+
+    found = {line.name: [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None] for line in lines}
+    if not any(found.values()):
+        return None
+    figure.clear()
+    figure.theme("default" if color else "colorless")
+    figure.plot_size(width, HEIGHT)
+    figure.title(title)
+    alone = len(found) == 1
+    for i, (name, points) in enumerate(found.items()):
+        if points:
+            marker = None if color or alone else _MARKERS[i % len(_MARKERS)]
+            signal = figure.signal([x for x, _ in points], [y for _, y in points], marker=marker)
+            signal.lines()
+            if not alone:
+                signal.label(printable(name))
+            figure.draw(signal)
+    shown = [point for points in found.values() for point in points]
+    first, last = min(x for x, _ in shown), max(x for x, _ in shown)
+    low, high = min(y for _, y in shown), max(y for _, y in shown)
+    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
+    figure.ruler("x").ticks(_ticks(first, last), [_tick(x, unit) for x in _ticks(first, last)])
+    figure.ruler("y").ticks(_ticks(low, high), [_value(y) for y in _ticks(low, high)])
+    figure.label(unit, "x")
+    drawn: str = figure.build().string(colorless=not color)
+    return "\n".join(line.rstrip() for line in drawn.rstrip().splitlines())
+
+
+def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Line]:
+    """The curves of a metric of `collect`'s runs, smoothed if it is noisy."""
+    weight = SMOOTHED.get(metric, 0.0)
+    return [
+        Line(run["name"], run["axes"][axis], smooth(run["metrics"][metric], weight))
+        for run in runs
+        if metric in run["metrics"] and run["axes"][axis] is not None
+    ]
+
+
+def _ticks(first: float, last: float) -> list[float]:
+    return [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)] if last > first else [first]
+
+
+def _tick(value: float, unit: str) -> str:
+    return f"{value:.2g}" if unit in ("hours", "flops") else show_tokens(value)
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

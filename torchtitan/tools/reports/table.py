@@ -1,0 +1,147 @@
+"""A line about each of many runs."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.derive import layout_name
+from torchtitan.tools.reports.collect import run_names
+from torchtitan.tools.reports.differences import differences
+from torchtitan.tools.reports.folder import METRICS, STATES, Folder, read_folder
+from torchtitan.tools.reports.lines import JsonLines, Record
+from torchtitan.tools.reports.series import is_training
+from torchtitan.utils.text import aligned, cut, plural, printable, show_duration, show_loss, show_percent, show_rate
+
+_MESSAGE = 80
+_COLUMNS = 12
+"""Settings that get a column, at most."""
+_SHOWN = ("ranks", "layout")
+"""Differences that have a column anyway."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says about a run."""
+
+    name: str
+    path: str
+    state: str
+    message: str
+    step: int
+    total_steps: int | None
+    tokens: float | None
+    loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    goodput: float | None
+    last_seen: float | None
+    ranks: int | None
+    layout: dict[str, int]
+    settings: dict[str, Any]
+    """What differs between the runs, by key."""
+
+
+ORDERS: dict[str, Callable[[Row], Any]] = {
+    "last-seen": lambda row: _descending(row.last_seen),
+    "name": lambda row: row.name,
+    "state": lambda row: STATES.index(row.state),
+    "step": lambda row: _descending(row.step),
+    "loss": lambda row: (row.loss is None, row.loss),
+    "tokens": lambda row: _descending(row.tokens),
+    "tokens-per-second": lambda row: _descending(row.tokens_per_second),
+    "mfu": lambda row: _descending(row.mfu),
+    "goodput": lambda row: _descending(row.goodput),
+}
+"""What rows are sorted by: the latest, fastest and lowest loss first, unknown values last."""
+
+
+def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[Row]:
+    """A row for each run."""
+    folders = [read_folder(path) for path in paths]
+    changed = [one for one in differences(folders) if one["key"] not in _SHOWN] if with_differences else []
+    names = run_names(paths)
+    settings = [{one["key"]: one["values"][i] for one in changed} for i in range(len(folders))]
+    return [_row(*columns) for columns in zip(names, folders, settings, strict=True)]
+
+
+def _row(name: str, folder: Folder, settings: dict[str, Any]) -> Row:
+    step, record = _last_record(folder.path)
+    last = folder.starts[-1] if folder.starts else None
+    return Row(
+        name=name,
+        path=str(folder.path),
+        state=folder.state,
+        message=folder.message,
+        step=max(step, last.step if last else 0),
+        total_steps=folder.total_steps,
+        tokens=record.get("tokens"),
+        loss=record.get("loss"),
+        tokens_per_second=record.get("tokens_per_second"),
+        mfu=record.get("mfu"),
+        goodput=folder.goodput["percent"],
+        last_seen=folder.last_seen,
+        ranks=last.ranks if last else None,
+        layout=last.layout if last else {},
+        settings=settings,
+    )
+
+
+def _last_record(path: Path) -> tuple[int, Record]:
+    with suppress(OSError), JsonLines(path / METRICS) as lines:
+        for place in lines.last(is_training):
+            return place.step, place.record
+    return 0, {}
+
+
+def _descending(value: float | None) -> tuple[bool, float]:
+    return value is None, -(value or 0)
+
+
+def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as JSON can hold them."""
+    return [asdict(row) for row in rows]
+
+
+def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
+    """The rows as a table, and how many runs are in which state."""
+    now = time.time() if now is None else now
+    differing = list(rows[0].settings) if rows else []
+    keys = differing[:_COLUMNS]
+    messages = any(row.message for row in rows)
+    heading = ["run", "state", "step", "loss", "tokens/s", "MFU", "goodput", "last seen", "ranks", "layout", *keys]
+    cells = [[*_cells(row, now), *(_setting(row.settings[key]) for key in keys)] for row in rows]
+    if messages:
+        heading.append("message")
+        cells = [[*line, cut(row.message, _MESSAGE)] for line, row in zip(cells, rows, strict=True)]
+    counts = {state: sum(row.state == state for row in rows) for state in STATES}
+    states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+    table = aligned([heading, *([printable(cell) for cell in line] for line in cells)])
+    more = len(differing) - len(keys)
+    note = f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them" if more else ""
+    return f"{table}\n\n{plural(len(rows), 'run')}{': ' if states else ''}{states}{note}"
+
+
+def _cells(row: Row, now: float) -> list[str]:
+    return [
+        row.name,
+        row.state,
+        f"{row.step:,}" + (f"/{row.total_steps:,}" if row.total_steps is not None else ""),
+        _shown(row.loss, show_loss),
+        _shown(row.tokens_per_second, show_rate),
+        _shown(row.mfu, show_percent),
+        _shown(row.goodput, show_percent),
+        _shown(row.last_seen, lambda at: f"{show_duration(max(now - at, 0))} ago"),
+        _shown(row.ranks, str),
+        layout_name(row.layout) if row.ranks is not None and row.ranks > 1 else "",
+    ]
+
+
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
+    return "" if value is None else show(value)
+
+
+def _setting(value: Any) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else cut(str(value), 40)

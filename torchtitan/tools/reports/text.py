@@ -1,0 +1,164 @@
+"""Runs and how they differ, for a terminal: summaries, plots, time lines, differences."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from torchtitan.config.derive import layout_name
+from torchtitan.telemetry.run_record import KINDS
+from torchtitan.tools.reports.plots import SMOOTHED, lines_of, plot
+from torchtitan.utils.text import (
+    aligned,
+    cut,
+    plural,
+    printable,
+    show_date,
+    show_duration,
+    show_gib,
+    show_loss,
+    show_percent,
+    show_rate,
+    show_tokens,
+)
+
+Run = dict[str, Any]
+_LONGEST_LINE = 40
+"""Entries of a time line, at most."""
+_BEFORE_MESSAGE = 36
+_KIND = 40
+_VALUE = 60
+
+
+def as_text(data: dict[str, Any], *, metrics: Sequence[str], axis: str, width: int, color: bool) -> str:
+    """What `collect` returns, as text.
+
+    Args:
+        metrics: to plot, against `axis`.
+        width: of the plots, in characters.
+    """
+    runs = data["runs"]
+    parts: list[str | None] = ["\n".join(_summary(run)) for run in runs]
+    for metric in metrics:
+        title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHED else "")
+        parts.append(plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color))
+    parts.append(_time_by_kind(runs))
+    parts += [
+        "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)]) for run in runs if run["starts"]
+    ]
+    if len(runs) > 1:
+        parts += [_differences(data), _comparison(data)]
+    return "\n\n".join(filter(None, parts))
+
+
+# ---- one run
+
+
+def _summary(run: Run) -> Iterator[str]:
+    latest = run["latest"]
+    message = f": {cut(run['message'], 200)}" if run["message"] else ""
+    yield printable(f"{run['name']}  {run['state']}{message}")
+    total = f"/{run['total_steps']:,}" if run["total_steps"] is not None else ""
+    validation = (
+        f"validation loss{f' of {name}' if name else ''} {show_loss(curve['loss'][-1])} (step {curve['step'][-1]:,})"
+        for name, curve in run["validation"].items()
+    )
+    yield _joined(
+        f"step {run['step']:,}{total}",
+        None if run["tokens"] is None else f"{show_tokens(run['tokens'])} tokens",
+        _of(latest, "loss", lambda loss: f"loss {show_loss(loss)}"),
+        *validation,
+    )
+    devices = ", ".join(f"{count} x {name}" for name, count in run["devices"].items())
+    yield _joined(
+        _of(latest, "tokens_per_second", lambda rate: f"{show_rate(rate)} tokens/s per device"),
+        _of(latest, "mfu", lambda mfu: f"MFU {show_percent(mfu)}"),
+        _of(latest, "memory_gib", show_gib),
+        devices or None,
+        layout_name(run["layout"]) if (run["ranks"] or 1) > 1 else None,
+    )
+    goodput = run["goodput"]["percent"]
+    yield _joined(
+        None if goodput is None else f"goodput {show_percent(goodput)}",
+        plural(len(run["starts"]), "start"),
+        None if run["last_seen"] is None else f"last seen {show_date(run['last_seen'])}",
+        None if run["eta_s"] is None else f"{show_duration(run['eta_s'])} left",
+    )
+
+
+def _joined(*parts: str | None) -> str:
+    return "  " + "   ".join(printable(part) for part in parts if part)
+
+
+def _of(latest: dict[str, float | None], key: str, show: Any) -> str | None:
+    value = latest.get(key)
+    return None if value is None else show(value)
+
+
+def time_line(run: Run, width: int) -> list[str]:
+    """Starts, ends and events of a run in order of time; like events in succession become one line.
+
+    Args:
+        width: about, in characters.
+    """
+    entries = [(one["hours"], one["kind"], one["step"], one["message"]) for one in run["events"]]
+    logged = any(kind in ("started", "resumed") for _, kind, _, _ in entries)
+    entries += (entry for entry in _starts(run["starts"]) if not logged or entry[1] == "killed")  # which logs nothing
+    entries.sort(key=lambda entry: entry[0])
+    rows = []
+    for kind, group in groupby(entries, key=lambda entry: entry[1]):
+        first, *rest = group
+        last = rest[-1] if rest else first
+        often = f"{kind} x {len(rest) + 1}" if rest else kind
+        steps = " to ".join(dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None))
+        message = cut(last[3], max(width - _BEFORE_MESSAGE, 64))
+        rows.append([show_duration(first[0] * 3600), printable(cut(often, _KIND)), steps, printable(message)])
+    left_out = len(rows) - _LONGEST_LINE
+    if left_out > 0:
+        rows = rows[:1] + [["", f"{left_out:,} more", "", ""]] + rows[1 + left_out :]
+    return [f"  {line}" for line in aligned([["after", "event", "step", ""], *rows]).splitlines()] if rows else []
+
+
+def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int, str]]:
+    """Starts and ends as events, of a run that recorded none."""
+    layout = None
+    for start in starts:
+        where = f"{plural(start['ranks'] or 1, 'rank')}, {layout_name(start['layout'])}"
+        changed = " (changed)" if layout not in (None, start["layout"]) else ""
+        layout = start["layout"]
+        yield start["hours"], "resumed" if start["resumed_step"] else "started", start["resumed_step"], where + changed
+        if start["end"]:
+            kind, _, message = start["end"].partition(": ")
+            yield start["last_seen_hours"], kind, start["step"], message
+
+
+# ---- several runs
+
+
+def _time_by_kind(runs: Sequence[Run]) -> str | None:
+    seconds = [run["goodput"]["seconds"] for run in runs]
+    kinds = [kind for kind in KINDS if any(one.get(kind) for one in seconds)]
+    if not kinds:
+        return None
+    rows = [["time", *(printable(run["name"]) for run in runs)]]
+    for kind in kinds:
+        shares = ((one.get(kind, 0.0), sum(one.values())) for one in seconds)
+        cells = [f"{show_duration(s)}, {show_percent(100 * s / total)}" if s and total else "" for s, total in shares]
+        rows.append([KINDS[kind], *cells])
+    return aligned(rows)
+
+
+def _differences(data: dict[str, Any]) -> str:
+    if not data["differences"]:
+        return "The configurations are the same"
+    heading = ["differs", *(printable(run["name"]) for run in data["runs"])]
+    return aligned([heading, *([one["key"], *map(_value, one["values"])] for one in data["differences"])])
+
+
+def _value(value: Any) -> str:
+    text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return printable(cut(text, _VALUE))
+
+
+def _comparison(data: dict[str, Any]) -> str | None:
+    lines = [f"  {printable(one['run'])} against {printable(one['base'])}: {one['text']}" for one in data["comparison"]]
+    return "\n".join(["Differences, with 95 % confidence", *lines]) if lines else None

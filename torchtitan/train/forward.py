@@ -1,0 +1,190 @@
+"""The forward that training and validation share, for a whole model or the stages of a pipeline."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.models.layers import document_mask
+from torchtitan.optim.loss import RowLoss, chunked_loss
+from torchtitan.optim.source_losses import SourceTally
+from torchtitan.parallel.fsdp import Accumulation
+from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.tensor import loss_context
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """What a rank computes on: its part of rows."""
+
+    tokens: Tensor
+    """`[batch, seq]`, the positions that this rank holds."""
+    labels: Tensor
+    """`[batch, seq]`."""
+    documents: Tensor | None
+    """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows."""
+    sources: Tensor | None = None
+    """`[batch]`, the data source of each row, by its index in the configuration; None: it doesn't matter."""
+
+    def split(self, size: int) -> list["LocalBatch"]:
+        """Batches of `size` rows."""
+        parts = [None if rows is None else rows.split(size) for rows in vars(self).values()]
+        count = len(self.tokens.split(size))
+        return [LocalBatch(*part) for part in zip(*(part or [None] * count for part in parts), strict=True)]
+
+    def pinned(self) -> "LocalBatch":
+        """In page-locked memory, from which copies to the device need no wait."""
+        sources = None if self.sources is None else self.sources.pin_memory()
+        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), self.documents, sources)
+
+    def to(self, device: torch.device) -> "LocalBatch":
+        tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        return LocalBatch(tokens, labels, self.documents, sources)
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The summed loss of what a model returns: logits, or final hidden states if the loss is chunked."""
+
+    of_logits: RowLoss
+    chunks: int
+    """Slices of the sequence whose logits exist one at a time."""
+    tp_degree: int
+    """Ranks that share the sequence of the final hidden states."""
+    sharded: bool
+    """The logits are sharded over the vocabulary."""
+
+    @property
+    def project(self) -> bool:
+        """The model returns logits."""
+        return self.chunks == 1
+
+    def __call__(self, model: Any, output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of `output`, which the last module returned for tokens with `labels` `[batch, seq]`.
+
+        Returns:
+            A scalar, and, without a gradient, each row's part of it `[batch]`.
+        """
+        if self.project:
+            rows = self.of_logits(output, labels)
+            return rows.sum(), rows.detach()
+        return chunked_loss(
+            output,
+            model.output_weight,
+            labels,
+            project=model.project,
+            loss=self.of_logits,
+            chunks=self.chunks,
+            tp_degree=self.tp_degree,
+        )
+
+    def context(self) -> AbstractContextManager[None]:
+        """For the loss and its backward."""
+        return loss_context(self.sharded)
+
+
+class Compute:
+    """Runs this rank's part of the model on this rank's part of rows of one length."""
+
+    def __init__(
+        self,
+        models: Sequence[FSDPModule],
+        positions: Tensor,
+        pipeline: Pipeline | None,
+        loss: ModelLoss,
+        accumulation: Accumulation,
+        *,
+        document_end: int | None,
+        dtype: torch.dtype,
+        pin: bool = False,
+        weighs_tokens: bool = False,
+        tally: SourceTally | None = None,
+    ):
+        """
+        Args:
+            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
+            document_end: the token that ends a document, if attention stays within documents.
+            dtype: of the activations.
+            pin: put batches into page-locked memory.
+            weighs_tokens: the model is a mixture of experts, and takes the weight of each token in the loss.
+            tally: adds up the losses of each data source.
+        """
+        self.models, self.positions, self.pipeline = models, positions, pipeline
+        self.loss, self.accumulation = loss, accumulation
+        self.document_end, self.dtype, self.pin = document_end, dtype, pin
+        self.weighs_tokens, self.tally = weighs_tokens, tally
+        self._columns = positions.cpu()  # the loader's rows are on the host
+
+    def own_rows(self, tokens: Tensor, labels: Tensor, sources: Tensor | None = None) -> LocalBatch:
+        """This rank's part of whole rows `[batch, seq_len]`.
+
+        Args:
+            sources: `[batch]`, the data source of each row.
+        """
+        documents = None
+        if self.document_end is not None:
+            ends = (tokens == self.document_end).long()
+            documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
+        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents, sources if self.tally else None)
+        return rows.pinned() if self.pin else rows
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """The columns of whole rows that this rank holds."""
+        return rows if len(self._columns) == rows.shape[1] else rows[:, self._columns]
+
+    def forward_backward(self, rows: LocalBatch, total: Tensor, *, last: bool) -> Tensor:
+        """Add the gradients of one batch, on the compute device, to the parameters'.
+
+        Args:
+            total: divides the loss: the predicted tokens of the whole step over all ranks.
+            last: no further batch of this step follows, so the gradients are those of all ranks when this returns.
+
+        Returns:
+            This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is elsewhere.
+        """
+
+        def share(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+            summed, of_rows = self.loss(self.models[-1], output, labels)
+            if self.tally is not None and rows.sources is not None:
+                self.tally.add(rows.sources[first : first + len(labels)], of_rows, labels)
+            return summed / total
+
+        weights = (rows.labels != IGNORE_INDEX) / total if self.weighs_tokens else None
+        with self.loss.context():
+            if self.pipeline is not None:
+                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share, weights)
+            (model,) = self.models
+            self.accumulation.expect(model, last=last)
+            value = share(self._run(model, rows, weights), rows.labels)
+            value.backward()
+            return value.detach()
+
+    @torch.no_grad()
+    def forward(self, rows: LocalBatch) -> Tensor:
+        """The summed loss of one batch on this rank, without gradients."""
+        with self.loss.context():
+            if self.pipeline is not None:
+                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, self._summed)
+            (model,) = self.models
+            return self._summed(self._run(model, rows), rows.labels)
+
+    def _run(self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None) -> Tensor:
+        mask = None if rows.documents is None else document_mask(rows.documents, self.positions, self.dtype)
+        own = {} if token_weights is None else {"token_weights": token_weights}
+        return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
+
+    def _summed(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+        return self.loss(self.models[-1], output, labels)[0]
+
+    def reshard(self) -> None:
+        """Free gathered weights. FSDP keeps some after a forward without a backward."""
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()

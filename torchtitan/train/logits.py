@@ -1,0 +1,141 @@
+"""The model's logits at chosen positions of any texts, under any layout, by the forward that validates.
+
+Texts are padded at the end, where causal attention doesn't look, and spread over the ranks that read different rows.
+Instead of labels, the forward gets the numbers of the chosen positions; instead of a loss, a function that reads the
+logits there. What it found is summed over ranks: each position is computed by one of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.optim.loss import RowLoss
+from torchtitan.parallel.collectives import all_reduce
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.train.forward import Compute
+from torchtitan.utils.activity import note
+
+Read = Callable[[Tensor, Tensor], Tensor]
+"""From the logits `[n, vocab]` (fp32) of n positions and their numbers `[n]` to `[n, width]` values."""
+_SHORTEST = 64
+"""Tokens of the shortest rows. Longer ones have powers of two times as many, so there are few shapes."""
+_AT_ONCE = 1024
+"""Positions whose logits of the whole vocabulary exist at a time."""
+
+
+class Probe:
+    """Reads a model's logits. All ranks make the same calls, and get the same results."""
+
+    def __init__(
+        self,
+        build: Callable[[int, RowLoss], Compute],
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        rows: int,
+        unit: int,
+        max_seq_len: int,
+        compiled: bool,
+    ):
+        """
+        Args:
+            build: what runs the model on rows of a length, with a loss.
+            rows: of a batch on each rank.
+            unit: the length of a row is a multiple of this.
+            max_seq_len: tokens of the longest text.
+            compiled: the model is compiled, for shapes other than these.
+        """
+        self.build, self.mesh, self.device, self.rows = build, mesh, device, rows
+        self.unit, self.max_seq_len, self.compiled = unit, max_seq_len, compiled
+        self._computes: dict[int, Compute] = {}
+        self._read: Read = lambda logits, _: logits
+        self._found = torch.empty(0)
+
+    @property
+    def batch(self) -> int:
+        """Texts of one forward over all ranks."""
+        return self.rows * self.mesh.dp_degree
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[list[int]], chosen: Sequence[Sequence[int]], read: Read, width: int) -> Tensor:
+        """What `read` finds at the chosen positions: `[positions, width]` fp32, on the device.
+
+        Args:
+            texts: token ids, at most `max_seq_len` each.
+            chosen: positions of each text. They are numbered over all texts, in order.
+        """
+        starts = torch.tensor([0, *map(len, chosen)]).cumsum(0).tolist()
+        found = torch.zeros(starts[-1], width, device=self.device)
+        self._read, self._found = read, found
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # alike lengths share a batch
+        with self._inference():
+            for first in range(0, len(order), self.batch):
+                together = order[first : first + self.batch]
+                note(f"evaluating texts {first + 1} to {first + len(together)} of {len(texts)}")
+                length = self._length(len(texts[together[0]]))
+                own = together[self.mesh.dp_rank * self.rows :][: self.rows]
+                tokens = torch.zeros(self.rows, length, dtype=torch.int64)
+                numbers = torch.full_like(tokens, IGNORE_INDEX)
+                for row, i in enumerate(own):
+                    tokens[row, : len(texts[i])] = torch.tensor(texts[i])
+                    numbers[row, list(chosen[i])] = torch.arange(starts[i], starts[i + 1])
+                compute = self._compute(length)
+                compute.forward(compute.own_rows(tokens, numbers).to(self.device))
+        self._found = torch.empty(0)
+        return all_reduce(found, self.mesh.loss_group)
+
+    def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor:
+        """The logits of the token after each text: `[texts, vocab_size]` fp32.
+
+        Args:
+            vocab_size: later ids are unknown to the tokenizer.
+        """
+        return self(texts, [[len(text) - 1] for text in texts], lambda logits, _: logits[:, :vocab_size], vocab_size)
+
+    def _length(self, tokens: int) -> int:
+        """Of rows that hold so many tokens."""
+        length = -(-_SHORTEST // self.unit) * self.unit
+        while length < tokens:
+            length *= 2
+        return min(length, -(-self.max_seq_len // self.unit) * self.unit)
+
+    def _compute(self, length: int) -> Compute:
+        if length not in self._computes:
+            self._computes[length] = self.build(length, self._take)
+        return self._computes[length]
+
+    def _take(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """In place of the losses of a microbatch, or of a slice of its positions."""
+        rows, columns = (numbers != IGNORE_INDEX).nonzero(as_tuple=True)
+        for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):
+            number = numbers[row, column]
+            if len(number):
+                self._found[number] = self._read(self._whole(logits, row, column), number)
+        return torch.zeros(len(numbers), device=self.device)
+
+    def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """The logits of some positions, gathered if they are sharded over the vocabulary: `[n, vocab]` fp32."""
+        if isinstance(logits, DTensor):
+            part = logits.to_local()[row, column].float()
+            shape = torch.Size((len(row), logits.shape[-1]))
+            sharded = DTensor.from_local(
+                part, logits.device_mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
+            )
+            return sharded.full_tensor()
+        return logits[row, column].float()
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Not compiled: training's graphs, which are of one shape, stay the only ones."""
+        compute = self._compute(self._length(self.max_seq_len))
+        for model in compute.models:
+            model.eval()
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+            yield
+        compute.reshard()  # a checkpoint must not see gathered weights
+        for model in compute.models:
+            model.train()

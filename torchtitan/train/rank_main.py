@@ -1,0 +1,156 @@
+"""One rank of a run: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key value ...]`.
+
+Without torchrun it trains as one process. Everything is checked before torch is imported.
+"""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.config import Resolved, resolve
+from torchtitan.telemetry.notify import report_error
+from torchtitan.train.preflight import Setup, preflight
+from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.errors import DEBUG_ENV, UserError
+from torchtitan.utils.logging import init_logging, log_failure, logger
+from torchtitan.utils.signals import INTERRUPTED, StopRequest, die_with_parent
+from torchtitan.utils.storage import is_url, storage_path
+from torchtitan.utils.text import plural, show_loss, show_tokens
+from torchtitan.utils.torch_versions import installed_torch, too_new
+
+if TYPE_CHECKING:
+    from torchtitan.train.trainer import Trainer
+
+COMMAND_ENV = "TORCHTITAN_COMMAND"
+"""The command the user typed, set by launchers that run another one."""
+LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
+"""Process id of a launcher that should exit, not restart this rank, after a requested stop."""
+_RECORDING_SECONDS = 2.0
+"""For the run's files to record a second Ctrl-C: a disk that doesn't answer may be the reason for it."""
+
+
+def main(argv: list[str]) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    if os.environ.get(DEBUG_ENV) != "1":  # otherwise torch prints C++ stacks on every rank when one dies
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rank, world = rank_and_world()
+    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it again
+    stop.listen()
+    init_logging(rank)
+    resolved = resolve(argv, world)
+    for warning in resolved.warnings:
+        logger.warning(warning)
+    if untested := too_new(installed_torch()):
+        logger.warning(untested)
+    setup = preflight(resolved.config)
+    for warning in setup.warnings:
+        logger.warning(warning)
+    job = resolved.config.job
+    logger.info(f"{job.description}: {plural(world, 'rank')}, results in {job.dump_folder}")
+
+    try:
+        return _run(resolved, setup, stop, rank)
+    except BaseException as error:
+        log_failure(error)
+        report_error(resolved.config, error)
+        raise
+
+
+def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
+    """Train; the exit status."""
+    from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
+
+    trainer = Trainer(resolved.config, setup, stop)
+    stop.abandon = lambda: _interrupt(trainer, rank)
+    try:
+        progress = trainer.train()
+    except BaseException as error:
+        trainer.close(error)
+        raise
+    trainer.close()
+    if trainer.stopped:
+        stop.ignore()
+        if launcher := os.environ.get(LAUNCHER_ENV):
+            os.kill(int(launcher), signal.SIGTERM)
+        return _stopped(rank, f"after step {progress.step}")
+    if rank == 0:
+        _summarize(resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss)
+    return 0
+
+
+def _stopped(rank: int, when: str) -> int:
+    """Say how to resume; the exit status."""
+    if rank == 0:
+        print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
+    return os.EX_TEMPFAIL
+
+
+def _interrupt(trainer: "Trainer", rank: int) -> None:
+    """End at once, wherever the main thread is: somebody has pressed Ctrl-C again."""
+    step = trainer.progress.step
+    if rank == 0:
+        saved = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
+        print(f"interrupted: {_lost(step, saved)}\n  {_command()}", file=sys.stderr, flush=True)
+
+    def record() -> None:
+        reason = trainer.ledger.end(step, trainer.config.training.steps, KeyboardInterrupt())
+        trainer.events.end(step, reason)
+
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    recording.join(_RECORDING_SECONDS)
+    os._exit(INTERRUPTED)
+
+
+def _lost(step: int, saved: int | None) -> str:
+    """What a run that ends at once after `step` loses, and what the same command does next.
+
+    Args:
+        saved: the newest checkpoint's step, 0 if there is none; None if the run saves none.
+    """
+    first = (saved or 0) + 1
+    what = f"step {step} is lost" if step == first else f"steps {first} to {step} are lost"
+    if step < first:
+        what = "no finished step is lost"
+    elif saved is None:
+        what += ", as checkpoint.enable = false or load_only = true"
+    return f"{what}. To resume after step {saved}:" if saved else f"{what}. To start again:"
+
+
+def _command() -> str:
+    """The command line that starts this run again."""
+    if command := os.environ.get(COMMAND_ENV):
+        return command
+    if "TORCHELASTIC_RUN_ID" in os.environ and (agent := Path(f"/proc/{os.getppid()}/cmdline")).exists():
+        return shlex.join(agent.read_text().rstrip("\0").split("\0"))
+    return shlex.join(sys.orig_argv)
+
+
+def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None) -> None:
+    """Log what the run produced and what to do next."""
+    config = resolved.config
+    dump = config.job.dump_folder
+    if first is None or last is None:
+        logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
+        return
+    logger.info(f"Done: step {step}, {show_tokens(tokens)} tokens, loss {show_loss(first)} -> {show_loss(last)}")
+    results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
+    saved = config.checkpoint.enable and not config.checkpoint.load_only
+    if saved:
+        folder = config.checkpoint.folder
+        results["checkpoint"] = f"{folder if is_url(folder) else os.path.join(dump, folder)}/step-{step}"
+    for name, path in results.items():
+        logger.info(f"  {name:<11} {path}")
+    if lost := [path for path in results.values() if not storage_path(path).exists()]:
+        raise UserError(f"{', '.join(lost)}: deleted while the run was writing to it")
+    if saved:
+        if not config.checkpoint.last_save_model_only:
+            more = config.training.steps * 2
+            logger.info(f"To continue training: the same command with --training.steps {more}")
+    else:
+        logger.info("No checkpoint was saved: set checkpoint.enable = true to keep the model")

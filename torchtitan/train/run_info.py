@@ -1,0 +1,90 @@
+"""What a run records about itself: in every checkpoint's manifest, in `run.json`, and as `config.toml`."""
+
+import hashlib
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.checkpoint.commit import versions
+from torchtitan.config.derive import layout_degrees
+from torchtitan.config.load.render import to_toml
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Config
+from torchtitan.data.loader import StepLoader
+from torchtitan.data.positions import DataFingerprint, DataPosition, joined
+from torchtitan.data.text.documents import counted
+from torchtitan.telemetry.run_record import git_revision
+from torchtitan.train.preflight import Setup
+from torchtitan.utils.device import device_name
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.logging import logger
+
+
+def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[str, Any]:
+    """What every checkpoint's manifest says about the run.
+
+    Args:
+        data: the loader's fingerprint.
+    """
+    training = config.training
+    mixture: dict[str, Any] = {}
+    if training.sources:
+        mixture["weights"] = {source.name: source.weight for source in training.sources}
+    if training.stages:
+        mixture["stages"] = [stage.model_dump(exclude_defaults=True) for stage in training.stages]
+    return {
+        "versions": versions(),
+        "model": {"name": setup.spec.name, **setup.args.model_dump()},
+        "git": git_revision() if dist.get_rank() == 0 else None,
+        "ranks": dist.get_world_size(),
+        "data": data.model_dump() | mixture,
+        "config": to_toml(config),
+    }
+
+
+def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:
+    """What `run.json` says about this start. Called by all ranks.
+
+    Args:
+        run: from `describe_run`.
+    """
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (socket.gethostname(), device_name()))
+    hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
+    return {
+        "ranks": len(places),
+        "layout": {axis: degree for axis, degree in layout_degrees(parallelism).items() if degree > 1},
+        "hosts": hosts,
+        "devices": devices,
+        "config": {"path": "config.toml", "sha256": hashlib.sha256(run["config"].encode()).hexdigest()},
+        **{key: run[key] for key in ("git", "versions", "data")},
+    }
+
+
+def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict[str, int]:
+    """Bad documents that were left out, by kind, also in the log. Called by all ranks.
+
+    Args:
+        position: this rank's part of the position up to which those of streams are counted; None before the first step.
+    """
+    positions: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(positions, position or loader.start)
+    skipped = loader.skipped(joined(positions))
+    logger.info(f"Left out {counted(skipped)}")
+    return dict(skipped.most_common())
+
+
+def write_config(config: Config) -> None:
+    """Write the effective configuration to the dump folder, and print it if asked."""
+    folder, text = Path(config.job.dump_folder), to_toml(config)
+    if dist.get_rank() == 0:
+        for name in ("config.toml", config.job.save_config_file):
+            if name:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / name, text.encode())
+    if config.job.print_config:
+        logger.info(f"Configuration:\n{text}")

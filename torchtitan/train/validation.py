@@ -1,0 +1,133 @@
+"""Validation: loss and bits per byte on held-out data, computed by the same forward that trains."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchtitan.data.loader import StepBatch, StepLoader
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.parallel.collectives import all_reduce
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.train.forward import Compute
+from torchtitan.utils.activity import DATA, note
+
+
+@dataclass
+class HeldOut:
+    """A validation set."""
+
+    name: str
+    """Empty for the only one."""
+    loader: StepLoader
+    limit: int
+    """Batches per validation; -1: the whole set."""
+    batches: int | None = None
+    """How many there are up to the limit, over all ranks. Known after the first pass."""
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What a validation of one set found."""
+
+    name: str
+    loss: float
+    """Mean cross-entropy per predicted token, in nats."""
+    tokens: int
+    """Predicted."""
+    bytes: int
+    """Of the text that they stand for."""
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss of a byte of text, whatever the tokenizer: `loss / ln 2 x tokens / bytes`. None without text."""
+        return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
+
+    def record(self) -> dict[str, Any]:
+        """What is logged."""
+        return {"name": self.name, "loss": self.loss, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens}
+
+
+class Validator:
+    """Validates on several sets. All ranks make the same calls."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        local_batch_size: int,
+        sets: Sequence[HeldOut],
+        mesh: Mesh,
+        device: torch.device,
+        byte_lengths: NDArray[np.int32],
+    ):
+        """
+        Args:
+            local_batch_size: rows per forward pass on this rank.
+            byte_lengths: of each token, `[vocab]`.
+        """
+        self.compute, self.local_batch_size, self.sets = compute, local_batch_size, sets
+        self.mesh, self.device = mesh, device
+        self.byte_lengths = torch.from_numpy(byte_lengths).to(device)
+
+    def run(self) -> list[Validated]:
+        """Validate on every set."""
+        for model in self.compute.models:
+            model.eval()
+        found = [self._validate(one) for one in self.sets]
+        self.compute.reshard()  # a checkpoint must not see gathered weights
+        for model in self.compute.models:
+            model.train()
+        return found
+
+    @torch.no_grad()
+    def _validate(self, held_out: HeldOut) -> Validated:
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for batch in self._batches(held_out):
+            rows = self.compute.own_rows(batch.tokens, batch.labels).to(self.device)
+            for part in rows.split(self.local_batch_size):
+                loss += self.compute.forward(part).double()
+            counts += self._tokens_and_bytes(rows.labels)
+        all_reduce(loss, self.mesh.loss_group)
+        all_reduce(counts, self.mesh.batch_group)
+        tokens, size = counts.tolist()
+        return Validated(held_out.name, loss.item() / max(tokens, 1), tokens, size)
+
+    def _tokens_and_bytes(self, labels: Tensor) -> Tensor:
+        predicted = labels != IGNORE_INDEX
+        lengths = self.byte_lengths[labels.masked_fill(~predicted, 0)].masked_fill(~predicted, 0)
+        return torch.stack([predicted.sum(), lengths.sum()])
+
+    def _batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
+        """This rank's part of each batch.
+
+        Ranks may run out of data at different times, but every rank must take part in every forward: one without data
+        feeds rows without labels. Each pass over a set is the same, so ranks ask each other only in the first one
+        whether any has data left, for which the host waits.
+        """
+        batches, name = iter(held_out.loader), f"{held_out.loader.name} for validation"
+        for index in itertools.count():
+            if index in (held_out.limit, held_out.batches):
+                break
+            note(f"{DATA} from {name}")
+            batch = next(batches, None)
+            note("validating")
+            if held_out.batches is None and not self._any_has(batch):
+                break
+            yield batch or held_out.loader.blank()
+        held_out.batches = index
+
+    def _any_has(self, batch: StepBatch | None) -> bool:
+        has = torch.full((), float(batch is not None), device=self.device)
+        return all_reduce(has, self.mesh.batch_group).item() > 0
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        for one in self.sets:
+            one.loader.close()
