@@ -1,7 +1,7 @@
 """The packages of the wheel; pyproject.toml says the rest.
 
-Folders of data that a checkout has elsewhere go into `torchtitan/assets` under the same paths, where
-torchtitan/utils/assets.py finds them.
+Folders of data that a checkout has elsewhere go into `torchtitan/assets` under the same paths,
+where torchtitan/utils/assets.py finds them.
 """
 
 from setuptools import find_packages, setup

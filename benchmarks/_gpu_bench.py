@@ -1,4 +1,5 @@
-"""What the stages of `gpu.py` share: where they run, how they train and start processes, and what they measure.
+"""What the stages of `gpu.py` share: where they run, how they train and start processes, and what
+they measure.
 
 A stage is a function of a `Bench` that returns figures. It runs in a process of its own.
 """
@@ -26,7 +27,8 @@ Figures = dict[str, Any]
 SMALL = (
     "--model.overrides.dim=256",
     "--model.overrides.n_layers=4",
-    "--model.overrides.n_heads=4",  # of 64: the smallest size for which every attention kernel exists
+    # of 64: the smallest size for which every attention kernel exists
+    "--model.overrides.n_heads=4",
     "--model.overrides.n_kv_heads=2",
     "--model.overrides.ffn_dim=512",
     "--activation_checkpoint.mode=none",
@@ -92,7 +94,9 @@ class Bench:
         return multiprocessing.get_context("fork" if self.dry else "spawn")
 
     def flags(self, *flags: str, name: str = "run") -> list[str]:
-        """A configuration: the demo text, nothing saved, `flags`, and the toy model in a dry run."""
+        """A configuration: the demo text, nothing saved, `flags`, and the toy model in a dry
+        run.
+        """
         return [
             f"--job.dump_folder={self.folder / name}",
             f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}",
@@ -122,7 +126,8 @@ def within(figures: Figures, limits: Mapping[str, float]) -> Figures:
 
 def distance(a: Any, b: Any) -> float:
     """Relative error of tensor `a`: the 2-norm of a - b over that of b, in fp64."""
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    a = a.detach().double().cpu()
+    b = b.detach().double().cpu()
     return float((a - b).norm() / b.norm())
 
 
@@ -134,7 +139,9 @@ def furthest(a: Sequence[float], b: Sequence[float]) -> float:
 # ---- training
 
 
-def train(argv: list[str], prepare: Callable[[Any], None] | None = None, world: int | None = None) -> list[Figures]:
+def train(
+    argv: list[str], prepare: Callable[[Any], None] | None = None, world: int | None = None
+) -> list[Figures]:
     """Train in this process, as `torchtitan train` does.
 
     Args:
@@ -176,7 +183,9 @@ def column(found: Sequence[Figures], key: str) -> list[float]:
 # ---- processes
 
 
-def run_ranks(bench: Bench, world: int, function: Callable[..., Any], *args: Any, **env: str) -> list[Any]:
+def run_ranks(
+    bench: Bench, world: int, function: Callable[..., Any], *args: Any, **env: str
+) -> list[Any]:
     """Call `function(*args)` on `world` ranks of this machine, which share one GPU; their results.
 
     Args:
@@ -194,17 +203,28 @@ def run_ranks(bench: Bench, world: int, function: Callable[..., Any], *args: Any
     return [json.loads(_result(bench, rank).read_text()) for rank in range(world)]
 
 
-def start_ranks(bench: Bench, world: int, function: Callable[..., Any], *args: Any, **env: str) -> list[Any]:
+def start_ranks(
+    bench: Bench, world: int, function: Callable[..., Any], *args: Any, **env: str
+) -> list[Any]:
     """Start `run_ranks` and return the processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     started = []
     for rank in range(world):
-        own = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": 0}).items()} | env
+        own = {
+            name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": 0}).items()
+        } | env
         target = (function, args, _result(bench, rank))
         before = dict(os.environ)
-        os.environ.update(own)  # a spawned process has them from its beginning, as LD_PRELOAD must be
+        os.environ.update(
+            own
+        )  # a spawned process has them from its beginning, as LD_PRELOAD must be
         try:
             process = bench.processes.Process(target=_rank, args=target)
             process.start()
@@ -257,7 +277,11 @@ def machine() -> Figures:
     """What the figures depend on."""
     import torch
 
-    about: Figures = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    about: Figures = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+    }
     if not torch.cuda.is_available():
         return about | {"device": "CPU"}
     device = torch.cuda.get_device_properties(0)

@@ -1,4 +1,6 @@
-"""Stages of `gpu.py` that start, stop and break runs: a first run, process groups, saves, faults, several ranks."""
+"""Stages of `gpu.py` that start, stop and break runs: a first run, process groups, saves, faults,
+several ranks.
+"""
 
 import lzma
 import os
@@ -50,12 +52,16 @@ def first_run(bench: Bench, compiled: bool) -> Figures:
         "waits": dict(places.most_common(12)),
     }
     if not figures["last_loss"] < figures["first_loss"]:
-        raise Beyond([f"the loss went from {figures['first_loss']} to {figures['last_loss']}"], figures)
+        raise Beyond(
+            [f"the loss went from {figures['first_loss']} to {figures['last_loss']}"], figures
+        )
     return figures
 
 
 def groups(bench: Bench) -> Figures:
-    """Process groups, a split of them, collectives in the Flight Recorder, and the doctor's reading of its dump."""
+    """Process groups, a split of them, collectives in the Flight Recorder, and the doctor's reading
+    of its dump.
+    """
     import torch
     import torch.distributed as dist
 
@@ -89,8 +95,16 @@ def groups(bench: Bench) -> Figures:
                 raise
     figures["warnings"] = sorted({str(w.message).splitlines()[0][:200] for w in caught})[:8]
     status, text = run_command(bench, ["doctor", str(bench.folder / "run")])
-    figures |= {"doctor_status": status, "doctor": text.strip()[:500], "recorded": _recorded(bench.folder / "run")}
-    problems = [] if status == 0 and "made by this stage" in text else ["the doctor doesn't name the error"]
+    figures |= {
+        "doctor_status": status,
+        "doctor": text.strip()[:500],
+        "recorded": _recorded(bench.folder / "run"),
+    }
+    problems = (
+        []
+        if status == 0 and "made by this stage" in text
+        else ["the doctor doesn't name the error"]
+    )
     problems += [] if figures["recorded"] else ["the Flight Recorder's dump holds no collective"]
     if problems:
         raise Beyond(problems, figures)
@@ -111,12 +125,15 @@ def _recorded(dump_folder: Path) -> int:
 
 
 def saves(bench: Bench, mode: str) -> Figures:
-    """What a save costs, and a run that is resumed from one: bit for bit that which was never stopped."""
+    """What a save costs, and a run that is resumed from one: bit for bit that which was never
+    stopped.
+    """
     from checkpoint import measure
 
     toy = {"stretch": 1, "extra": TOY} if bench.dry else {}
     cost = measure(mode, bench.folder, 1, **toy)
-    half, steps = bench.steps // 2, bench.steps
+    half = bench.steps // 2
+    steps = bench.steps
     every = [
         "--checkpoint.enable=true",
         f"--checkpoint.interval={half}",
@@ -128,7 +145,9 @@ def saves(bench: Bench, mode: str) -> Figures:
     train(bench.flags(*SMALL, *every, f"--training.steps={half}", name="resumed"))
     resumed = train(bench.flags(*SMALL, *every, f"--training.steps={steps}", name="resumed"))
     differ = [a["step"] for a, b in zip(whole, resumed, strict=True) if a["loss"] != b["loss"]]
-    a, b = (str(bench.folder / name / "checkpoint" / f"step-{steps}") for name in ("whole", "resumed"))
+    a, b = (
+        str(bench.folder / name / "checkpoint" / f"step-{steps}") for name in ("whole", "resumed")
+    )
     status, text = run_command(bench, ["ckpt", "diff", a, b, "--only", "tensors"])
     figures = {**cost, "steps_that_differ": len(differ), "tensors": text.strip().splitlines()[-1]}
     if differ or status:
@@ -140,13 +159,20 @@ def saves(bench: Bench, mode: str) -> Figures:
 
 
 def out_of_memory(bench: Bench) -> Figures:
-    """A step that can't fit: exit status 1, one message that says what to change, and no traceback."""
+    """A step that can't fit: exit status 1, one message that says what to change, and no
+    traceback.
+    """
     if bench.dry:
-        huge = ["--model.overrides.vocab_size=65536", "--training.local_batch_size=128"]  # 2 GiB of logits
+        huge = [
+            "--model.overrides.vocab_size=65536",
+            "--training.local_batch_size=128",
+        ]  # 2 GiB of logits
         flags = [*bench.flags(*SMALL, FP32, "--training.steps=2"), *huge]
         _limit_memory(2**30)
     else:
-        flags = bench.flags("--model.flavor=1B", "--training.seq_len=8192", "--training.local_batch_size=64")
+        flags = bench.flags(
+            "--model.flavor=1B", "--training.seq_len=8192", "--training.local_batch_size=64"
+        )
         flags += ["--activation_checkpoint.mode=none", "--training.steps=2"]
     status, text = run_command(bench, ["train", *flags])
     message = text[text.find("error:") :].strip() if "error:" in text else text[-500:]
@@ -171,7 +197,9 @@ def _limit_memory(more: int) -> None:
 
 
 def stopped(bench: Bench) -> Figures:
-    """SIGTERM: the run saves, exits with 75, and the same command resumes after the step that was saved."""
+    """SIGTERM: the run saves, exits with 75, and the same command resumes after the step that was
+    saved.
+    """
     steps = 100_000
     flags = bench.flags(*SMALL, "--checkpoint.enable=true", "--lr_scheduler.total_steps=100000")
     flags += ["--checkpoint.async_mode=async", "--metrics.log_freq=1"]
@@ -184,12 +212,20 @@ def stopped(bench: Bench) -> Figures:
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     process.join()
-    seconds, last = time.monotonic() - asked, records(run)[-1]["step"]
+    seconds = time.monotonic() - asked
+    last = records(run)[-1]["step"]
     status, text = run_command(bench, ["train", *flags, f"--training.steps={last + 2}"])
     continued = [record["step"] for record in records(run)][-2:]
-    figures = {"status": process.exitcode, "seconds": seconds, "saved_step": last, "resumed": continued}
+    figures = {
+        "status": process.exitcode,
+        "seconds": seconds,
+        "saved_step": last,
+        "resumed": continued,
+    }
     if (process.exitcode, status, continued) != (75, 0, [last + 1, last + 2]):
-        raise Beyond([f"status {process.exitcode}, then {status}, steps {continued}: {text[-300:]}"], figures)
+        raise Beyond(
+            [f"status {process.exitcode}, then {status}, steps {continued}: {text[-300:]}"], figures
+        )
     return figures
 
 
@@ -210,7 +246,9 @@ def layout(bench: Bench, axis: str) -> Figures:
     degree = f"--parallelism.{LAYOUTS[axis]}=2"
     found = run_ranks(bench, 2, train, bench.flags(*flags, degree, name="two"), **shared)[0]
     reference = run_ranks(bench, 1, train, bench.flags(*flags, name="one"))[0]
-    figures = {key: furthest(column(found, key), column(reference, key)) for key in ("loss", "grad_norm")}
+    figures = {
+        key: furthest(column(found, key), column(reference, key)) for key in ("loss", "grad_norm")
+    }
     return within(figures, {"loss": 1e-5, "grad_norm": 1e-4})
 
 
@@ -261,7 +299,10 @@ def _several_ranks(bench: Bench) -> dict[str, str]:
     packed = bench.wheels / NCCL
     if not packed.exists():
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        raise Skip(f"NCCL {version} refuses several ranks on one GPU: needs 2.30, as {packed} (gpu_wheels.py --nccl)")
+        raise Skip(
+            f"NCCL {version} refuses several ranks on one GPU: needs 2.30, as {packed} "
+            "(gpu_wheels.py --nccl)"
+        )
     library = bench.folder / NCCL.removesuffix(".xz")
     with lzma.open(packed) as source, library.open("wb") as target:
         shutil.copyfileobj(source, target)

@@ -4,7 +4,18 @@ import json
 from functools import partial
 from typing import Any
 
-from _gpu_bench import SMALL, Bench, Figures, Skip, column, distance, furthest, run_ranks, train, within
+from _gpu_bench import (
+    SMALL,
+    Bench,
+    Figures,
+    Skip,
+    column,
+    distance,
+    furthest,
+    run_ranks,
+    train,
+    within,
+)
 
 FP32 = "--training.mixed_precision_param=float32"
 DOCUMENTS = "--training.document_mask=true"
@@ -18,25 +29,34 @@ def _on_cpu(bench: Bench, argv: list[str]) -> list[Figures]:
 
 
 def losses(bench: Bench) -> Figures:
-    """Losses and gradient norms of a small model, with and without a document mask: fp32 on the CPU is the reference.
+    """Losses and gradient norms of a small model, with and without a document mask: fp32 on the CPU
+    is the reference.
 
-    The first gradient norm tests the fp64 norm, attention's backward and the collectives of one rank; later losses
-    test the update.
+    The first gradient norm tests the fp64 norm, attention's backward and the collectives of one
+    rank; later losses test the update.
     """
-    figures, limits = Figures(), dict[str, float]()
+    figures = Figures()
+    limits = dict[str, float]()
     kinds = {"": SMALL, "documents_": (*SMALL, DOCUMENTS)}
     steps = f"--training.steps={bench.steps}"
     # The references first: a process that has run a backward can't be forked, as a dry run does.
     references = {
-        kind: _on_cpu(bench, bench.flags(*flags, steps, FP32, name=f"{kind}cpu")) for kind, flags in kinds.items()
+        kind: _on_cpu(bench, bench.flags(*flags, steps, FP32, name=f"{kind}cpu"))
+        for kind, flags in kinds.items()
     }
     for kind, flags in kinds.items():
-        for dtype, loss_limit, norm_limit in (("float32", 1e-4, 1e-4), ("bfloat16", BF16_LOSS, 5e-2)):
+        for dtype, loss_limit, norm_limit in (
+            ("float32", 1e-4, 1e-4),
+            ("bfloat16", BF16_LOSS, 5e-2),
+        ):
             precision = f"--training.mixed_precision_param={dtype}"
             found = train(bench.flags(*flags, steps, precision, name=f"{kind}{dtype}"))
-            loss, norm = f"{kind}{dtype}_loss", f"{kind}{dtype}_grad_norm"
+            loss = f"{kind}{dtype}_loss"
+            norm = f"{kind}{dtype}_grad_norm"
             figures[loss] = furthest(column(found, "loss"), column(references[kind], "loss"))
-            figures[norm] = furthest(column(found, "grad_norm")[:1], column(references[kind], "grad_norm")[:1])
+            figures[norm] = furthest(
+                column(found, "grad_norm")[:1], column(references[kind], "grad_norm")[:1]
+            )
             limits |= {loss: loss_limit, norm: norm_limit}
     return within(figures, limits)
 
@@ -54,14 +74,18 @@ def ring(bench: Bench) -> Figures:
     from torchtitan.utils.torch_compat import torch_is_before_2_13
 
     heads, kv_heads, length, size = (4, 2, 64, 32) if bench.dry else (8, 2, 2048, 128)
-    figures, limits = Figures(), dict[str, float]()
+    figures = Figures()
+    limits = dict[str, float]()
     # Before torch 2.13 a fake reduce-scatter leaves its output as it was.
     compared = ("out", "dq") if torch_is_before_2_13() else ("out", "dq", "dk", "dv")
     with fake_cluster(4, 1):
         attend = ring_attention_backend(dist.group.WORLD, "allgather", True)
         for dtype, limit in (("float32", 1e-4), ("bfloat16", 1e-2)):
             torch.manual_seed(0)
-            inputs = [torch.randn(1, n, length, size).to(getattr(torch, dtype)) for n in (heads, kv_heads, kv_heads)]
+            inputs = [
+                torch.randn(1, n, length, size).to(getattr(torch, dtype))
+                for n in (heads, kv_heads, kv_heads)
+            ]
             weight = torch.randn(1, heads, length, size)
             reference = _attention(attend, [x.float() for x in inputs], weight)
             found = _attention(attend, [x.to(bench.device) for x in inputs], weight)
@@ -81,7 +105,8 @@ def _attention(attend: Any, inputs: list[Any], weight: Any) -> list[Any]:
 
 
 def attention(bench: Bench) -> Figures:
-    """cuDNN's attention and FlashAttention 2, each alone, and what torch chooses: errors and speed in bf16.
+    """cuDNN's attention and FlashAttention 2, each alone, and what torch chooses: errors and speed
+    in bf16.
 
     Lengths that 128 does not divide are those at which older cuDNN made memory errors.
     """
@@ -89,14 +114,18 @@ def attention(bench: Bench) -> Figures:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    lengths, heads, size = ((64, 72, 37), (4, 2), 32) if bench.dry else ((8192, 8256, 261), (32, 8), 128)
+    lengths, heads, size = (
+        ((64, 72, 37), (4, 2), 32) if bench.dry else ((8192, 8256, 261), (32, 8), 128)
+    )
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "chosen": None}
     kernels |= {} if bench.dry else {"cudnn": SDPBackend.CUDNN_ATTENTION}
-    figures, limits = Figures(), dict[str, float]()
+    figures = Figures()
+    limits = dict[str, float]()
     for length in lengths:
         torch.manual_seed(0)
         inputs = [
-            torch.randn(1, n, length, size, device=bench.device).bfloat16() for n in (heads[0], heads[1], heads[1])
+            torch.randn(1, n, length, size, device=bench.device).bfloat16()
+            for n in (heads[0], heads[1], heads[1])
         ]
         weight = torch.randn(1, heads[0], length, size, device=bench.device)
         exact = _exact_attention(inputs, weight)
@@ -119,20 +148,29 @@ def attention(bench: Bench) -> Figures:
             if not bench.dry:
                 took = _milliseconds(partial(_attention, attend, inputs, weight))
                 figures[f"{key}_ms"] = took
-                # Half of 4 (forward) and 10 (backward) operations per score and feature: the mask is causal.
+                # Half of 4 (forward) and 10 (backward) operations per score and feature: the mask
+                # is causal.
                 figures[f"{key}_tflops"] = 7 * length**2 * heads[0] * size / took / 1e9
     return within(figures, limits)
 
 
 def _exact_attention(inputs: list[Any], weight: Any) -> list[Any]:
-    """Output and gradients in fp64, one key-value head at a time: the scores of all would not fit."""
+    """Output and gradients in fp64, one key-value head at a time: the scores of all would not
+    fit.
+    """
     import torch
 
     parts = []
     group = inputs[0].shape[1] // inputs[1].shape[1]
     for i in range(inputs[1].shape[1]):
-        q, k, v = inputs[0][:, i * group : (i + 1) * group], inputs[1][:, i : i + 1], inputs[2][:, i : i + 1]
-        parts.append(_attention(_plain_attention, [q.double(), k.double(), v.double()], weight.split(group, 1)[i]))
+        q = inputs[0][:, i * group : (i + 1) * group]
+        k = inputs[1][:, i : i + 1]
+        v = inputs[2][:, i : i + 1]
+        parts.append(
+            _attention(
+                _plain_attention, [q.double(), k.double(), v.double()], weight.split(group, 1)[i]
+            )
+        )
     return [torch.cat(list(each), 1) for each in zip(*parts, strict=True)]
 
 
@@ -160,12 +198,17 @@ def _milliseconds(work: Any, times: int = 10) -> float:
 
 
 def norm(bench: Bench) -> Figures:
-    """The norm of many gradients in fp64, by torch's multi-tensor kernel and by the trainer, against the CPU's."""
+    """The norm of many gradients in fp64, by torch's multi-tensor kernel and by the trainer,
+    against the CPU's.
+    """
     import torch
 
-    shapes = [(64, 32), (33,), (7, 5)] * 4 if bench.dry else [(4096, 4096), (14336, 1024), (4096,)] * 24
+    shapes = (
+        [(64, 32), (33,), (7, 5)] * 4 if bench.dry else [(4096, 4096), (14336, 1024), (4096,)] * 24
+    )
     torch.manual_seed(0)
-    figures, limits = Figures(), dict[str, float]()
+    figures = Figures()
+    limits = dict[str, float]()
     for dtype in (torch.float32, torch.bfloat16):
         grads = [torch.randn(shape, device=bench.device).to(dtype) for shape in shapes]
         exact = torch.stack([torch.linalg.vector_norm(grad.cpu().double()) for grad in grads])
@@ -174,13 +217,18 @@ def norm(bench: Bench) -> Figures:
         figures[name] = distance(norms, exact)
         limits[name] = 1e-12
         if not bench.dry:
-            figures[f"{name}_ms"] = _milliseconds(partial(torch._foreach_norm, grads, 2.0, dtype=torch.float64))
+            figures[f"{name}_ms"] = _milliseconds(
+                partial(torch._foreach_norm, grads, 2.0, dtype=torch.float64)
+            )
     return within(figures, limits)
 
 
 def deterministic(bench: Bench) -> Figures:
-    """`debug.deterministic` twice: the same losses and gradient norms, bit for bit, also with a document mask."""
-    figures, limits = Figures(), dict[str, float]()
+    """`debug.deterministic` twice: the same losses and gradient norms, bit for bit, also with a
+    document mask.
+    """
+    figures = Figures()
+    limits = dict[str, float]()
     for mask in ([], [DOCUMENTS]):
         name = "documents" if mask else "plain"
         flags = [*SMALL, *mask, "--debug.deterministic=true", f"--training.steps={bench.steps}"]
@@ -197,11 +245,17 @@ def float8(bench: Bench) -> Figures:
 
     if not bench.dry and torch.cuda.get_device_capability() < (9, 0):
         raise Skip("needs a GPU of compute capability 9.0 or newer")
-    figures, limits = Figures(), dict[str, float]()
+    figures = Figures()
+    limits = dict[str, float]()
     steps = f"--training.steps={bench.steps}"
     reference = column(train(bench.flags(*SMALL, steps, name="bf16")), "loss")
     for recipe in ("tensorwise", "rowwise"):
-        flags = [*SMALL, steps, "--model.converters=float8", f"--quantize.linear.float8.recipe_name={recipe}"]
+        flags = [
+            *SMALL,
+            steps,
+            "--model.converters=float8",
+            f"--quantize.linear.float8.recipe_name={recipe}",
+        ]
         ours = column(train(bench.flags(*flags, name=recipe)), "loss")
         emulated = [*flags, "--quantize.linear.float8.emulate=true"]
         theirs = column(train(bench.flags(*emulated, name=f"{recipe}-emulated")), "loss")
@@ -221,5 +275,14 @@ def calibration(bench: Bench) -> Figures:
     file = bench.kept / "hardware.toml"
     file.write_text(calibrate.calibrate() or "")
     made = json.loads(find_hardware(str(file)).model_dump_json())
-    keys = ("bf16", "fp8", "fp32", "gemm_bf16", "gemm_fp8", "attention", "memory_bandwidth", "memory_efficiency")
+    keys = (
+        "bf16",
+        "fp8",
+        "fp32",
+        "gemm_bf16",
+        "gemm_fp8",
+        "attention",
+        "memory_bandwidth",
+        "memory_efficiency",
+    )
     return {key: made[key] for key in keys}

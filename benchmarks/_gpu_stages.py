@@ -1,4 +1,6 @@
-"""The stages of `gpu.py`, in order of importance: what a first call can't reach is left for the next."""
+"""The stages of `gpu.py`, in order of importance: what a first call can't reach is left for the
+next.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +22,13 @@ class Stage:
     run: Callable[[Bench], Figures]
 
 
-def _speed(model: str, variant: str = "", *, seconds: int = 150, world: int = 1, gib: float = 0) -> Stage:
+def _speed(
+    model: str, variant: str = "", *, seconds: int = 150, world: int = 1, gib: float = 0
+) -> Stage:
     name = f"{model}_{variant}" if variant else model
-    return Stage(name, seconds, partial(speeds.speed, model=model, variant=variant, world=world, gib=gib))
+    return Stage(
+        name, seconds, partial(speeds.speed, model=model, variant=variant, world=world, gib=gib)
+    )
 
 
 _TABLE = [

@@ -1,4 +1,6 @@
-"""The tables that `gpu.py --tables` writes into docs/performance.md, from the results of one or several calls."""
+"""The tables that `gpu.py --tables` writes into docs/performance.md, from the results of one or
+several calls.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +11,8 @@ from _gpu_bench import ROOT, Figures
 from _gpu_stages import STAGES
 
 PAGE = ROOT / "docs/performance.md"
-BEGIN, END = "<!-- written by benchmarks/gpu.py --tables: begin -->", "<!-- end -->"
+BEGIN = "<!-- written by benchmarks/gpu.py --tables: begin -->"
+END = "<!-- end -->"
 NOTHING = "Not yet measured on GPU."
 GOALS = {"8b_layers": 55.0}
 """MFU in percent that a stage should reach on one H100 or H200."""
@@ -31,7 +34,9 @@ def write_tables(files: Iterable[Path], *, fast: bool = False, page: Path = PAGE
 
 
 def load(files: Iterable[Path]) -> list[Figures]:
-    """The last result of each stage, in the stages' order; one that succeeded counts before others, a dry run never."""
+    """The last result of each stage, in the stages' order; one that succeeded counts before others,
+    a dry run never.
+    """
     found: dict[str, Figures] = {}
     for file in files:
         for line in map(json.loads, file.read_text().splitlines()):
@@ -66,7 +71,10 @@ def _machines(ran: Sequence[Figures]) -> Iterator[str]:
     for line in ran:
         about = line.get("machine", {})
         name = ", ".join(
-            [str(about.get("device", "unknown")), *(f"{k} {v}" for k, v in about.items() if k != "device")]
+            [
+                str(about.get("device", "unknown")),
+                *(f"{k} {v}" for k, v in about.items() if k != "device"),
+            ]
         )
         days.setdefault((name, line["command"]), set()).add(line["date"][:10])
     for (name, command), dates in days.items():
@@ -83,22 +91,35 @@ def _speed(found: Sequence[Figures], fast: bool) -> Iterator[str]:
     yield _row("", "tokens/s", "planned", "MFU, %", "goal", "peak memory, GiB", "planned")
     yield "|---|---|---|---|---|---|---|"
     for line in found:
-        name, figures = line["stage"], line["figures"]
+        name = line["stage"]
+        figures = line["figures"]
         planned_rate, planned_gib = _planned(line, fast)
         base, _, recipe = name.partition("_float8")
         mfu = f"{figures['mfu']:.1f}" if figures["mfu"] else "unknown"
         goal = f"{GOALS[name]:g} %" if name in GOALS else ""
         if recipe and base in rates:
             goal = f"{rates[name] / rates[base]:.2f} x bf16, goal {FLOAT8_GOAL} x"
-        skipped = f" ({figures['skipped_steps']} steps without an update)" if figures["skipped_steps"] else ""
+        skipped = (
+            f" ({figures['skipped_steps']} steps without an update)"
+            if figures["skipped_steps"]
+            else ""
+        )
         memory = f"{figures['peak_reserved_gib']:.1f}"
         yield _row(
-            f"`{name}`{skipped}", f"{figures['tokens_per_second']:,.0f}", planned_rate, mfu, goal, memory, planned_gib
+            f"`{name}`{skipped}",
+            f"{figures['tokens_per_second']:,.0f}",
+            planned_rate,
+            mfu,
+            goal,
+            memory,
+            planned_gib,
         )
 
 
 def _planned(line: Figures, fast: bool) -> tuple[str, str]:
-    """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know the GPU."""
+    """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know
+    the GPU.
+    """
     from torchtitan.tools.planner.hardware import load_hardware
     from torchtitan.tools.planner.planner import make_plan
 
@@ -107,7 +128,9 @@ def _planned(line: Figures, fast: bool) -> tuple[str, str]:
     if hardware is None:
         return "", ""
     flags = [*line["figures"]["flags"], f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
-    plan, _ = make_plan([*flags, "--training.dataset=demo"], line["figures"]["world"], hardware, tracing=not fast)
+    plan, _ = make_plan(
+        [*flags, "--training.dataset=demo"], line["figures"]["world"], hardware, tracing=not fast
+    )
     return f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
 
 
@@ -117,7 +140,10 @@ def _kernels(found: Sequence[Figures]) -> Iterator[str]:
     yield "|---|---|"
     for line in found:
         largest = line["figures"]["kernels"][:4]
-        yield _row(f"`{line['stage']}`", ", ".join(f"`{k['kernel'][:60]}` {k['pct']:.0f} %" for k in largest))
+        yield _row(
+            f"`{line['stage']}`",
+            ", ".join(f"`{k['kernel'][:60]}` {k['pct']:.0f} %" for k in largest),
+        )
 
 
 def _limits(found: Sequence[Figures]) -> Iterator[str]:
@@ -137,7 +163,10 @@ def _others(found: Sequence[Figures]) -> Iterator[str]:
     yield _row("", "figures")
     yield "|---|---|"
     for line in found:
-        yield _row(f"`{line['stage']}`", "; ".join(f"{name} {_short(v)}" for name, v in line["figures"].items()))
+        yield _row(
+            f"`{line['stage']}`",
+            "; ".join(f"{name} {_short(v)}" for name, v in line["figures"].items()),
+        )
 
 
 def _missing(found: Sequence[Figures]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Published measurements as configurations of this project.
 
-`published.csv` holds those of TorchTitan, `elsewhere.csv` those of other systems and clusters, with their sources. No
-row has a constant of its own; what a whole system or cluster does differently is in the tables below.
+`published.csv` holds those of TorchTitan, `elsewhere.csv` those of other systems and clusters, with
+their sources. No row has a constant of its own; what a whole system or cluster does differently is
+in the tables below.
 """
 
 import csv
@@ -25,29 +26,42 @@ HARDWARE: dict[str, tuple[str, dict[str, Any]]] = {
     "H100-80GB-HBM3-700W": ("h100-sxm", {}),
     "H200-SXM": ("h200", {}),
     "A100-80GB": ("a100", {}),
-    "h200 x4 a node": ("h200", {"gpus_per_node": 4, "mesh": True}),  # wired to each other, without a switch
+    "h200 x4 a node": (
+        "h200",
+        {"gpus_per_node": 4, "mesh": True},
+    ),  # wired to each other, without a switch
     "a100, 400 Gb/s a node": ("a100", {"network": 400e9 / 8 / 8}),
     "h100-sxm, 800 Gb/s a node": ("h100-sxm", {"network": 800e9 / 8 / 8}),
 }
 """Names in the files that are not of this project's hardware: its name, and what is different."""
 SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"attention": 1.6}}
-"""Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own. NVIDIA's uses cuDNN's
-attention, on Hopper about that much faster than FlashAttention-2: an estimate, after Shah et al., arXiv:2407.08608."""
+"""Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own.
+NVIDIA's uses cuDNN's attention, on Hopper about that much faster than FlashAttention-2: an
+estimate, after Shah et al., arXiv:2407.08608.
+"""
 LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
 
 
 def _mpt(dim: int, layers: int, heads: int) -> tuple[str, dict[str, Any]]:
-    """MPT: two matrices of 4 d in the feed-forward network, as three of 8/3 d, which have as many parameters."""
+    """MPT: two matrices of 4 d in the feed-forward network, as three of 8/3 d, which have as many
+    parameters.
+    """
     sizes = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads}
     return "8B", {**sizes, "ffn_dim": round(8 * dim / 3 / 16) * 16, "vocab_size": 50368}
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "L2-7B": ("8B", {**LLAMA_2, "n_kv_heads": 32, "ffn_dim": 11008}),
-    "L2-13B": ("8B", {**LLAMA_2, "dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
+    "L2-13B": (
+        "8B",
+        {**LLAMA_2, "dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824},
+    ),
     "L2-34B": ("8B", {**LLAMA_2, "dim": 8192, "n_layers": 48, "n_heads": 64, "ffn_dim": 22016}),
     "L2-70B": ("70B", LLAMA_2),
-    "K-13B": ("8B", {"dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824}),
+    "K-13B": (
+        "8B",
+        {"dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 13824},
+    ),
     "mpt-7b": _mpt(4096, 32, 32),
     "mpt-13b": _mpt(5120, 40, 40),
     "mpt-30b": _mpt(7168, 48, 64),
@@ -80,10 +94,14 @@ class Row:
     memory_gib: float | None
 
     def on(self, changed: Mapping[str, Mapping[str, float]]) -> Hardware:
-        """The row's hardware, with constants by the hardware's name replaced, as its system uses it."""
+        """The row's hardware, with constants by the hardware's name replaced, as its system uses
+        it.
+        """
         hw = self.hardware.model_copy(update=dict(changed.get(self.hardware.name, {})))
         factors = SYSTEMS.get(self.system, {})
-        return hw.model_copy(update={key: getattr(hw, key) * factor for key, factor in factors.items()})
+        return hw.model_copy(
+            update={key: getattr(hw, key) * factor for key, factor in factors.items()}
+        )
 
     def predicted(self, changed: Mapping[str, Mapping[str, float]] | None = None) -> float:
         """Tokens per second and GPU."""
@@ -102,7 +120,9 @@ def load(file: Path) -> list[Row]:
             hw = find_hardware(name).model_copy(update=different)
             config = load_config(_arguments(row)).config
             spec = get_spec(config.model.name)
-            workload = derived_workload(config, spec, int(row["gpus"]), kv_repeated=system == TORCHTITAN)
+            workload = derived_workload(
+                config, spec, int(row["gpus"]), kv_repeated=system == TORCHTITAN
+            )
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
@@ -112,8 +132,11 @@ def load(file: Path) -> list[Row]:
 
 def _arguments(row: dict[str, str]) -> list[str]:
     """The row's settings as flags of this project."""
-    pp, replicas = int(row["pp"]), int(row["dp_rep"]) * int(row["fsdp"])
-    local = int(row.get("local_bs") or 0) or (int(row["global_bs"]) // replicas if pp > 1 else int(row["mbs"]))
+    pp = int(row["pp"])
+    replicas = int(row["dp_rep"]) * int(row["fsdp"])
+    local = int(row.get("local_bs") or 0) or (
+        int(row["global_bs"]) // replicas if pp > 1 else int(row["mbs"])
+    )
     mode, *more = CHECKPOINTING[row["ac"]]
     flavor, overrides = MODELS.get(row["model"], (row["model"], {}))
     own = row.get("system", TORCHTITAN) == TORCHTITAN
@@ -147,17 +170,25 @@ def _arguments(row: dict[str, str]) -> list[str]:
         }
     settings |= _eight_bit(row, moe)
     return [
-        *(f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()),
+        *(
+            f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in settings.items()
+        ),
         *more,
     ]
 
 
 def _stages(flavor: str, pp: int, per_stage: str) -> dict[str, Any]:
-    """Layers per stage; the embedding and the output count as a layer where only then the stages come out even."""
+    """Layers per stage; the embedding and the output count as a layer where only then the stages
+    come out even.
+    """
     layers = {"405B": 126, "70B": 80, "8B": 32, "30B-A3B": 48, "235B-A22B": 94}.get(flavor, 0)
     even = bool(per_stage) and (layers % (int(per_stage) * pp) == 0 or flavor == "8B")
     key = "parallelism.pipeline_parallel_"
-    less = {f"{key}first_stage_less_layers": int(not even), f"{key}last_stage_less_layers": int(not even)}
+    less = {
+        f"{key}first_stage_less_layers": int(not even),
+        f"{key}last_stage_less_layers": int(not even),
+    }
     return less | ({f"{key}layers_per_stage": per_stage} if per_stage else {})
 
 

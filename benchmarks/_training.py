@@ -1,7 +1,8 @@
-"""The training that several benchmarks measure: its shape, its meter, its command line, and our own side of it.
+"""The training that several benchmarks measure: its shape, its meter, its command line, and our own
+side of it.
 
-The debug model trains in fp32 on the demo text. A side is one process per rank, which calls `Meter.tick` after every
-step and `Meter.report` at the end. A side called `*_compiled` compiles.
+The debug model trains in fp32 on the demo text. A side is one process per rank, which calls
+`Meter.tick` after every step and `Meter.report` at the end. A side called `*_compiled` compiles.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from typing import Any
 
 from _sides import Results, alternate, median, ratios, run
 
-SEQ_LEN, BATCH, LR = 512, 8, 1e-3
+SEQ_LEN = 512
+BATCH = 8
+LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Run:
 
 
 def cpu_seconds() -> float:
-    """User + system seconds of this process and of all that it started, compiler workers still alive included."""
+    """User + system seconds of this process and of all that it started, compiler workers still
+    alive included.
+    """
     import psutil
 
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -47,10 +52,13 @@ def cpu_seconds() -> float:
 
 
 class Meter:
-    """CPU-seconds of this rank: to the end of the first step, and from the end of the warm-up to the last step."""
+    """CPU-seconds of this rank: to the end of the first step, and from the end of the warm-up to
+    the last step.
+    """
 
     def __init__(self, run: Run):
-        self.run, self.at = run, dict[int, float]()
+        self.run = run
+        self.at = dict[int, float]()
 
     def tick(self, step: int) -> None:
         if step in (1, self.run.warm, self.run.steps):
@@ -61,9 +69,12 @@ class Meter:
         import torch
         import torch.distributed as dist
 
-        run, at = self.run, self.at
+        run = self.run
+        at = self.at
         totals = torch.tensor([at[1], at[run.steps] - at[run.warm]], dtype=torch.float64)
-        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, dtype=torch.float64)
+        peak = torch.tensor(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, dtype=torch.float64
+        )
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(totals)
             dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -135,11 +146,15 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """The options of a comparison, and those by which it starts its sides."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--ranks", type=int, default=1)
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--steps", type=int, default=12, help="of each run")
-    made.add_argument("--warm", type=int, default=3, help="steps at the beginning that are not timed")
+    made.add_argument(
+        "--warm", type=int, default=3, help="steps at the beginning that are not timed"
+    )
     made.add_argument("--compile", action="store_true", help="measure compiled sides too")
     made.add_argument("--side", help=argparse.SUPPRESS)
     made.add_argument("--folder", help=argparse.SUPPRESS)
@@ -153,36 +168,66 @@ def run_side(options: argparse.Namespace, sides: dict[str, Callable[[Run], None]
     sides[name](Run(options.ranks, options.steps, options.warm, compiled, Path(options.folder)))
 
 
-def measure(options: argparse.Namespace, sides: Sequence[str], prepare: str | None = None) -> Results:
+def measure(
+    options: argparse.Namespace, sides: Sequence[str], prepare: str | None = None
+) -> Results:
     """Run the sides of the script that is running, in turn.
 
     Args:
-        prepare: a side that runs once before, as one process, to leave something in the folder for the others.
+        prepare: a side that runs once before, as one process, to leave something in the folder for
+        the others.
     """
     with tempfile.TemporaryDirectory(prefix="titan-benchmark-") as folder:
 
         def command(side: str, ranks: int) -> list[str]:
             # A compiler cache for each side, or one would find what another has compiled.
             cache = ["env", f"TORCHINDUCTOR_CACHE_DIR={folder}/cache-{side}"]
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-            told = {"side": side, "ranks": ranks, "steps": options.steps, "warm": options.warm, "folder": folder}
-            return [*cache, sys.executable, *launch, sys.argv[0], *(f"--{key}={value}" for key, value in told.items())]
+            launch = (
+                ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+                if ranks > 1
+                else []
+            )
+            told = {
+                "side": side,
+                "ranks": ranks,
+                "steps": options.steps,
+                "warm": options.warm,
+                "folder": folder,
+            }
+            return [
+                *cache,
+                sys.executable,
+                *launch,
+                sys.argv[0],
+                *(f"--{key}={value}" for key, value in told.items()),
+            ]
 
         if prepare:
             run(command(prepare, 1), threads=1)
-        return alternate({side: command(side, options.ranks) for side in sides}, options.rounds, threads=1)
+        return alternate(
+            {side: command(side, options.ranks) for side in sides}, options.rounds, threads=1
+        )
 
 
-def compare(results: Results, pairs: Sequence[tuple[str, str]], options: argparse.Namespace) -> None:
+def compare(
+    results: Results, pairs: Sequence[tuple[str, str]], options: argparse.Namespace
+) -> None:
     """Print the ratios of each pair of sides."""
     print(f"{options.ranks} rank(s), fp32, debug model, seq {SEQ_LEN}, batch {BATCH}:")
     for ours, theirs in pairs:
         print(f"{ours} / {theirs}:")
-        print(f"  tokens per CPU-second         {ratios(results, ours, theirs, 'tokens_per_cpu_s')}")
+        print(
+            f"  tokens per CPU-second         {ratios(results, ours, theirs, 'tokens_per_cpu_s')}"
+        )
         print(f"  peak memory                   {ratios(results, ours, theirs, 'peak_gib')}")
-        print(f"  CPU-seconds to step 1's end   {ratios(results, ours, theirs, 'first_step_cpu_s')}")
+        print(
+            f"  CPU-seconds to step 1's end   {ratios(results, ours, theirs, 'first_step_cpu_s')}"
+        )
     compiled = any(side.endswith("_compiled") for side in results)
-    print(f"CPU-seconds from the start to the end of step 1{' (nothing compiled yet)' if compiled else ''}:")
+    print(
+        "CPU-seconds from the start to the end of step "
+        f"1{' (nothing compiled yet)' if compiled else ''}:"
+    )
     for side, rounds in results.items():
         cold = f" ({rounds[0]['first_step_cpu_s']:.1f})" if compiled else ""
         print(f"  {side:30}{median(results, side, 'first_step_cpu_s'):.1f}{cold}")

@@ -1,8 +1,10 @@
-"""Training time lost per save, by async mode: `python benchmarks/checkpoint.py [--folder DIR] [--saves 4]`.
+"""Training time lost per save, by async mode: `python benchmarks/checkpoint.py [--folder DIR]
+[--saves 4]`.
 
-A model whose full state (weights and AdamW's two moments) is about 500 MB trains on one process. For each mode the
-script measures what a save adds to the step that makes it, and to the steps while it is being written. The
-first save of each mode, which allocates staging buffers, is shown but not counted.
+A model whose full state (weights and AdamW's two moments) is about 500 MB trains on one process.
+For each mode the script measures what a save adds to the step that makes it, and to the steps while
+it is being written. The first save of each mode, which allocates staging buffers, is shown but not
+counted.
 """
 
 import argparse
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 STRETCH = 6
-"""Steps that are timed together: two stretches from save to save, one while it is written, one undisturbed."""
+"""Steps that are timed together: two stretches from save to save, one while it is written, one
+undisturbed.
+"""
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
@@ -67,10 +71,13 @@ def measure(
 
 
 class _Times:
-    """Seconds of each save, and of the stretches of steps before it and while it is being written."""
+    """Seconds of each save, and of the stretches of steps before it and while it is being
+    written.
+    """
 
     def __init__(self, trainer: Any, stretch: int):
-        self.trainer, self.stretch = trainer, stretch
+        self.trainer = trainer
+        self.stretch = stretch
         self.plain: list[float] = []
         self.blocked: list[float] = []
         self.writing: list[float] = []
@@ -78,7 +85,8 @@ class _Times:
 
     def _lap(self) -> float:
         now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
+        seconds = now - self._mark
+        self._mark = now
         return seconds
 
     def before_save(self, _: Any) -> None:
@@ -86,10 +94,12 @@ class _Times:
             self.plain.append(self._lap())
 
     def after_save(self, _: Any) -> None:
-        step, checkpointer = self.trainer.progress.step, self.trainer.checkpointer
+        step = self.trainer.progress.step
+        checkpointer = self.trainer.checkpointer
         if step % (2 * self.stretch) == 0:
             if self.trainer.config.checkpoint.async_mode == "async":
-                checkpointer.wait_staged()  # as the next update does; a copy to pinned memory is over by then
+                # as the next update does; a copy to pinned memory is over by then
+                checkpointer.wait_staged()
             self.blocked.append(self._lap())
         elif step % self.stretch == 0:
             if step > self.stretch:
@@ -99,7 +109,9 @@ class _Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=None, help="where to write (a new temporary folder)")
     parser.add_argument("--saves", type=int, default=4)
     options = parser.parse_args()
@@ -112,7 +124,10 @@ def main() -> None:
         print(f"{mode:24}" + "  ".join(f"{k} {v:.4g}" for k, v in result.items()))
     sync = results["disabled"]["blocked_s"]
     for mode in MODES[1:]:
-        print(f"time a save keeps training waiting, sync / {mode}: {sync / results[mode]['blocked_s']:.1f}x")
+        print(
+            f"time a save keeps training waiting, sync / {mode}: "
+            f"{sync / results[mode]['blocked_s']:.1f}x"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Memory of `torchtitan ckpt` on large checkpoints: `python benchmarks/checkpoint_tools.py [--gb 100] [--ranks 64]`.
+"""Memory of `torchtitan ckpt` on large checkpoints: `python benchmarks/checkpoint_tools.py [--gb
+100] [--ranks 64]`.
 
-Writes a checkpoint of Llama 3 8B's shapes with AdamW's moments, as that many ranks would. Its tensors are zero, so the
-files are sparse and take little space. Then runs each tool in a process of its own.
+Writes a checkpoint of Llama 3 8B's shapes with AdamW's moments, as that many ranks would. Its
+tensors are zero, so the files are sparse and take little space. Then runs each tool in a process of
+its own.
 """
 
 import argparse
@@ -43,7 +45,8 @@ class _Sparse(io.BytesIO):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.crc32, self.length = zlib.crc32(view, self.crc32), self.length + len(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.length = self.length + len(view)
         self.pieces.append(len(view) if len(view) > _HOLE else bytes(view))
         return len(view)
 
@@ -54,17 +57,25 @@ def write(folder: Path, gb: float, ranks: int) -> None:
 
     step = folder / "step-1"
     step.mkdir(parents=True)
-    shapes = {"tok_embeddings.weight": (128256, 4096), "norm.weight": (4096,), "output.weight": (128256, 4096)}
+    shapes = {
+        "tok_embeddings.weight": (128256, 4096),
+        "norm.weight": (4096,),
+        "output.weight": (128256, 4096),
+    }
     sizes = {name: torch.Size(size).numel() for name, size in LAYER.items()}
     outer = sum(torch.Size(size).numel() for size in shapes.values())
     for layer in range(max(1, round((gb * 1e9 / 12 - outer) / sum(sizes.values())))):
         shapes |= {f"layers.{layer}.{name}.weight": size for name, size in LAYER.items()}
     names = [f"{part}{name}{slot}" for part, slot in PARTS for name in shapes]
-    tensors: dict[str, Any] = {name: {"dtype": "float32", "size": shapes[_weight(name)], "parts": []} for name in names}
+    tensors: dict[str, Any] = {
+        name: {"dtype": "float32", "size": shapes[_weight(name)], "parts": []} for name in names
+    }
     made: dict[tuple[int, ...], _Sparse] = {}
     files = {}
     for rank in range(ranks):
-        name, end, whole = f"__{rank}_0.distcp", 0, _Sparse()
+        name = f"__{rank}_0.distcp"
+        end = 0
+        whole = _Sparse()
         with (step / name).open("wb") as file:
             for about in tensors.values():
                 rows = about["size"][0] // ranks
@@ -87,10 +98,18 @@ def write(folder: Path, gb: float, ranks: int) -> None:
     files["tensors.json"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
     count = sum(torch.Size(size).numel() for size in shapes.values())
     manifest = {
-        "saved": "2026-01-01T00:00:00+00:00", "step": 1, "model_only": True, "model": {"name": "llama3"},
-        "versions": {}, "data": {}, "config": "", "train_state": None, "parameters": count, "tensor_bytes": {},
+        "saved": "2026-01-01T00:00:00+00:00",
+        "step": 1,
+        "model_only": True,
+        "model": {"name": "llama3"},
+        "versions": {},
+        "data": {},
+        "config": "",
+        "train_state": None,
+        "parameters": count,
+        "tensor_bytes": {},
         "files": files,
-    }  # fmt: skip
+    }
     (step / "manifest.json").write_bytes(render(manifest))
 
 
@@ -102,7 +121,9 @@ def _weight(key: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gb", type=float, default=100.0)
     parser.add_argument("--ranks", type=int, default=64, help="a divisor of 1024")
     parser.add_argument("--folder", default=None, help="where to write (a new temporary folder)")
@@ -112,7 +133,8 @@ def main() -> None:
     try:
         write(folder / "run", options.gb, options.ranks)
         files = list((folder / "run/step-1").iterdir())
-        size, used = sum(f.stat().st_size for f in files), sum(f.stat().st_blocks * 512 for f in files)
+        size = sum(f.stat().st_size for f in files)
+        used = sum(f.stat().st_blocks * 512 for f in files)
         print(f"{size / 1e9:.1f} GB in {len(files)} files, {used / 1e9:.2f} GB on disk")
         for tool in options.tools:
             _run(tool, folder / "run")
@@ -124,7 +146,9 @@ def _run(tool: str, folder: Path) -> None:
     more = {"diff": [str(folder), "--only", "tensors"], "prune": ["--keep-latest", "1"]}
     argv = [sys.executable, "-m", "torchtitan", "ckpt", tool, str(folder), *more.get(tool, [])]
     began = time.perf_counter()
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        argv, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - began
     code = os.waitstatus_to_exitcode(status)

@@ -1,6 +1,8 @@
-"""Speed of the data path: `python benchmarks/dataloader.py`. Tokens per second and per CPU-second, by kind of source.
+"""Speed of the data path: `python benchmarks/dataloader.py`. Tokens per second and per CPU-second,
+by kind of source.
 
-The training thread of the debug model consumes about 1,300 tokens per CPU-second; the loader has to stay far ahead.
+The training thread of the debug model consumes about 1,300 tokens per CPU-second; the loader has to
+stay far ahead.
 """
 
 import argparse
@@ -19,7 +21,8 @@ from torchtitan.data.sources import DataSpec
 from torchtitan.data.text.documents import DemoDocuments
 from torchtitan.data.text.tokenizer import build_tokenizer
 
-ROWS, SEQ_LEN = 8, 2048
+ROWS = 8
+SEQ_LEN = 2048
 
 
 def measure(sources: list[Source], steps: int) -> tuple[float, float]:
@@ -37,7 +40,8 @@ def measure(sources: list[Source], steps: int) -> tuple[float, float]:
     batches = iter(loader)
     for _ in range(4):  # the queue is full and being drained
         next(batches)
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     for _ in itertools.islice(batches, steps):
         pass
     tokens = steps * ROWS * SEQ_LEN
@@ -47,7 +51,9 @@ def measure(sources: list[Source], steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -61,12 +67,18 @@ def main() -> None:
             "demo text": [Source(name="demo")],
             "local JSONL": [Source(name="jsonl", dataset_path=str(jsonl))],
             "token files": [tokens],
-            "8 x JSONL": [Source(name=f"{i}", dataset_path=str(jsonl), weight=1 + i) for i in range(8)],
-            "8 x token files": [tokens.model_copy(update={"name": f"{i}", "weight": 1 + i}) for i in range(8)],
+            "8 x JSONL": [
+                Source(name=f"{i}", dataset_path=str(jsonl), weight=1 + i) for i in range(8)
+            ],
+            "8 x token files": [
+                tokens.model_copy(update={"name": f"{i}", "weight": 1 + i}) for i in range(8)
+            ],
         }
         for name, sources in kinds.items():
             wall, cpu = measure(sources, options.steps)
-            print(f"{name:15} {wall:12,.0f} tokens/s {cpu:12,.0f} tokens per CPU-second", flush=True)
+            print(
+                f"{name:15} {wall:12,.0f} tokens/s {cpu:12,.0f} tokens per CPU-second", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Expert parallelism against FSDP alone: `python benchmarks/expert_parallel.py [--ranks 2] [--rounds 3] [--compile]`.
+"""Expert parallelism against FSDP alone: `python benchmarks/expert_parallel.py [--ranks 2]
+[--rounds 3] [--compile]`.
 
-Both sides train Qwen3-MoE's debug model with our trainer on the same ranks and tokens. With FSDP alone, every rank
-gathers all experts; with expert parallelism over all ranks, rows travel to the experts instead. Losses are equal. On
-gloo, bytes cost CPU time, so the ratio shows what is communicated, not what a network takes.
+Both sides train Qwen3-MoE's debug model with our trainer on the same ranks and tokens. With FSDP
+alone, every rank gathers all experts; with expert parallelism over all ranks, rows travel to the
+experts instead. Losses are equal. On gloo, bytes cost CPU time, so the ratio shows what is
+communicated, not what a network takes.
 """
 
 from functools import partial

@@ -1,15 +1,17 @@
-"""Everything that only a GPU can tell, in one command: `python benchmarks/gpu.py --out outputs/gpu`.
+"""Everything that only a GPU can tell, in one command: `python benchmarks/gpu.py --out
+outputs/gpu`.
 
-Each stage is a process of its own with a time limit, and ends in one JSON line: its figures, why this machine can't
-run it, or the last line of its error. A failure costs only its stage. The lines are appended to `results.jsonl` in the
-output folder, with the machine, the date and the command; logs and profiler traces go into `details.zip` beside it.
+Each stage is a process of its own with a time limit, and ends in one JSON line: its figures, why
+this machine can't run it, or the last line of its error. A failure costs only its stage. The lines
+are appended to `results.jsonl` in the output folder, with the machine, the date and the command;
+logs and profiler traces go into `details.zip` beside it.
 
     --stages '8b_*,groups'    only these; by default all, in order of importance, until --limit
     --dry-run                 every stage on the CPU, with a toy model and gloo
     --tables results.jsonl    write the tables of docs/performance.md from results, on any machine
 
-A machine without a network: run `python benchmarks/gpu_wheels.py` elsewhere, and take build/wheels along. It needs only
-Python and torch.
+A machine without a network: run `python benchmarks/gpu_wheels.py` elsewhere, and take build/wheels
+along. It needs only Python and torch.
 """
 
 import argparse
@@ -44,25 +46,57 @@ DETAILS_BYTES = 15 * 2**20
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--stages", default="*", metavar="A,B", help="names or patterns; --list prints them")
-    made.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help=f"time for all stages ({LIMIT})")
-    made.add_argument("--out", type=Path, default=Path("outputs/gpu"), metavar="DIR", help="where results go")
-    made.add_argument("--wheels", type=Path, default=WHEELS, metavar="DIR", help="packages that may be missing here")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--stages", default="*", metavar="A,B", help="names or patterns; --list prints them"
+    )
+    made.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT,
+        metavar="SECONDS",
+        help=f"time for all stages ({LIMIT})",
+    )
+    made.add_argument(
+        "--out", type=Path, default=Path("outputs/gpu"), metavar="DIR", help="where results go"
+    )
+    made.add_argument(
+        "--wheels",
+        type=Path,
+        default=WHEELS,
+        metavar="DIR",
+        help="packages that may be missing here",
+    )
     made.add_argument("--dry-run", action="store_true", help="run on the CPU at toy size")
     made.add_argument("--list", action="store_true", help="print the stages and their time limits")
-    made.add_argument("--tables", type=Path, nargs="+", metavar="JSONL", help="write docs/performance.md from results")
-    made.add_argument("--fast", action="store_true", help="with --tables: don't trace the planned memory")
+    made.add_argument(
+        "--tables",
+        type=Path,
+        nargs="+",
+        metavar="JSONL",
+        help="write docs/performance.md from results",
+    )
+    made.add_argument(
+        "--fast", action="store_true", help="with --tables: don't trace the planned memory"
+    )
     return made
 
 
 def chosen(patterns: str) -> list[Stage]:
-    """The stages that any of the comma-separated patterns names, in their order. Ends the program if one names none."""
+    """The stages that any of the comma-separated patterns names, in their order. Ends the program
+    if one names none.
+    """
     names = [pattern.strip() for pattern in patterns.split(",")]
     for name in names:
         if not fnmatch.filter(STAGES, name):
             sys.exit(f"--stages: no stage {name!r}; --list prints them")
-    return [stage for stage in STAGES.values() if any(fnmatch.fnmatch(stage.name, name) for name in names)]
+    return [
+        stage
+        for stage in STAGES.values()
+        if any(fnmatch.fnmatch(stage.name, name) for name in names)
+    ]
 
 
 def main() -> None:
@@ -73,7 +107,8 @@ def main() -> None:
     if options.tables:
         print(f"wrote {write_tables(options.tables, fast=options.fast)}")
         return
-    options.out, options.wheels = options.out.resolve(), options.wheels.resolve()
+    options.out = options.out.resolve()
+    options.wheels = options.wheels.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="titan-gpu-") as folder:
@@ -84,16 +119,25 @@ def main() -> None:
 
 
 def _set_environment(options: argparse.Namespace, folder: Path) -> None:
-    """Set what all processes inherit, and import once what a dry run's processes need: they are forks of this one."""
+    """Set what all processes inherit, and import once what a dry run's processes need: they are
+    forks of this one.
+    """
     paths = [str(ROOT), str(Path(__file__).parent)]
     paths += [str(made)] if (made := unpack_missing(options.wheels, folder / "packages")) else []
     sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `torchtitan train`
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if options.dry_run:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        for name in ("torchtitan.commands.train", "torchtitan.train.trainer", "torch._dynamo", "torchao.float8"):
+        for name in (
+            "torchtitan.commands.train",
+            "torchtitan.train.trainer",
+            "torch._dynamo",
+            "torchao.float8",
+        ):
             importlib.import_module(name)
 
 
@@ -101,7 +145,9 @@ def _set_environment(options: argparse.Namespace, folder: Path) -> None:
 
 
 def run_all(stages: list[Stage], options: argparse.Namespace, folder: Path) -> list[str]:
-    """Run the stages one after another, and write a line for each. Returns the names of those there was no time for."""
+    """Run the stages one after another, and write a line for each. Returns the names of those there
+    was no time for.
+    """
     deadline = time.monotonic() + options.limit
     for i, stage in enumerate(stages):
         seconds = min(stage.seconds, deadline - time.monotonic())
@@ -121,7 +167,8 @@ def run_all(stages: list[Stage], options: argparse.Namespace, folder: Path) -> l
 
 def run_stage(stage: Stage, bench: Bench, seconds: float, here: Path) -> Figures:
     """Run one stage, at most so long; its line. Whatever it started is killed."""
-    log, result = here / "log.txt", here / "result.json"
+    log = here / "log.txt"
+    result = here / "result.json"
     began = time.monotonic()
     process: Any = bench.processes.Process(target=_be, args=(stage.name, bench, log, result))
     process.start()
@@ -131,8 +178,16 @@ def run_stage(stage: Stage, bench: Bench, seconds: float, here: Path) -> Figures
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
-    line: Figures = {"stage": stage.name, "ok": False, "dry": bench.dry, "seconds": round(time.monotonic() - began, 1)}
-    line |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv])}
+    line: Figures = {
+        "stage": stage.name,
+        "ok": False,
+        "dry": bench.dry,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    line |= {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
     if result.exists():
         line |= json.loads(result.read_text())
     elif late:
@@ -145,7 +200,9 @@ def run_stage(stage: Stage, bench: Bench, seconds: float, here: Path) -> Figures
 
 
 def _be(name: str, bench: Bench, log: Path, result: Path) -> None:
-    """Be the process of a stage. Ends it without the clean-up of libraries, which may hang after a failure."""
+    """Be the process of a stage. Ends it without the clean-up of libraries, which may hang after a
+    failure.
+    """
     os.setsid()
     send_output(log)
     told: Figures

@@ -1,10 +1,12 @@
-"""Fetch the packages that a machine with torch, but without a network, may lack: `python benchmarks/gpu_wheels.py`.
+"""Fetch the packages that a machine with torch, but without a network, may lack: `python
+benchmarks/gpu_wheels.py`.
 
-The wheels of `requirements/run.txt` for Python 3.12 on x86-64 go into build/wheels, which git ignores. `gpu.py` unpacks
-those that are missing or older where it runs. Packages that torch brings along can be named: `gpu_wheels.py numpy`.
+The wheels of `requirements/run.txt` for Python 3.12 on x86-64 go into build/wheels, which git
+ignores. `gpu.py` unpacks those that are missing or older where it runs. Packages that torch brings
+along can be named: `gpu_wheels.py numpy`.
 
-`--nccl` adds a newer NCCL, which lets several ranks share one GPU, without the kernels for other GPUs than Hopper. This
-has not been tried on a GPU.
+`--nccl` adds a newer NCCL, which lets several ranks share one GPU, without the kernels for other
+GPUs than Hopper. This has not been tried on a GPU.
 """
 
 import argparse
@@ -41,7 +43,12 @@ PACKAGES = (
 """What training on the demo text needs beyond torch and what torch requires."""
 MOST_BYTES = 60 * 2**20
 """Of the folder, so that it fits into an upload of 64 MiB beside the project."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 NCCL_WHEEL = "nvidia-nccl-cu13==2.30.7"
 HOPPER = 90
 FAT_BINARY = struct.pack("<I", 0xBA55ED50)
@@ -51,10 +58,14 @@ MACHINE_CODE = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("more", nargs="*", metavar="PACKAGE", help="packages to fetch as well")
     parser.add_argument("--out", type=Path, default=WHEELS, metavar="DIR", help="where they go")
-    parser.add_argument("--python", default="3.12", metavar="VERSION", help="of the other machine (%(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", metavar="VERSION", help="of the other machine (%(default)s)"
+    )
     parser.add_argument("--nccl", action="store_true", help=f"also {NCCL_WHEEL}, reduced to 44 MB")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -64,12 +75,16 @@ def main() -> None:
     size = sum(file.stat().st_size for file in options.out.iterdir())
     print(f"{options.out}: {size / 2**20:.1f} MiB")
     if size > MOST_BYTES:
-        sys.exit(f"that is more than {MOST_BYTES / 2**20:.0f} MiB: delete what the other machine has")
+        sys.exit(
+            f"that is more than {MOST_BYTES / 2**20:.0f} MiB: delete what the other machine has"
+        )
 
 
 def fetch(names: list[str], folder: Path, python: str) -> None:
     """Download the wheels of `names` as `requirements/run.txt` pins them, with their hashes."""
-    pins = re.findall(r"^([\w.-]+==\S+(?: \\\n +--hash=\S+)+)", (ROOT / "requirements/run.txt").read_text(), re.M)
+    pins = re.findall(
+        r"^([\w.-]+==\S+(?: \\\n +--hash=\S+)+)", (ROOT / "requirements/run.txt").read_text(), re.M
+    )
     by_name = {pin.partition("==")[0]: pin for pin in pins}
     if missing := [name for name in names if name not in by_name]:
         sys.exit(f"requirements/run.txt doesn't name {', '.join(missing)}")
@@ -81,7 +96,16 @@ def fetch(names: list[str], folder: Path, python: str) -> None:
 
 def _pip(arguments: list[str], folder: Path) -> None:
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *platforms]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        *platforms,
+    ]
     subprocess.run([*command, "--dest", str(folder), *arguments], check=True)
 
 
@@ -89,7 +113,8 @@ def _pip(arguments: list[str], folder: Path) -> None:
 
 
 def unpack_missing(wheels: Path, target: Path) -> Path | None:
-    """Unpack the wheels of packages that this Python lacks or has in an older version. None: there are none.
+    """Unpack the wheels of packages that this Python lacks or has in an older version. None: there
+    are none.
 
     Returns:
         `target`, to be put on `sys.path`.
@@ -131,10 +156,12 @@ def fetch_nccl(target: Path) -> None:
 
 
 def keep_one_architecture(library: bytearray, architecture: int) -> tuple[int, int]:
-    """Zero the GPU code in `library` that is not machine code of one architecture; the bytes kept and dropped.
+    """Zero the GPU code in `library` that is not machine code of one architecture; the bytes kept
+    and dropped.
 
-    A container has a header of 16 bytes (magic, version 1, the header's size, and that of the rest), then entries.
-    Each entry's header gives its kind, its own size, that of its code, and at byte 28 the architecture.
+    A container has a header of 16 bytes (magic, version 1, the header's size, and that of the
+    rest), then entries. Each entry's header gives its kind, its own size, that of its code, and at
+    byte 28 the architecture.
     """
     kept = dropped = position = 0
     while (position := library.find(FAT_BINARY, position)) >= 0:

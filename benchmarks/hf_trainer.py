@@ -1,11 +1,15 @@
-"""Our trainer against Hugging Face's: `python benchmarks/hf_trainer.py [--ranks 2] [--compile] [--rounds 5]`.
+"""Our trainer against Hugging Face's: `python benchmarks/hf_trainer.py [--ranks 2] [--compile]
+[--rounds 5]`.
 
-`transformers.Trainer` trains `LlamaForCausalLM` (needs `pip install transformers accelerate`) from our initial weights,
-on our rows, with our optimizer's settings: the printed losses are the same, which shows that the work is. Theirs logs,
-saves and evaluates nothing, and reads rows that are tokenized already, while ours tokenizes as it trains. With
-`--compile` ours runs compiled, and theirs both ways. Printed: the same as by `overhead.py`, and the losses.
+`transformers.Trainer` trains `LlamaForCausalLM` (needs `pip install transformers accelerate`) from
+our initial weights, on our rows, with our optimizer's settings: the printed losses are the same,
+which shows that the work is. Theirs logs, saves and evaluates nothing, and reads rows that are
+tokenized already, while ours tokenizes as it trains. With
+`--compile` ours runs compiled, and theirs both ways. Printed: the same as by `overhead.py`, and the
+losses.
 
-On several CPU ranks theirs can only replicate the model; ours is measured sharded (FSDP2) and replicated (`_ddp`).
+On several CPU ranks theirs can only replicate the model; ours is measured sharded (FSDP2) and
+replicated (`_ddp`).
 """
 
 import itertools
@@ -13,9 +17,22 @@ import json
 import os
 
 from _sides import Results
-from _training import BATCH, LR, SEQ_LEN, Meter, Run, compare, framework, loader, measure, parser, run_side
+from _training import (
+    BATCH,
+    LR,
+    SEQ_LEN,
+    Meter,
+    Run,
+    compare,
+    framework,
+    loader,
+    measure,
+    parser,
+    run_side,
+)
 
-WEIGHTS, ROWS = "hf", "rows.safetensors"
+WEIGHTS = "hf"
+ROWS = "rows.safetensors"
 QUIET = ["--metrics.log_freq=1000000"]
 
 
@@ -55,7 +72,9 @@ def prepare(run: Run) -> None:
     data = loader(0, 1)
     batches = list(itertools.islice(data, run.steps))
     data.close()
-    tokens, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels"))
+    tokens, labels = (
+        torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels")
+    )
     save_file({"tokens": tokens, "labels": labels}, run.folder / ROWS)
     print("{}")
 
@@ -68,7 +87,8 @@ def hugging_face(run: Run) -> None:
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    rows, meter = load_file(run.folder / ROWS), Meter(run)
+    rows = load_file(run.folder / ROWS)
+    meter = Meter(run)
 
     class Ticking(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -105,7 +125,8 @@ def hugging_face(run: Run) -> None:
     trainer = LossKeeping(
         model=LlamaForCausalLM.from_pretrained(run.folder / WEIGHTS),
         args=arguments,
-        # The labels are the next tokens already; of `labels` alone the model would take the next ones once more.
+        # The labels are the next tokens already; of `labels` alone the model would take the next
+        # ones once more.
         train_dataset=[
             {"input_ids": tokens, "labels": labels, "shift_labels": labels}
             for tokens, labels in zip(rows["tokens"], rows["labels"], strict=True)
@@ -117,11 +138,16 @@ def hugging_face(run: Run) -> None:
     if run.ranks > 1:
         dist.all_reduce(loss)
         loss /= run.ranks
-    ddp = any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in trainer.model_wrapped.modules())
+    ddp = any(
+        isinstance(part, torch.nn.parallel.DistributedDataParallel)
+        for part in trainer.model_wrapped.modules()
+    )
     meter.report(loss.item(), ddp=float(ddp))
     if run.ranks > 1:
         dist.barrier()
-        os._exit(0)  # DDP's destructor joins gloo's threads with the GIL held, and one of them may be waiting for it
+        # DDP's destructor joins gloo's threads with the GIL held, and one of them may be waiting
+        # for it
+        os._exit(0)
 
 
 def losses(results: Results) -> None:
@@ -144,12 +170,15 @@ def main() -> None:
     ours = ["framework", "framework_ddp"] if options.ranks > 1 else ["framework"]
     theirs = ["hugging_face"]
     if options.compile:
-        ours, theirs = [f"{side}_compiled" for side in ours], ["hugging_face_compiled", *theirs]
+        ours = [f"{side}_compiled" for side in ours]
+        theirs = ["hugging_face_compiled", *theirs]
     results = measure(options, [*ours, *theirs], prepare="prepare")
     compare(results, list(itertools.product(ours, theirs)), options)
     losses(results)
     if results["hugging_face"][0]["ddp"]:
-        print("Theirs, told to use FSDP, ran DDP without a word: accelerate knows no FSDP on the CPU.")
+        print(
+            "Theirs, told to use FSDP, ran DDP without a word: accelerate knows no FSDP on the CPU."
+        )
     return None
 
 

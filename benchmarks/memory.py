@@ -1,7 +1,9 @@
-"""What activation checkpointing and the chunked loss save, and cost: `python benchmarks/memory.py [--ranks 2]`.
+"""What activation checkpointing and the chunked loss save, and cost: `python benchmarks/memory.py
+[--ranks 2]`.
 
-Each way of training runs in processes of its own, in turn. Printed: peak resident memory, and tokens per CPU-second
-relative to keeping everything. fp32, a model of 8 layers with a vocabulary large for its width.
+Each way of training runs in processes of its own, in turn. Printed: peak resident memory, and
+tokens per CPU-second relative to keeping everything. fp32, a model of 8 layers with a vocabulary
+large for its width.
 """
 
 from _sides import Results, median, ratios
@@ -22,8 +24,16 @@ WAYS = {
     "full_chunked": [f"{AC}.mode=full", "--training.loss_chunks=8"],
     "chunked": ["--training.loss_chunks=8"],
     "compile": ["--compile.enable"],
-    "compile_selective_op": ["--compile.enable", f"{AC}.mode=selective", f"{AC}.selective_ac_option=op"],
-    "compile_budget_half": ["--compile.enable", f"{AC}.mode=memory_budget", f"{AC}.memory_budget=0.5"],
+    "compile_selective_op": [
+        "--compile.enable",
+        f"{AC}.mode=selective",
+        f"{AC}.selective_ac_option=op",
+    ],
+    "compile_budget_half": [
+        "--compile.enable",
+        f"{AC}.mode=memory_budget",
+        f"{AC}.memory_budget=0.5",
+    ],
     "compile_chunked": ["--compile.enable", "--training.loss_chunks=8"],
 }
 
@@ -44,7 +54,9 @@ def table(results: Results) -> None:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--only", nargs="*", default=list(WAYS), help="these ways, of " + ", ".join(WAYS))
+    made.add_argument(
+        "--only", nargs="*", default=list(WAYS), help="these ways, of " + ", ".join(WAYS)
+    )
     options = made.parse_args()
     if options.side:
         return run_side(options, {name: way(name) for name in WAYS})

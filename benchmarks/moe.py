@@ -1,10 +1,12 @@
-"""Our mixture of experts against transformers': `python benchmarks/moe.py [--rounds 3] [--compile]`.
+"""Our mixture of experts against transformers': `python benchmarks/moe.py [--rounds 3]
+[--compile]`.
 
-Both sides train Qwen3-MoE's debug model in fp32 from the same weights, on the same tokens, with the same fused AdamW:
-forward, loss, backward and update, nothing else. The printed losses are the same, which shows that the work is.
-transformers runs with each implementation of its experts that fits; `batched_mm`, which copies a weight for every row,
-would need 9 GiB for the weights of one layer. Printed: tokens per CPU-second, peak resident memory, the share of our
-step that routing, dispatch and combine take, and how many operations an MoE layer dispatches on CUDA.
+Both sides train Qwen3-MoE's debug model in fp32 from the same weights, on the same tokens, with the
+same fused AdamW: forward, loss, backward and update, nothing else. The printed losses are the same,
+which shows that the work is. transformers runs with each implementation of its experts that fits;
+`batched_mm`, which copies a weight for every row, would need 9 GiB for the weights of one layer.
+Printed: tokens per CPU-second, peak resident memory, the share of our step that routing, dispatch
+and combine take, and how many operations an MoE layer dispatches on CUDA.
 """
 
 import json
@@ -16,7 +18,8 @@ from typing import Any
 
 from _training import BATCH, LR, SEQ_LEN, Meter, Run, compare, loader, measure, parser, run_side
 
-WEIGHTS, ROWS = "hf", "rows.safetensors"
+WEIGHTS = "hf"
+ROWS = "rows.safetensors"
 THEIRS = ["eager", "grouped_mm"]
 
 
@@ -35,7 +38,11 @@ def prepare(run: Run) -> None:
     weights = {}
     for name, weight in model.named_parameters():
         theirs = names[name]
-        parts = [weight.detach()] if isinstance(theirs, str) else [part.clone() for part in weight.detach()]
+        parts = (
+            [weight.detach()]
+            if isinstance(theirs, str)
+            else [part.clone() for part in weight.detach()]
+        )
         weights |= dict(zip([theirs] if isinstance(theirs, str) else theirs, parts, strict=True))
     folder = run.folder / WEIGHTS
     folder.mkdir()
@@ -46,7 +53,11 @@ def prepare(run: Run) -> None:
     batches = list(itertools.islice(data, run.steps))
     data.close()
     save_file(
-        {key: torch.cat([getattr(batch, key) for batch in batches]) for key in ("tokens", "labels")}, run.folder / ROWS
+        {
+            key: torch.cat([getattr(batch, key) for batch in batches])
+            for key in ("tokens", "labels")
+        },
+        run.folder / ROWS,
     )
     print("{}")
 
@@ -73,8 +84,11 @@ def train(run: Run, model: Any, logits_of: Callable[[Any], Any]) -> None:
     import torch.nn.functional as F
     from safetensors.torch import load_file
 
-    rows, meter = load_file(run.folder / ROWS), Meter(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    rows = load_file(run.folder / ROWS)
+    meter = Meter(run)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     batches = zip(rows["tokens"].split(BATCH), rows["labels"].split(BATCH), strict=True)
     for step, (tokens, labels) in enumerate(batches, 1):
         loss = F.cross_entropy(logits_of(tokens).flatten(0, 1), labels.flatten())
@@ -101,7 +115,9 @@ def theirs(experts: str) -> Callable[[Run], None]:
         os.environ["HF_HUB_OFFLINE"] = "1"
         from transformers import Qwen3MoeForCausalLM
 
-        model = Qwen3MoeForCausalLM.from_pretrained(run.folder / WEIGHTS, experts_implementation=experts)
+        model = Qwen3MoeForCausalLM.from_pretrained(
+            run.folder / WEIGHTS, experts_implementation=experts
+        )
         assert model.config._experts_implementation == experts
         model.train()
         train(run, model, lambda tokens: model(tokens, use_cache=False).logits)
@@ -113,7 +129,9 @@ def theirs(experts: str) -> Callable[[Run], None]:
 
 
 def share() -> None:
-    """Print the CPU time of a step's routing, dispatch and combine, forward and backward, as a share of the step."""
+    """Print the CPU time of a step's routing, dispatch and combine, forward and backward, as a
+    share of the step.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -125,7 +143,9 @@ def share() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step() -> None:
-        F.cross_entropy(model(tokens, token_weights=weights).flatten(0, 1), tokens.flatten()).backward()
+        F.cross_entropy(
+            model(tokens, token_weights=weights).flatten(0, 1), tokens.flatten()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -135,7 +155,9 @@ def share() -> None:
             moe.combine(routed.rows, routed, like=x).backward(x.detach())
 
     seconds = {part: min(cpu_time(part) for _ in range(5)) for part in (step, without_experts)}
-    print(f"routing, dispatch and combine: {seconds[without_experts] / seconds[step]:.1%} of our step")
+    print(
+        f"routing, dispatch and combine: {seconds[without_experts] / seconds[step]:.1%} of our step"
+    )
 
 
 def cpu_time(function: Callable[[], None]) -> float:
@@ -145,10 +167,12 @@ def cpu_time(function: Callable[[], None]) -> float:
 
 
 def dispatched(n_experts: int) -> Counter[str]:
-    """The operations that an MoE layer's forward and backward dispatch for 8k tokens on CUDA, by a trace without one.
+    """The operations that an MoE layer's forward and backward dispatch for 8k tokens on CUDA, by a
+    trace without one.
 
-    Autograd refuses fake CUDA tensors where torch has no CUDA, so the layer is traced on the meta device, where a
-    grouped product is one operation whatever it does; what it does on CUDA is traced beside it.
+    Autograd refuses fake CUDA tensors where torch has no CUDA, so the layer is traced on the meta
+    device, where a grouped product is one operation whatever it does; what it does on CUDA is
+    traced beside it.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -169,9 +193,13 @@ def dispatched(n_experts: int) -> Counter[str]:
         x = torch.empty(1, 8192, args.dim, requires_grad=True)
         with Count():
             routed = moe.dispatch(x, torch.ones(1, 8192))
-            moe.combine(moe.experts(routed.rows, routed.ends), routed, like=x).backward(torch.empty_like(x))
+            moe.combine(moe.experts(routed.rows, routed.ends), routed, like=x).backward(
+                torch.empty_like(x)
+            )
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
-        rows, out = (torch.empty(8192, width, dtype=torch.bfloat16) for width in (args.dim, args.expert_dim))
+        rows, out = (
+            torch.empty(8192, width, dtype=torch.bfloat16) for width in (args.dim, args.expert_dim)
+        )
         weight = torch.empty(n_experts, args.expert_dim, args.dim, dtype=torch.bfloat16)
         ends = torch.empty(n_experts, dtype=torch.int32)
         with Count():
@@ -198,8 +226,11 @@ def main() -> None:
     for side, rounds in results.items():
         print(f"  {side:30}{rounds[-1]['loss']:.6f}")
     share()
-    few, many = dispatched(8), dispatched(256)
-    print(f"operations of an MoE layer on CUDA: {few.total()} with 8 experts, {many.total()} with 256")
+    few = dispatched(8)
+    many = dispatched(256)
+    print(
+        f"operations of an MoE layer on CUDA: {few.total()} with 8 experts, {many.total()} with 256"
+    )
     return None
 
 

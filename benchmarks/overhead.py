@@ -1,12 +1,14 @@
-"""What the framework costs over a hand-written loop: `python benchmarks/overhead.py [--ranks 2] [--compile] [--tp]`.
+"""What the framework costs over a hand-written loop: `python benchmarks/overhead.py [--ranks 2]
+[--compile] [--tp]`.
 
-Both sides train the debug model in fp32 on the same rows, with the same optimizer, clipping and learning rate, for the
-same steps; the hand-written side is plain PyTorch (one process) or bare FSDP2 (several). They alternate. Printed:
-tokens per CPU-second (user + system over all ranks, from the first to the last timed step), peak resident memory, and
-CPU-seconds from the start of the processes to the end of the first step, imports and compilation included.
+Both sides train the debug model in fp32 on the same rows, with the same optimizer, clipping and
+learning rate, for the same steps; the hand-written side is plain PyTorch (one process) or bare
+FSDP2 (several). They alternate. Printed: tokens per CPU-second (user + system over all ranks, from
+the first to the last timed step), peak resident memory, and CPU-seconds from the start of the
+processes to the end of the first step, imports and compilation included.
 
-With `--compile` both also run compiled. With `--tp` the framework alone, on two tensor-parallel ranks, eager and
-compiled.
+With `--compile` both also run compiled. With `--tp` the framework alone, on two tensor-parallel
+ranks, eager and compiled.
 """
 
 from _training import LR, SEQ_LEN, Meter, Run, compare, framework, loader, measure, parser, run_side
@@ -17,7 +19,9 @@ def framework_tp(run: Run) -> None:
 
 
 def by_hand(run: Run) -> None:
-    """The loop a careful person would write for this one model: no checks, no metrics, no checkpoints."""
+    """The loop a careful person would write for this one model: no checks, no metrics, no
+    checkpoints.
+    """
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -50,10 +54,15 @@ def by_hand(run: Run) -> None:
         fully_shard(model, reshard_after_forward=False)
     if run.compiled:
         loss_of = torch.compile(loss_of)
-        for part in model.layers.values() if run.ranks > 1 else [model]:  # FSDP2's hooks would break one large graph
+        for part in (
+            model.layers.values() if run.ranks > 1 else [model]
+        ):  # FSDP2's hooks would break one large graph
             part.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    data, meter = loader(rank, run.ranks), Meter(run)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    data = loader(rank, run.ranks)
+    meter = Meter(run)
     batches = iter(data)
     for step in range(1, run.steps + 1):
         batch = next(batches)
@@ -72,10 +81,16 @@ def by_hand(run: Run) -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--tp", action="store_true", help="the framework's two tensor-parallel ranks, eager, compiled")
+    options.add_argument(
+        "--tp",
+        action="store_true",
+        help="the framework's two tensor-parallel ranks, eager, compiled",
+    )
     options = options.parse_args()
     if options.side:
-        return run_side(options, {"framework": framework, "framework_tp": framework_tp, "by_hand": by_hand})
+        return run_side(
+            options, {"framework": framework, "framework_tp": framework_tp, "by_hand": by_hand}
+        )
     if options.tp:
         options.ranks = 2
         pairs = [("framework_tp_compiled", "framework_tp")]

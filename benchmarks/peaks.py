@@ -1,9 +1,10 @@
-"""Peak memory of ten layouts, planned and measured: `python benchmarks/peaks.py [--only NAME ...] [--json FILE]`.
+"""Peak memory of ten layouts, planned and measured: `python benchmarks/peaks.py [--only NAME ...]
+[--json FILE]`.
 
-To compare two versions, run this file under each (`PYTHONPATH=...`) with `--json`, then `--compare BEFORE AFTER`.
-Layouts of 8B, 70B and 405B are traced (GiB that CUDA's allocator reserves, the largest of the first, largest and last
-pipeline ranks); those of the debug model run on gloo ranks (MiB that PyTorch's CPU allocator holds at most in a step,
-beyond what it holds between steps).
+To compare two versions, run this file under each (`PYTHONPATH=...`) with `--json`, then `--compare
+BEFORE AFTER`. Layouts of 8B, 70B and 405B are traced (GiB that CUDA's allocator reserves, the
+largest of the first, largest and last pipeline ranks); those of the debug model run on gloo ranks
+(MiB that PyTorch's CPU allocator holds at most in a step, beyond what it holds between steps).
 """
 
 import argparse
@@ -25,7 +26,8 @@ from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
 
 CONFIGS = Path(__file__).parents[1] / "train_configs"
-T, P = "--training.", "--parallelism."
+T = "--training."
+P = "--parallelism."
 LONG = f"{T}seq_len=8192"
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 SMALL = ["--model.flavor=8B", LONG, *OP]
@@ -35,7 +37,12 @@ TRACED = {
     "8B on 8, 1 row x 2": (8, [*SMALL, f"{T}local_batch_size=1", f"{T}global_batch_size=16"]),
     "8B on 2 x 4, 1 row x 2": (
         8,
-        [*SMALL, f"{T}local_batch_size=1", f"{T}global_batch_size=16", f"{P}data_parallel_replicate_degree=2"],
+        [
+            *SMALL,
+            f"{T}local_batch_size=1",
+            f"{T}global_batch_size=16",
+            f"{P}data_parallel_replicate_degree=2",
+        ],
     ),
     "8B, elastic, 6 of 8, 1 row x 3": (
         6,
@@ -44,18 +51,31 @@ TRACED = {
     ),
     "8B, cp 8, 65,536 tokens, 1 row x 2": (
         8,
-        ["--model.flavor=8B", f"{T}seq_len=65536", "--activation_checkpoint.mode=full", f"{T}local_batch_size=1"]
+        [
+            "--model.flavor=8B",
+            f"{T}seq_len=65536",
+            "--activation_checkpoint.mode=full",
+            f"{T}local_batch_size=1",
+        ]
         + [f"{T}global_batch_size=2", f"{P}context_parallel_degree=8"],
     ),
     "70B on 64, 2 rows": (64, [*LARGE, f"{T}local_batch_size=2", f"{T}global_batch_size=128"]),
     "70B on 8 x tp 8, 2 rows x 8": (
         64,
-        [*LARGE, f"{T}local_batch_size=2", f"{T}global_batch_size=128", f"{P}tensor_parallel_degree=8"],
+        [
+            *LARGE,
+            f"{T}local_batch_size=2",
+            f"{T}global_batch_size=128",
+            f"{P}tensor_parallel_degree=8",
+        ],
     ),
     "70B on 64, 1 row x 2": (64, [*LARGE, f"{T}local_batch_size=1", f"{T}global_batch_size=128"]),
     "405B on 512": (
         512,
-        [f"--job.config_file={CONFIGS / 'llama3_405b.toml'}", "--model.hf_assets_path=./tests/assets/tokenizer"],
+        [
+            f"--job.config_file={CONFIGS / 'llama3_405b.toml'}",
+            "--model.hf_assets_path=./tests/assets/tokenizer",
+        ],
     ),
 }
 MEASURED = {
@@ -82,18 +102,28 @@ def traced(world: int, argv: list[str]) -> float:
 
 
 def measured(argv: list[str]) -> float:
-    """MiB on this rank, the lowest of five steps: the profiler may miss that gloo's threads free a message."""
+    """MiB on this rank, the lowest of five steps: the profiler may miss that gloo's threads free a
+    message.
+    """
     logging.disable(logging.WARNING)
     config = resolve(argv, dist.get_world_size()).config
     parts = build(config, preflight(config, output=False), torch.device("cpu"))
     batches = iter(parts.loader)
     peaks = []
     for _ in range(6):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            forward_backward(parts, next(batches), config.training.local_batch_size, config.training.max_norm)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
+            forward_backward(
+                parts, next(batches), config.training.local_batch_size, config.training.max_norm
+            )
             parts.optimizer.step()
             parts.optimizer.zero_grad(set_to_none=True)
-        events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+        events = (
+            event
+            for event in profiler.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        )
         changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         peaks.append(max(accumulate(changes)))
     parts.loader.close()
@@ -113,9 +143,13 @@ def run(names: list[str]) -> dict[str, float]:
 def main() -> None:
     names = [*MEASURED, *TRACED]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="these layouts")
+    parser.add_argument(
+        "--only", nargs="+", default=names, choices=names, metavar="NAME", help="these layouts"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="files of --json")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="files of --json"
+    )
     options = parser.parse_args()
     if options.compare:
         sides = [json.loads(file.read_text()) for file in options.compare]

@@ -1,9 +1,10 @@
 """Compare the planner with published measurements: `python benchmarks/plan_accuracy.py [--fit]`.
 
-`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources. Each row becomes a
-configuration of this project and is planned like any other (`_measurements.py`). `--fit` fits the constants again, to
-the rows marked `fit` alone, and the bands to the others. `--trace repo-T1 paper-70B` also traces the memory of the rows
-whose names begin so: half a minute to minutes each.
+`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources. Each row
+becomes a configuration of this project and is planned like any other (`_measurements.py`). `--fit`
+fits the constants again, to the rows marked `fit` alone, and the bands to the others. `--trace
+repo-T1 paper-70B` also traces the memory of the rows whose names begin so: half a minute to minutes
+each.
 """
 
 import argparse
@@ -40,7 +41,8 @@ class Fitted:
     """Standard deviation of its logarithm before any measurement."""
 
 
-SLOW, FAST = ("h100-hbm2e",), ("h100-sxm", "h200")
+SLOW = ("h100-hbm2e",)
+FAST = ("h100-sxm", "h200")
 """One chip with limits of 500 and 700 W."""
 FITTED = (
     Fitted("gemm_bf16", SLOW, 0.55, 0.15),
@@ -58,18 +60,24 @@ FITTED = (
     Fitted("tp_sync", (), 60e-6, 0.5),
 )
 ROWWISE_OVER_BF16 = "pr808-8B-bs1-rowwise", "pr808-8B-bs1-none", 1.095
-"""Two rows of one host, and the mean of the published gains of this recipe, 6.8 % (torchao pull request 1802) and
-12.3 % (these rows)."""
-DEVIATION, DEVIATION_ELSEWHERE = 0.02, 0.06
-"""Standard deviation assumed for the logarithm of a measured throughput: of TorchTitan; of another system, against its
-other rows, since a system may be faster or slower as a whole."""
+"""Two rows of one host, and the mean of the published gains of this recipe, 6.8 % (torchao pull
+request 1802) and 12.3 % (these rows).
+"""
+DEVIATION = 0.02
+DEVIATION_ELSEWHERE = 0.06
+"""Standard deviation assumed for the logarithm of a measured throughput: of TorchTitan; of another
+system, against its other rows, since a system may be faster or slower as a whole.
+"""
 Constants = dict[str, dict[str, float]]
 """Constants that replace those of the tables, by hardware."""
 
 
 def fit(rows: list[Row]) -> Constants:
-    """Constants that best predict the throughput of the rows marked so: least squares on logarithms."""
-    by_id, marked = {row.id: row for row in rows}, [row for row in rows if row.fit]
+    """Constants that best predict the throughput of the rows marked so: least squares on
+    logarithms.
+    """
+    by_id = {row.id: row for row in rows}
+    marked = [row for row in rows if row.fit]
     faster, slower, gain = (by_id.get(part, part) for part in ROWWISE_OVER_BF16)
     systems = sorted({row.system for row in marked} - {TORCHTITAN})
     every = sorted(load_hardware())
@@ -84,7 +92,8 @@ def fit(rows: list[Row]) -> Constants:
         return out
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        made, off = constants(x), []
+        made = constants(x)
+        off = []
         whole = dict(zip(systems, x[len(FITTED) :], strict=True)) | {TORCHTITAN: 0.0}
         for row in marked:
             error = math.log(row.predicted(made) / row.tokens_per_second) + whole[row.system]
@@ -98,7 +107,9 @@ def fit(rows: list[Row]) -> Constants:
 # ---- bands
 
 SHARE = 0.92
-"""Of the rows that are within bands fitted to them: a little more than the 90 % that must be, of rows left out."""
+"""Of the rows that are within bands fitted to them: a little more than the 90 % that must be, of
+rows left out.
+"""
 Errors = list[tuple[Row, float]]
 """Rows with predicted over measured, less 1."""
 
@@ -121,7 +132,9 @@ def row_features(row: Row) -> list[str]:
 
 
 def fit_bands(off: Errors) -> Bands:
-    """Deviations by maximum likelihood of normal errors whose variances add up; their number that holds `SHARE`."""
+    """Deviations by maximum likelihood of normal errors whose variances add up; their number that
+    holds `SHARE`.
+    """
     names = list(SPEED_DEVIATIONS)
     uses = np.array([[name in row_features(row) for name in names] for row, _ in off], dtype=float)
     squares = np.array([error**2 for _, error in off])
@@ -138,7 +151,9 @@ def fit_bands(off: Errors) -> Bands:
 
 def within_band_left_out(off: Errors) -> list[bool]:
     """Whether each row is within the band that the others give it."""
-    return [abs(off[i][1]) <= fit_bands(off[:i] + off[i + 1 :]).of(off[i][0]) for i in range(len(off))]
+    return [
+        abs(off[i][1]) <= fit_bands(off[:i] + off[i + 1 :]).of(off[i][0]) for i in range(len(off))
+    ]
 
 
 # ---- tables
@@ -147,8 +162,8 @@ def within_band_left_out(off: Errors) -> list[bool]:
 def held_then(w: Workload, pp_rank: int) -> float:
     """Bytes that a pipeline of the published runs held and this project's doesn't.
 
-    Before 2.15, PyTorch's stages have a receive buffer for every microbatch, one for hidden states and one for their
-    gradients.
+    Before 2.15, PyTorch's stages have a receive buffer for every microbatch, one for hidden states
+    and one for their gradients.
     """
     if w.pipeline is None:
         return 0.0
@@ -163,9 +178,15 @@ def memory_then(w: Workload) -> list[float]:
 
 def errors(rows: list[Row], changed: Constants | None = None) -> tuple[Errors, Errors]:
     """Relative errors of throughput and of peak memory, where published."""
-    speed = [(row, row.predicted(changed) / row.tokens_per_second - 1) for row in rows if row.tokens_per_second]
+    speed = [
+        (row, row.predicted(changed) / row.tokens_per_second - 1)
+        for row in rows
+        if row.tokens_per_second
+    ]
     own = [row for row in rows if row.memory_gib and row.system == TORCHTITAN]
-    return speed, [(row, max(memory_then(row.workload)) / 2**30 / row.memory_gib - 1) for row in own]
+    return speed, [
+        (row, max(memory_then(row.workload)) / 2**30 / row.memory_gib - 1) for row in own
+    ]
 
 
 def held_out(speed: Errors) -> Errors:
@@ -174,31 +195,53 @@ def held_out(speed: Errors) -> Errors:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="fit the constants and bands again and print them")
-    parser.add_argument("--file", type=Path, nargs="+", default=FILES, help="measurements in the format of either file")
-    parser.add_argument("--trace", nargs="+", metavar="ROW", help="trace the rows whose names begin so instead")
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the constants and bands again and print them"
+    )
+    parser.add_argument(
+        "--file",
+        type=Path,
+        nargs="+",
+        default=FILES,
+        help="measurements in the format of either file",
+    )
+    parser.add_argument(
+        "--trace", nargs="+", metavar="ROW", help="trace the rows whose names begin so instead"
+    )
     options = parser.parse_args()
     rows = [row for file in options.file for row in load(file)]
     if options.trace:
-        for line in traces([row for row in rows if row.memory_gib and row.id.startswith(tuple(options.trace))]):
+        for line in traces(
+            [row for row in rows if row.memory_gib and row.id.startswith(tuple(options.trace))]
+        ):
             print(line, flush=True)
         return
     changed: Constants = {}
     if options.fit:
         changed = fit(rows)
         for hardware in (*SLOW, *FAST):
-            print(f"[{hardware}]", "".join(f"\n{name} = {value:.4g}" for name, value in changed[hardware].items()))
+            print(
+                f"[{hardware}]",
+                "".join(f"\n{name} = {value:.4g}" for name, value in changed[hardware].items()),
+            )
         speed, _ = errors(rows, changed)
         bands = fit_bands(held_out(speed))
-        print(f"[bands]\nwidth = {bands.width:.3g}", *(f"{k} = {v:.3g}" for k, v in bands.deviations.items()), sep="\n")
+        print(
+            f"[bands]\nwidth = {bands.width:.3g}",
+            *(f"{k} = {v:.3g}" for k, v in bands.deviations.items()),
+            sep="\n",
+        )
     print("\n".join(table(rows, changed)))
     print("\nPipeline schedules, relative to 1F1B:\n", *plan_schedules.table(), sep="\n")
 
 
 def summary(name: str, found: Errors, within: list[bool]) -> str:
     sizes = [abs(error) for _, error in found]
-    mean, middle = statistics.fmean(sizes), statistics.median(sizes)
-    return f"| {name} | {len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%} | {sum(within)} |"
+    mean = statistics.fmean(sizes)
+    middle = statistics.median(sizes)
+    return (
+        f"| {name} | {len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%} | {sum(within)} |"
+    )
 
 
 def table(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
@@ -214,11 +257,22 @@ def table(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
             groups[name][0].append(pair)
             groups[name][1].append(inside)
     yield from (summary(name, *group) for name, group in groups.items())
-    yield summary("memory", space, [abs(error) <= memory_band(row.workload) for row, error in space])
-    yield "\n| pairs of the same system, model and hardware | in the right order | rank correlation |\n|---|---|---|"
+    yield summary(
+        "memory", space, [abs(error) <= memory_band(row.workload) for row, error in space]
+    )
+    yield (
+        "\n| pairs of the same system, model and hardware | in the right order | rank "
+        "correlation |\n|---|---|---|"
+    )
     yield ordering(speed)
-    fast, large = {row.id: error for row, error in speed}, {row.id: error for row, error in space}
-    yield "\n| row | tokens/s/GPU | predicted | error | band | GiB | predicted | error |" + "\n" + "|---" * 8 + "|"
+    fast = {row.id: error for row, error in speed}
+    large = {row.id: error for row, error in space}
+    yield (
+        "\n| row | tokens/s/GPU | predicted | error | band | GiB | predicted | error |"
+        + "\n"
+        + "|---" * 8
+        + "|"
+    )
     bands = fit_bands(out)
     for row in rows:
         cells = [f"{row.id}{' (fit)' if row.fit else ''}"]
@@ -227,17 +281,26 @@ def table(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
             (row.memory_gib, large.get(row.id), 1, []),
         ):
             told = published is not None and off is not None
-            cells += [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"] if told else [""] * 3
+            cells += (
+                [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"]
+                if told
+                else [""] * 3
+            )
             cells += band
         yield f"| {' | '.join(cells)} |"
 
 
 def ordering(speed: Errors) -> str:
-    """Pairs of rows that differ by more than 2 % and are predicted in their order; rank correlation of all rows."""
+    """Pairs of rows that differ by more than 2 % and are predicted in their order; rank correlation
+    of all rows.
+    """
     right = []
     for (a, off_a), (b, off_b) in itertools.combinations(speed, 2):
         kinds = [(row.system, row.workload.args, row.hardware.name) for row in (a, b)]
-        if kinds[0] != kinds[1] or not max(ratio := a.tokens_per_second / b.tokens_per_second, 1 / ratio) > 1.02:
+        if (
+            kinds[0] != kinds[1]
+            or not max(ratio := a.tokens_per_second / b.tokens_per_second, 1 / ratio) > 1.02
+        ):
             continue
         right.append((ratio > 1) == (ratio * (1 + off_a) / (1 + off_b) > 1))
     measured = [row.tokens_per_second for row, _ in speed]
@@ -247,13 +310,19 @@ def ordering(speed: Errors) -> str:
 
 def traces(rows: list[Row]) -> Iterator[str]:
     """Memory of the first, largest and last pipeline ranks, computed and traced."""
-    yield "| row | GiB | pp rank | closed form | error | traced | error |\n|---|---|---|---|---|---|---|"
+    yield (
+        "| row | GiB | pp rank | closed form | error | traced | error "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     for row in rows:
         w = row.workload
         forms = [size / 2**30 for size in memory_then(w)]
         for made in trace_ranks(w.config, w.world, sorted({0, forms.index(max(forms)), w.pp - 1})):
             cells = [row.id, f"{row.memory_gib:g}", str(made.pp_rank)]
-            for gib in (forms[made.pp_rank], (made.peak_reserved + held_then(w, made.pp_rank)) / 2**30):
+            for gib in (
+                forms[made.pp_rank],
+                (made.peak_reserved + held_then(w, made.pp_rank)) / 2**30,
+            ):
                 cells += [f"{gib:.1f}", f"{gib / row.memory_gib - 1:+.1%}"]
             yield f"| {' | '.join(cells)} |"
 

@@ -1,18 +1,24 @@
 """Compare planned pipeline schedules with published ones: `python benchmarks/plan_schedules.py`.
 
-`published_schedules.csv` holds one model under six schedules, measured with another system: Primus, on Megatron. So
-only what follows from the schedule is compared: throughput relative to 1F1B, and how memory changes with the schedule.
+`published_schedules.csv` holds one model under six schedules, measured with another system: Primus,
+on Megatron. So only what follows from the schedule is compared: throughput relative to 1F1B, and
+how memory changes with the schedule.
 
 What is taken over, for all rows alike:
-- The page names Llama 2 7B, but FLOP/s over tokens/s is 23.44 GFLOP per token: 16 of its 32 layers at 4,096 tokens.
-- The number of microbatches is not given. 32 is the power of two that meets the table best (see `MICROBATCHES`).
-- Hidden states pass between neighbours over one of MI300X's seven links, 64 GB/s by its data sheet. Nothing else is
+- The page names Llama 2 7B, but FLOP/s over tokens/s is 23.44 GFLOP per token: 16 of its 32 layers
+at 4,096 tokens.
+- The number of microbatches is not given. 32 is the power of two that meets the table best (see
+`MICROBATCHES`).
+- Hidden states pass between neighbours over one of MI300X's seven links, 64 GB/s by its data sheet.
+Nothing else is
   sent, as there are no other axes than `pp`.
 - Blocks run eagerly, so that splitting a backward costs nothing.
-- Megatron's state and activations have other sizes than ours. Memory is `state` bytes per parameter and `kept` per
-  layer and microbatch in flight, both solved from the rows marked `fit`, plus logits; the other four rows are held
-  out. So they test the count of what each schedule keeps, which is the planner's. Megatron's backward of inputs
-  releases as much as it adds, unlike torch's, whose plans are in the last column.
+- Megatron's state and activations have other sizes than ours. Memory is `state` bytes per parameter
+and `kept` per
+  layer and microbatch in flight, both solved from the rows marked `fit`, plus logits; the other
+  four rows are held out. So they test the count of what each schedule keeps, which is the
+  planner's. Megatron's backward of inputs releases as much as it adds, unlike torch's, whose plans
+  are in the last column.
 """
 
 import csv
@@ -51,7 +57,8 @@ class Row:
     planned_gib: float
     """Of the published system."""
     here_gib: float
-    """Of this project's trainer: whole weights and gradients in fp32, and torch's split backward."""
+    """Of this project's trainer: whole weights and gradients in fp32, and torch's split backward.
+    """
 
 
 def workload(row: dict[str, str], microbatches: int, folder: Path) -> Workload:
@@ -75,20 +82,29 @@ def workload(row: dict[str, str], microbatches: int, folder: Path) -> Workload:
         settings["parallelism.pipeline_parallel_schedule_csv"] = file
     else:
         settings["parallelism.pipeline_parallel_schedule"] = row["schedule"]
-    config = resolve([f"--{key}={value}" for key, value in settings.items()], int(row["gpus"])).config
+    config = resolve(
+        [f"--{key}={value}" for key, value in settings.items()], int(row["gpus"])
+    ).config
     setup = preflight(config, output=False)
     return Workload(config, setup.args, setup.stages)
 
 
 def counts(w: Workload) -> list[tuple[float, float, float]]:
-    """Of each pipeline rank: parameters, most layers x microbatches in flight, and bytes of logits in its loss."""
+    """Of each pipeline rank: parameters, most layers x microbatches in flight, and bytes of logits
+    in its loss.
+    """
     assert w.pipeline is not None
     held = program(w.pipeline, w.microbatches).held
     out = []
     for rank in range(w.pp):
         stages = w.stages_of(rank)
-        kept = max(sum(w.stages[s].layers * n for s, n in moment.microbatches.items()) for moment in held[rank])
-        logits = LOGIT_BYTES["compiled"] * w.tokens * w.vocab * any(stage.has_output for stage in stages)
+        kept = max(
+            sum(w.stages[s].layers * n for s, n in moment.microbatches.items())
+            for moment in held[rank]
+        )
+        logits = (
+            LOGIT_BYTES["compiled"] * w.tokens * w.vocab * any(stage.has_output for stage in stages)
+        )
         out.append((sum(map(w.params, stages)), kept, logits))
     return out
 
@@ -122,12 +138,20 @@ def rows(microbatches: int = MICROBATCHES, file: Path = FILE) -> list[Row]:
 
 def table(microbatches: int = MICROBATCHES) -> Iterator[str]:
     """Every row with its errors, as Markdown."""
-    yield "| schedule | speed, published | planned | error | GiB, published | planned | error | GiB here, planned |"
+    yield (
+        "| schedule | speed, published | planned | error | GiB, published | planned | error "
+        "| GiB here, planned |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows(microbatches):
-        speed, space = row.planned / row.published - 1, row.planned_gib / row.published_gib - 1
+        speed = row.planned / row.published - 1
+        space = row.planned_gib / row.published_gib - 1
         cells = [row.schedule, f"{row.published:.2f}", f"{row.planned:.2f}", f"{speed:+.1%}"]
-        cells += [f"{row.published_gib:.1f}", f"{row.planned_gib:.1f}", "fit" if row.fit else f"{space:+.1%}"]
+        cells += [
+            f"{row.published_gib:.1f}",
+            f"{row.planned_gib:.1f}",
+            "fit" if row.fit else f"{space:+.1%}",
+        ]
         yield f"| {' | '.join([*cells, f'{row.here_gib:.1f}'])} |"
 
 

@@ -1,9 +1,11 @@
-"""Time to load a checkpoint: `python benchmarks/restart.py [--ranks 2] [--gb 1] [--folder DIR] [--loads 5]`.
+"""Time to load a checkpoint: `python benchmarks/restart.py [--ranks 2] [--gb 1] [--folder DIR]
+[--loads 5]`.
 
-A state of the given size (weights and AdamW's two moments, sharded by FSDP) is saved once, then loaded by turns as this
-version does, verifying each part as it is read, and as earlier versions did, reading every file once for its checksum
-and once for its tensors. The files are in the page cache, so this measures what the processor does; a storage slower
-than that adds its time to each byte that is read.
+A state of the given size (weights and AdamW's two moments, sharded by FSDP) is saved once, then
+loaded by turns as this version does, verifying each part as it is read, and as earlier versions
+did, reading every file once for its checksum and once for its tensors. The files are in the page
+cache, so this measures what the processor does; a storage slower than that adds its time to each
+byte that is read.
 """
 
 import argparse
@@ -26,8 +28,11 @@ WIDTH = 2048
 
 
 def measure(folder: Path, gb: float, loads: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each load on this rank, by who wrote the checkpoint. Called by all ranks."""
-    new, old = folder / "new", folder / "old"
+    """Wall and processor seconds of each load on this rank, by who wrote the checkpoint. Called by
+    all ranks.
+    """
+    new = folder / "new"
+    old = folder / "old"
     checkpointer = _checkpointer(new, gb)
     checkpointer.save(1, _train_state())
     checkpointer.close()
@@ -40,7 +45,8 @@ def measure(folder: Path, gb: float, loads: int) -> dict[str, list[tuple[float, 
         for name, found in seconds.items():
             checkpointer = _checkpointer(folder / name, gb, load_only=True)
             dist.barrier()
-            began, processor = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            processor = time.process_time()
             assert checkpointer.resume() is not None
             processor = time.process_time() - processor
             dist.barrier()
@@ -79,7 +85,9 @@ def _train_state() -> dict[str, Any]:
 
 
 def _remove_sums(step: Path) -> None:
-    """Leave out the parts' checksums, as earlier versions did: the files are then verified before they are loaded."""
+    """Leave out the parts' checksums, as earlier versions did: the files are then verified before
+    they are loaded.
+    """
     from torchtitan.checkpoint.index import INDEX
     from torchtitan.checkpoint.manifest import MANIFEST, read_manifest, render
 
@@ -94,7 +102,9 @@ def _remove_sums(step: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=None, help="where to write (a new temporary folder)")
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=2)
@@ -111,9 +121,15 @@ def main() -> None:
     print(f"{options.ranks} ranks, {size / 1e9:.2f} GB")
     medians = {}
     for name, what in (("old", "verified before loading"), ("new", "verified while loading")):
-        wall, processor = medians[name] = [statistics.median(times) for times in zip(*seconds[name], strict=True)]
-        low, high = min(seconds[name])[0], max(seconds[name])[0]
-        print(f"{what}: {wall:.2f} s ({low:.2f} to {high:.2f}), {processor:.2f} s of rank 0's processor (medians)")
+        wall, processor = medians[name] = [
+            statistics.median(times) for times in zip(*seconds[name], strict=True)
+        ]
+        low = min(seconds[name])[0]
+        high = max(seconds[name])[0]
+        print(
+            f"{what}: {wall:.2f} s ({low:.2f} to {high:.2f}), {processor:.2f} s of rank "
+            "0's processor (medians)"
+        )
     print(f"{medians['old'][0] / medians['new'][0]:.2f} times as fast")
 
 

@@ -1,7 +1,9 @@
-"""Start-up on huge data: `python benchmarks/startup.py`. Opens sources of 1 TB each and reads steps from all of them.
+"""Start-up on huge data: `python benchmarks/startup.py`. Opens sources of 1 TB each and reads steps
+from all of them.
 
-The sizes are simulated, the rest is real: a source is 1,000 files of 1 GB, links to one sparse file that begins with
-real documents, beside an index of as many documents as such a file has. Needs about 30 MB of disk.
+The sizes are simulated, the rest is real: a source is 1,000 files of 1 GB, links to one sparse file
+that begins with real documents, beside an index of as many documents as such a file has. Needs
+about 30 MB of disk.
 """
 
 import argparse
@@ -17,10 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCES, FILES, SIZE = 8, 1000, 10**9
+SOURCES = 8
+FILES = 1000
+SIZE = 10**9
 DOCUMENT = 3000
 """Bytes of a document, about that of a web page."""
-ROWS, SEQ_LEN, STEPS = 8, 2048, 3
+ROWS = 8
+SEQ_LEN = 2048
+STEPS = 3
 TOKENIZER = "./tests/assets/tokenizer"
 
 
@@ -30,7 +36,10 @@ def make_jsonl(folder: Path, cache: Path) -> None:
     from torchtitan.data.text.identity import sample
     from torchtitan.data.text.index import KeptFile, find_documents, new_index
 
-    lines = [json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)}) for i in range(50)]
+    lines = [
+        json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)})
+        for i in range(50)
+    ]
     first = folder / "first.jsonl"
     first.write_text("\n".join(lines) + "\n")
     ranges = find_documents(new_index(FileStamp.of(first), "text"), stop=True)
@@ -47,10 +56,13 @@ def make_jsonl(folder: Path, cache: Path) -> None:
             file = folder / f"source-{source}/{i:04d}.jsonl"
             os.link(first, file)
             index = new_index(FileStamp.of(file), "text")
-            index.documents, index.text_bytes = documents, SIZE
+            index.documents = documents
+            index.text_bytes = SIZE
             index.sample = hashed
             # The hash is compared only if the others differ.
-            index.ranges = KeptFile(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum="")
+            index.ranges = KeptFile(
+                size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=""
+            )
             os.link(table, cache / f"{index.key}.ranges")
             (cache / f"{index.key}.json").write_text(index.model_dump_json())
 
@@ -61,7 +73,12 @@ def make_tokens(folder: Path) -> None:
 
     tokens = SIZE // 2
     rows = [np.arange(100, 2000)] * 100
-    write_token_file(folder / "first.bin", rows, build_tokenizer(TOKENIZER), {"tokens": tokens, "bytes": 2 * SIZE})
+    write_token_file(
+        folder / "first.bin",
+        rows,
+        build_tokenizer(TOKENIZER),
+        {"tokens": tokens, "bytes": 2 * SIZE},
+    )
     os.truncate(folder / "first.bin", SIZE)
     for source in range(SOURCES):
         (folder / f"source-{source}").mkdir()
@@ -77,12 +94,18 @@ def start(folder: Path, cache: Path) -> None:
     from torchtitan.data.sources import DataSpec
     from torchtitan.data.text.tokenizer import build_tokenizer
 
-    tokenizer, before = build_tokenizer(TOKENIZER), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin, cpu = time.perf_counter(), time.process_time()
+    tokenizer = build_tokenizer(TOKENIZER)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.perf_counter()
+    cpu = time.process_time()
     loaders = [
         build_loader(
             DataSpec(
-                sources=[Source(name="files", dataset="files", dataset_path=str(folder / f"source-{source}"))],
+                sources=[
+                    Source(
+                        name="files", dataset="files", dataset_path=str(folder / f"source-{source}")
+                    )
+                ],
                 tokenizer=tokenizer,
                 seq_len=SEQ_LEN,
                 rows_per_step=ROWS,
@@ -109,7 +132,9 @@ def start(folder: Path, cache: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--start", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.start:
@@ -128,7 +153,9 @@ def main() -> None:
             ("token files", "tokens"),
         ):
             print(f"{title}: ", end="", flush=True)
-            subprocess.run([sys.executable, __file__, "--start", folder / kind, folder / "cache"], check=True)
+            subprocess.run(
+                [sys.executable, __file__, "--start", folder / kind, folder / "cache"], check=True
+            )
 
 
 if __name__ == "__main__":

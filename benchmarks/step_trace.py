@@ -1,10 +1,12 @@
-"""What one training step asks of the device: `python benchmarks/step_trace.py --ranks 64 [--rank 0] -- TOML and flags`.
+"""What one training step asks of the device: `python benchmarks/step_trace.py --ranks 64 [--rank 0]
+-- TOML and flags`.
 
-One rank of a fake process group of any size runs the trainer's own step on tensors without memory, on a device that
-doesn't exist. Printed, by phase of the step: kernels (operators that compute; views and allocations are free), the
-bytes they read and write, collectives by process group, and host waits with the line that causes each. A host wait is
-an operator for which the host must stop until the device has caught up: reading a value, or a copy from or to pageable
-memory. The step is eager: attention is one operator, RMSNorm several.
+One rank of a fake process group of any size runs the trainer's own step on tensors without memory,
+on a device that doesn't exist. Printed, by phase of the step: kernels (operators that compute;
+views and allocations are free), the bytes they read and write, collectives by process group, and
+host waits with the line that causes each. A host wait is an operator for which the host must stop
+until the device has caught up: reading a value, or a copy from or to pageable memory. The step is
+eager: attention is one operator, RMSNorm several.
 
     python benchmarks/step_trace.py --ranks 8 -- --job.config_file=train_configs/llama3_8b.toml
 
@@ -77,14 +79,19 @@ class StepCounter(TorchDispatchMode):
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
+        before = self.phase
+        self.phase = phase
         try:
             yield
         finally:
             self.phase = before
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
@@ -103,13 +110,20 @@ class StepCounter(TorchDispatchMode):
             return 1 if not inputs[0].is_floating_point() else 1.0
         out = func(*args, **kwargs)
         outputs = list(_tensors(out))
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional") and name != "wait_tensor":
+        if (
+            func.namespace in ("c10d", "_c10d_functional", "c10d_functional")
+            and name != "wait_tensor"
+        ):
             key = _group(args), name.strip("_")
             phase.collectives[key] += 1
             phase.moved[key] += max([_nbytes(x) for x in (*inputs, *outputs)], default=0)
-        elif any(x.device.type == DEVICE for x in (*inputs, *outputs)) and not self._free(func, name):
+        elif any(x.device.type == DEVICE for x in (*inputs, *outputs)) and not self._free(
+            func, name
+        ):
             phase.kernels[name] += 1
-            phase.bytes[name] += sum(map(_nbytes, inputs)) + (0 if name.endswith("_") else sum(map(_nbytes, outputs)))
+            phase.bytes[name] += sum(map(_nbytes, inputs)) + (
+                0 if name.endswith("_") else sum(map(_nbytes, outputs))
+            )
             if self._waits(name, inputs, outputs, args, kwargs):
                 phase.waits.append(f"{_caller()} {name}")
         return out
@@ -117,19 +131,26 @@ class StepCounter(TorchDispatchMode):
     def _free(self, func: Any, name: str) -> bool:
         return func.is_view or func.namespace == "prim" or name.strip("_").startswith(_FREE)
 
-    def _waits(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
+    def _waits(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> bool:
         if name in ("nonzero", "masked_select", "equal", "unique_dim", "_unique2", "is_nonzero"):
             return True
         if name in ("_to_copy", "copy_"):
-            source, target = (inputs[0], outputs[0]) if name == "_to_copy" else (inputs[1], inputs[0])
+            source, target = (
+                (inputs[0], outputs[0]) if name == "_to_copy" else (inputs[1], inputs[0])
+            )
             if source.device.type == target.device.type:
                 return False
-            asynchronous = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
+            asynchronous = kwargs.get(
+                "non_blocking", args[2] if name == "copy_" and len(args) > 2 else False
+            )
             host = source if source.device.type == "cpu" else target
             return not (asynchronous and host.untyped_storage()._cdata in self.pinned)
         if not name.startswith("index"):
             return False
-        if name.startswith("index_put") and inputs[-1].numel() == 1:  # of a scalar: masked_fill on CUDA
+        # of a scalar: masked_fill on CUDA
+        if name.startswith("index_put") and inputs[-1].numel() == 1:
             return False
         return any(x.dtype == torch.bool or x.device.type == "cpu" for x in inputs[1:])
 
@@ -183,7 +204,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("benchmarks::attention_backward", mutates_args=())
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     raise NotImplementedError
 
 
@@ -255,7 +278,9 @@ class StepTrace:
         return self.phases[phase].kernels.total()
 
 
-def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: bool = False) -> StepTrace:
+def trace_step(
+    arguments: Sequence[str], world: int, rank: int = 0, *, acts: bool = False
+) -> StepTrace:
     """Trace the second step of one rank; the first makes the optimizer's state.
 
     Args:
@@ -274,7 +299,8 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
 
     config = resolve([*arguments, "--compile.enable=false"], world).config
     setup = preflight.preflight(config, output=False)
-    device, counter = make_device(), StepCounter()
+    device = make_device()
+    counter = StepCounter()
 
     def counted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -304,13 +330,18 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
 
         apply_fsdp = parallel.apply_fsdp
         stack.enter_context(patch.object(parallel, "apply_fsdp", shard))
-        models = parallel.parallelize(config, setup.spec, setup.args, setup.stages, mesh, device, fill=fill)
+        models = parallel.parallelize(
+            config, setup.spec, setup.args, setup.stages, mesh, device, fill=fill
+        )
         with mode:
             compute = build.build_compute(config, setup, mesh, device, models, config.training)
             optimizer = build.build_optimizer(models, config.optimizer)
             schedule = build.LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
             parts = state.Parts(mesh, device, models, optimizer, schedule, None, compute, None)  # type: ignore[arg-type]
-            batches = -(-config.training.global_batch_size // (mesh.dp_degree * config.training.local_batch_size))
+            batches = -(
+                -config.training.global_batch_size
+                // (mesh.dp_degree * config.training.local_batch_size)
+            )
             shape = batches * config.training.local_batch_size, config.training.seq_len
             patches = (
                 (compute, "forward_backward", "forward"),
@@ -319,7 +350,9 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
             )
             for owner, name, phase in patches:
                 if hasattr(owner, name):
-                    stack.enter_context(patch.object(owner, name, counted(phase, getattr(owner, name))))
+                    stack.enter_context(
+                        patch.object(owner, name, counted(phase, getattr(owner, name)))
+                    )
             for _ in range(2):
                 counter.phases.clear()
                 with counter:
@@ -334,23 +367,33 @@ def trace_step(arguments: Sequence[str], world: int, rank: int = 0, *, acts: boo
                         approve=lambda loss, norm: True,
                         before_update=lambda: None,
                     )
-        groups = {g.group_name: (g.group_desc, g.size()) for g in dist.distributed_c10d._world.pg_map}
+        groups = {
+            g.group_name: (g.group_desc, g.size()) for g in dist.distributed_c10d._world.pg_map
+        }
     return StepTrace(counter.phases, groups)
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--ranks", type=int, default=1)
     options.add_argument("--rank", type=int, default=0)
-    options.add_argument("--top", type=int, default=8, help="operators to print for each phase, by bytes")
-    options.add_argument("--json", action="store_true", help="print one JSON line of totals instead")
+    options.add_argument(
+        "--top", type=int, default=8, help="operators to print for each phase, by bytes"
+    )
+    options.add_argument(
+        "--json", action="store_true", help="print one JSON line of totals instead"
+    )
     options.add_argument("arguments", nargs="*", help="of `torchtitan train`, after --")
     told = options.parse_args()
     warnings.simplefilter("ignore")
     trace = trace_step(told.arguments, told.ranks, told.rank)
     totals = {
         "kernels": {name: phase.kernels.total() for name, phase in trace.phases.items()},
-        "gib": {name: round(phase.bytes.total() / 2**30, 3) for name, phase in trace.phases.items()},
+        "gib": {
+            name: round(phase.bytes.total() / 2**30, 3) for name, phase in trace.phases.items()
+        },
         "collectives": {name: phase.collectives.total() for name, phase in trace.phases.items()},
         "waits": trace.waits,
         "groups": len(trace.groups),
@@ -359,13 +402,19 @@ def main() -> None:
         print(json.dumps(totals))
         return
     for name, phase in trace.phases.items():
-        print(f"{name}: {phase.kernels.total():,} kernels, {phase.bytes.total() / 2**30:,.2f} GiB read and written")
+        print(
+            f"{name}: {phase.kernels.total():,} kernels, "
+            f"{phase.bytes.total() / 2**30:,.2f} GiB read and written"
+        )
         for operator, count in phase.bytes.most_common(told.top):
             print(f"  {operator:40} {phase.kernels[operator]:7,} {count / 2**30:10,.3f} GiB")
         for (group, operator), count in phase.collectives.most_common():
             description, size = trace.groups.get(group, ("", 0))
             moved = phase.moved[group, operator] / 2**30
-            print(f"  {operator:30} {count:5,} {moved:10,.3f} GiB over {size} ranks, {description or group}")
+            print(
+                f"  {operator:30} {count:5,} {moved:10,.3f} GiB over {size} ranks, "
+                f"{description or group}"
+            )
     print(f"host waits: {len(trace.waits)}", *trace.waits, sep="\n  ")
     print(f"process groups of this rank: {len(trace.groups)}", end=": ")
     print(", ".join(f"{text} ({size})" for text, size in trace.groups.values()))

@@ -1,11 +1,12 @@
-"""Speed of `torchtitan tokenize` beside the tokenizer library's own and datatrove's, with one worker each:
+"""Speed of `torchtitan tokenize` beside the tokenizer library's own and datatrove's, with one
+worker each:
 
     python benchmarks/tokenizing.py [--datatrove PYTHON]
 
-All sides read the same JSONL file and use the same `tokenizer.json`. `library` gives batches of documents to the
-library's fastest function, `encode_batch_fast`, and keeps nothing; `nanochat's way` is the same with `encode_batch`.
-Datatrove, in an environment of its own whose interpreter is PYTHON, writes token files as we do. Figures are user +
-system seconds of a side and its children.
+All sides read the same JSONL file and use the same `tokenizer.json`. `library` gives batches of
+documents to the library's fastest function, `encode_batch_fast`, and keeps nothing; `nanochat's
+way` is the same with `encode_batch`. Datatrove, in an environment of its own whose interpreter is
+PYTHON, writes token files as we do. Figures are user + system seconds of a side and its children.
 """
 
 import argparse
@@ -48,7 +49,18 @@ def ours(corpus: Path, folder: Path) -> None:
     from torchtitan.commands.tokenize import main
 
     with contextlib.redirect_stdout(io.StringIO()):
-        main(["--input", str(corpus), "--output", str(folder), "--tokenizer", TOKENIZER, "--workers", "1"])
+        main(
+            [
+                "--input",
+                str(corpus),
+                "--output",
+                str(folder),
+                "--tokenizer",
+                TOKENIZER,
+                "--workers",
+                "1",
+            ]
+        )
 
 
 def datatrove(corpus: Path, folder: Path) -> None:
@@ -58,7 +70,9 @@ def datatrove(corpus: Path, folder: Path) -> None:
 
     steps = [
         JsonlReader(str(corpus.parent), glob_pattern=corpus.name),
-        DocumentTokenizer(str(folder), tokenizer_name_or_path=f"{TOKENIZER}/tokenizer.json", eos_token=None),
+        DocumentTokenizer(
+            str(folder), tokenizer_name_or_path=f"{TOKENIZER}/tokenizer.json", eos_token=None
+        ),
     ]
     LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(folder / "logs")).run()
 
@@ -83,8 +97,12 @@ def side(name: str, corpus: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--datatrove", metavar="PYTHON", help="interpreter of an environment that has datatrove")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--datatrove", metavar="PYTHON", help="interpreter of an environment that has datatrove"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--copies", type=int, default=3, help="of the demo text, about 9 MB each")
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
@@ -97,7 +115,8 @@ def main() -> None:
     from torchtitan.data.text.documents import DemoDocuments
 
     with tempfile.TemporaryDirectory() as folder:
-        corpus, few = Path(folder, "corpus.jsonl"), Path(folder, "few.jsonl")
+        corpus = Path(folder, "corpus.jsonl")
+        few = Path(folder, "few.jsonl")
         demo = DemoDocuments(validation=False)
         lines = [json.dumps({"text": demo[i]}) + "\n" for i in range(len(demo))]
         corpus.write_text("".join(lines * options.copies))
@@ -122,7 +141,8 @@ def main() -> None:
         for name in net:
             rate = size / median(net, name, "seconds")
             print(
-                f"{name:22} {rate:7.2f} MB per CPU-second, {ratios(net, 'library', name, 'seconds')} of the library's"
+                f"{name:22} {rate:7.2f} MB per CPU-second, "
+                f"{ratios(net, 'library', name, 'seconds')} of the library's"
             )
 
 

@@ -12,16 +12,29 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
-TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "original/tokenizer.model"]
+TOKENIZER = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "original/tokenizer.model",
+]
 CONFIG = ["config.json", "generation_config.json"]
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repo-id", required=True, help="for example meta-llama/Llama-3.1-8B")
-    parser.add_argument("--weights", action="store_true", help="also download the weights, to start training from them")
-    parser.add_argument("--output", type=Path, default=Path("assets/hf"), help="parent folder (assets/hf)")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="also download the weights, to start training from them",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("assets/hf"), help="parent folder (assets/hf)"
+    )
     options = parser.parse_args()
     folder = options.output / options.repo_id.rpartition("/")[2]
     patterns = TOKENIZER + CONFIG + (WEIGHTS if options.weights else [])

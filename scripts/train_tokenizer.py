@@ -1,6 +1,7 @@
 """Train the demo tokenizer, a small byte-level BPE, on the demo text.
 
-The text is Python's standard library, so the result depends on the version of Python, and on nothing else.
+The text is Python's standard library, so the result depends on the version of Python, and on
+nothing else.
 """
 
 import argparse
@@ -12,11 +13,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torchtitan.data.text.documents import DemoDocuments
 from torchtitan.data.text.pieces import LLAMA3_PATTERN
 
-BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("tests/assets/tokenizer"))
     parser.add_argument("--entries", type=int, default=2048)
     options = parser.parse_args()
@@ -36,7 +40,9 @@ def main() -> None:
         show_progress=False,
     )
     documents = DemoDocuments(validation=False)
-    tokenizer.train_from_iterator((documents[i] for i in range(len(documents))), trainer, length=len(documents))
+    tokenizer.train_from_iterator(
+        (documents[i] for i in range(len(documents))), trainer, length=len(documents)
+    )
     options.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.output / "tokenizer.json"), pretty=False)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}

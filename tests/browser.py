@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over the pipe of its DevTools protocol (chromedevtools.github.io/devtools-protocol).
+"""A headless Chromium, driven over the pipe of its DevTools protocol
+(chromedevtools.github.io/devtools-protocol).
 
 `python -m tests.browser PAGE.html IMAGE.png` makes the pictures of pages in `docs/images`.
 """
@@ -17,14 +18,25 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium")
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-extensions", "--no-first-run", "--hide-scrollbars")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-extensions",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 
 
 class Browser:
-    """One tab. `problems` collects console messages, exceptions and requests for anything but the page itself."""
+    """One tab. `problems` collects console messages, exceptions and requests for anything but the
+    page itself.
+    """
 
     def __init__(self, reads: int, writes: int):
-        self._reads, self._writes, self._pending = reads, writes, b""
+        self._reads = reads
+        self._writes = writes
+        self._pending = b""
         self._ids = itertools.count(1)
         self._session: dict[str, str] = {}
         self._events: list[dict[str, Any]] = []
@@ -50,28 +62,51 @@ class Browser:
         message, self._pending = self._pending.split(b"\0", 1)
         return json.loads(message)
 
-    def open(self, url: str, width: int, *, height: int = 900, dark: bool = False, scale: float = 1) -> None:
+    def open(
+        self, url: str, width: int, *, height: int = 900, dark: bool = False, scale: float = 1
+    ) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=False,
         )
         self._events.clear()
         self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._read())
-        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.evaluate(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited if it is a promise."""
-        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        done = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Tab": 9,
+            "Escape": 27,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+            )
 
     def point(self, x: float, y: float) -> None:
         """Move the mouse there."""
@@ -80,7 +115,15 @@ class Browser:
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         self.point(*start)
         for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+            self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                buttons=1,
+                clickCount=1,
+            )
 
     def screenshot(self, file: Path, *, full: bool = True) -> None:
         """Write a PNG of the page; of what is in view unless `full`."""
@@ -93,7 +136,8 @@ class Browser:
         self.evaluate("0")  # takes in what was reported so far
         found = []
         for event in self._events:
-            method, params = event.get("method"), event.get("params", {})
+            method = event.get("method")
+            params = event.get("params", {})
             if method == "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
                 found.append(details.get("exception", {}).get("description") or details["text"])

@@ -1,4 +1,6 @@
-"""Small checkpoints for tests, and ways to forge them: whoever hands us one can compute every checksum in it."""
+"""Small checkpoints for tests, and ways to forge them: whoever hands us one can compute every
+checksum in it.
+"""
 
 import hashlib
 import io
@@ -15,7 +17,14 @@ from torch import nn
 from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config.sections import schema
 
-ABOUT: dict[str, Any] = {"versions": {}, "model": {"name": "llama3"}, "git": None, "ranks": 2, "data": {}, "config": ""}
+ABOUT: dict[str, Any] = {
+    "versions": {},
+    "model": {"name": "llama3"},
+    "git": None,
+    "ranks": 2,
+    "data": {},
+    "config": "",
+}
 
 
 def train_state(step: int) -> dict[str, Any]:
@@ -27,7 +36,12 @@ def train_state(step: int) -> dict[str, Any]:
             "step": step,
             "shares": {"weights": {"data": 1}, "rows": 8, "counts": {"data": 8}},
             "sources": {
-                "data": {"contents": "x", "rows": 8, "lane_count": 3, "lanes": {str(i): lane(i) for i in range(3)}}
+                "data": {
+                    "contents": "x",
+                    "rows": 8,
+                    "lane_count": 3,
+                    "lanes": {str(i): lane(i) for i in range(3)},
+                }
             },
         },
         "guard": {
@@ -76,13 +90,19 @@ def outcome(folder: Path, **settings: Any) -> Any:
     except CheckpointError as error:
         return str(error)
     if resumed is not None:
-        assert all((param == resumed.step).all() for param in checkpointer.trained.models[0].parameters())
+        assert all(
+            (param == resumed.step).all() for param in checkpointer.trained.models[0].parameters()
+        )
     return resumed and resumed.step
 
 
 def seal(step: Path, content: Any) -> None:
     """Write any manifest with the right checksum."""
-    body = (content if isinstance(content, str) else json.dumps(content, indent=1)).encode().removesuffix(b"\n}")
+    body = (
+        (content if isinstance(content, str) else json.dumps(content, indent=1))
+        .encode()
+        .removesuffix(b"\n}")
+    )
     line = f',\n "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'
     (step / "manifest.json").write_bytes(body + line.encode())
 
@@ -120,7 +140,9 @@ def replace_tensors(step: Path, pickled: bytes) -> None:
     replace(step, "__9_0.distcp", file.getvalue())
     tensors = index(step)
     for tensor in tensors.values():
-        tensor["parts"] = [[[0] * len(tensor["size"]), tensor["size"], "__9_0.distcp", 0, len(file.getvalue())]]
+        tensor["parts"] = [
+            [[0] * len(tensor["size"]), tensor["size"], "__9_0.distcp", 0, len(file.getvalue())]
+        ]
     replace(step, "tensors.json", json.dumps(tensors).encode())
 
 

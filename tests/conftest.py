@@ -14,7 +14,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the figures are those of th
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's `command &` starts; processes of tests inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a script's `command &` starts; processes of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
@@ -37,7 +39,9 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.fixture(scope="session")
 def ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
-    """`ranks(world, function, *args)` runs `function` on `world` gloo ranks and returns their results."""
+    """`ranks(world, function, *args)` runs `function` on `world` gloo ranks and returns their
+    results.
+    """
 
     def run(world: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return pools.setdefault(world, RankPool(world)).run(function, *args, **kwargs)
@@ -46,7 +50,9 @@ def ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(
+    ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """A run of 8 steps on one rank, which those with interruptions must equal."""
     from tests.runs import SCHEDULE, arguments, train
 

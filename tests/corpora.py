@@ -57,13 +57,17 @@ def assert_same_rows(path, other):
 
 
 def write_megatron(folder, name="corpus", dtype=np.uint16, code=8, sentences=1):
-    """As Megatron's builder does, each text a document of sequences, with end-of-text at its end."""
+    """As Megatron's builder does, each text a document of sequences, with end-of-text at its
+    end.
+    """
     documents = [[TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id] for text in TEXTS]
     parts = [part for ids in documents for part in np.array_split(ids, sentences)]
     lengths = np.array([len(part) for part in parts], np.int32)
     starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
     bounds = np.arange(len(documents) + 1, dtype=np.int64) * sentences
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(bounds))
-    (folder / f"{name}.idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + bounds.tobytes())
+    (folder / f"{name}.idx").write_bytes(
+        header + lengths.tobytes() + starts.tobytes() + bounds.tobytes()
+    )
     (folder / f"{name}.bin").write_bytes(np.concatenate(parts).astype(dtype).tobytes())
     return folder / f"{name}.bin"

@@ -1,4 +1,5 @@
-"""Checks the commands that the documents show but the tests can't run: with the parsers of the commands themselves.
+"""Checks the commands that the documents show but the tests can't run: with the parsers of the
+commands themselves.
 
 A command is wrong if an option, a choice, a name, a file or a variable doesn't exist.
 """
@@ -61,14 +62,18 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 @functools.cache
 def lm_eval_tasks() -> set[str]:
-    """Names of the tasks and groups that come with lm-eval: each has a file or a folder of its name."""
+    """Names of the tasks and groups that come with lm-eval: each has a file or a folder of its
+    name.
+    """
     import lm_eval
 
     folder = Path(lm_eval.__file__).parent / "tasks"
     return {path.stem for path in folder.rglob("*") if path.is_dir() or path.suffix == ".yaml"}
 
 
-def parsed(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parsed(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
     """The options among `words`, and the words that aren't the parser's.
 
     Raises:
@@ -237,7 +242,8 @@ def check_command(line: str) -> None:
     env = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, env[name] = words.pop(0).partition("=")
-    program, rest = words[0], words[1:]
+    program = words[0]
+    rest = words[1:]
     if program == RUN_TRAIN:
         check_run_train(rest, env)
         return

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 
-TINY = {"vocab_size": 160, "dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "max_seq_len": 128}
+TINY = {
+    "vocab_size": 160,
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "ffn_dim": 96,
+    "max_seq_len": 128,
+}
 EXPERTS = {"n_experts": 8, "experts_per_token": 3, "expert_dim": 24, "n_dense_layers": 1}
 SIZES: dict[str, dict[str, Any]] = {
     "llama3": {},
@@ -24,11 +32,15 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def build(family: str, **overrides: Any) -> Any:
     spec = get_spec(family)
-    return spec.build(spec.args("debugmodel", TINY | SIZES[family] | overrides), attention_backend("cpu"))
+    return spec.build(
+        spec.args("debugmodel", TINY | SIZES[family] | overrides), attention_backend("cpu")
+    )
 
 
 def twin(family: str, model: Any) -> Any:
-    """transformers' model of the same hyper-parameters, with random weights, which `model` gets too."""
+    """transformers' model of the same hyper-parameters, with random weights, which `model` gets
+    too.
+    """
     transformers = pytest.importorskip("transformers")
     hf = get_spec(family).hf
     theirs = transformers.AutoModelForCausalLM.from_config(
@@ -53,11 +65,15 @@ def as_ours(family: str, model: Any, theirs: Mapping[str, Tensor]) -> dict[str, 
             continue
         for i, expert in enumerate(value):  # in memory they are stacks too, but not in files
             both = expert.chunk(2) if last == "gate_up_proj" else (expert,)
-            for key, part in zip(("gate_proj", "up_proj") if len(both) == 2 else (last,), both, strict=True):
+            for key, part in zip(
+                ("gate_proj", "up_proj") if len(both) == 2 else (last,), both, strict=True
+            ):
                 parts[f"{place}.{i}.{key}.weight"] = part
     names = get_spec(family).hf.names(model.args)
     return {
-        ours: parts[theirs] if isinstance(theirs, str) else torch.stack([parts[part] for part in theirs])
+        ours: parts[theirs]
+        if isinstance(theirs, str)
+        else torch.stack([parts[part] for part in theirs])
         for ours, theirs in names.items()
     }
 

@@ -19,7 +19,9 @@ SHIPPED = find_asset("./tests/assets/tokenizer")
 
 
 def write_checkpoint(folder: Path, family: str, assets: Path = SHIPPED, **overrides: Any) -> Any:
-    """Write `folder/step-0`, the checkpoint of a tiny model with random weights and 2,048 tokens; the model."""
+    """Write `folder/step-0`, the checkpoint of a tiny model with random weights and 2,048 tokens;
+    the model.
+    """
     spec = get_spec(family)
     args = spec.args("debugmodel", TINY | {"vocab_size": 2048} | overrides)
     torch.manual_seed(0)
@@ -34,7 +36,8 @@ def write_checkpoint(folder: Path, family: str, assets: Path = SHIPPED, **overri
         "versions": versions(),
         "model": {"name": family, **args.model_dump()},
         "data": {},
-        "config": f"[model]\nname = {json.dumps(family)}\nhf_assets_path = {json.dumps(str(assets))}\n",
+        "config": f"[model]\nname = {json.dumps(family)}\nhf_assets_path = "
+        f"{json.dumps(str(assets))}\n",
         "train_state": None,
     }
     shapes = {name: value.to("meta") for name, value in state.items()}
@@ -44,11 +47,23 @@ def write_checkpoint(folder: Path, family: str, assets: Path = SHIPPED, **overri
 
 
 def write_tiktoken(folder: Path) -> None:
-    """Write the shipped vocabulary as a Llama-3 style `tokenizer.model`, without the two special tokens."""
+    """Write the shipped vocabulary as a Llama-3 style `tokenizer.model`, without the two special
+    tokens.
+    """
     vocab = json.loads((SHIPPED / "tokenizer.json").read_text())["model"]["vocab"]
-    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet spells as themselves
+    keep = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]  # bytes that GPT-2's alphabet spells as themselves
     rest = [byte for byte in range(256) if byte not in keep]
-    alphabet = {chr(byte): byte for byte in keep} | {chr(256 + i): byte for i, byte in enumerate(rest)}
-    ranks = [bytes(alphabet[c] for c in name) for name in sorted(vocab, key=vocab.get) if not name.startswith("<|")]
+    alphabet = {chr(byte): byte for byte in keep} | {
+        chr(256 + i): byte for i, byte in enumerate(rest)
+    }
+    ranks = [
+        bytes(alphabet[c] for c in name)
+        for name in sorted(vocab, key=vocab.get)
+        if not name.startswith("<|")
+    ]
     lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
     (folder / "tokenizer.model").write_bytes(b"".join(lines))

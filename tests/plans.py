@@ -10,9 +10,16 @@ SPEC = get_spec("llama3")
 H100 = find_hardware("h100-sxm")
 TINY = [
     f"--model.overrides.{key}={value}"
-    for key, value in {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}.items()
+    for key, value in {
+        "dim": 64,
+        "n_layers": 4,
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "ffn_dim": 96,
+    }.items()
 ]
-NONE, FULL = "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
+NONE = "--activation_checkpoint.mode=none"
+FULL = "--activation_checkpoint.mode=full"
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 ONE_ROW = ["--training.seq_len=8192", "--training.local_batch_size=1"]
 
@@ -21,8 +28,11 @@ def workload(*argv: str, world: int = 1) -> Workload:
     return derived_workload(load_config(list(argv)).config, SPEC, world)
 
 
-def product_seconds(hw: Hardware, sizes: list[tuple[float, float, float]], rate: float, *, ramp: float = 1.0) -> float:
-    """The three products of linear layers of `sizes` (rows, inputs, outputs), by the formula of docs/plan.md.
+def product_seconds(
+    hw: Hardware, sizes: list[tuple[float, float, float]], rate: float, *, ramp: float = 1.0
+) -> float:
+    """The three products of linear layers of `sizes` (rows, inputs, outputs), by the formula of
+    docs/plan.md.
 
     Args:
         rate: FLOP/s.

@@ -1,4 +1,6 @@
-"""Comparisons of two correct programs by what rounding explains on any machine, not by what one machine gave."""
+"""Comparisons of two correct programs by what rounding explains on any machine, not by what one
+machine gave.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +14,20 @@ SMALL_SHARE = 0.01
 
 
 def assert_rounds(
-    ours: Any, theirs: Any, terms: int = 4096, chain: int = 12, *, dtype: torch.dtype = torch.float32, of: str = ""
+    ours: Any,
+    theirs: Any,
+    terms: int = 4096,
+    chain: int = 12,
+    *,
+    dtype: torch.dtype = torch.float32,
+    of: str = "",
 ) -> None:
-    """Tensors, or tuples of them, differ by rounding, relative to the largest element of each of `theirs`.
+    """Tensors, or tuples of them, differ by rounding, relative to the largest element of each of
+    `theirs`.
 
     Args:
-        terms, chain: as in `rounding`. By default those of a small model with its loss and backward.
+        terms, chain: as in `rounding`. By default those of a small model with its loss and
+        backward.
         of: what is compared, for the message.
     """
     if isinstance(theirs, Sequence):
@@ -33,9 +43,12 @@ def assert_rounds(
 def assert_trained_alike(ours: Tensor, theirs: Tensor, lr: float, steps: int, of: str = "") -> None:
     """A weight is the same after training in two layouts, but for a few elements.
 
-    Adam divides a gradient by its size. Where one is less than 100 times its rounding, of about 1e-4 of the usual size,
-    two updates may differ by more than 1 % of the learning rate. That is at most 1 % of elements, or one.
+    Adam divides a gradient by its size. Where one is less than 100 times its rounding, of about
+    1e-4 of the usual size, two updates may differ by more than 1 % of the learning rate. That is at
+    most 1 % of elements, or one.
     """
     moved = ((ours.double() - theirs.double()).abs() > SMALL_SHARE * lr * steps).sum().item()
     allowed = max(1, int(SMALL_SHARE * theirs.numel()))
-    assert moved <= allowed, f"{of}: {moved} of {theirs.numel()} elements differ by more than 1 % of {steps} updates"
+    assert moved <= allowed, (
+        f"{of}: {moved} of {theirs.numel()} elements differ by more than 1 % of {steps} updates"
+    )

@@ -1,4 +1,6 @@
-"""Small training runs for tests: a tiny Llama on text made here, started through the real trainer."""
+"""Small training runs for tests: a tiny Llama on text made here, started through the real
+trainer.
+"""
 
 import gc
 import json
@@ -15,7 +17,16 @@ from tests.rounding import assert_trained_alike
 from torchtitan.config import resolve
 from torchtitan.testing.compare import write_corpus
 
-__all__ = ["arguments", "full", "losses", "read_metrics", "storages", "train", "weights", "write_corpus"]
+__all__ = [
+    "arguments",
+    "full",
+    "losses",
+    "read_metrics",
+    "storages",
+    "train",
+    "weights",
+    "write_corpus",
+]
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=3"]
 SCHEDULE = "--lr_scheduler.total_steps=8"
@@ -25,7 +36,12 @@ EXPERTS = [
     "--model.name=qwen3_moe",
     *(
         f"--model.overrides.{key}={value}"
-        for key, value in {"n_experts": 8, "experts_per_token": 2, "expert_dim": 32, "head_size": 16}.items()
+        for key, value in {
+            "n_experts": 8,
+            "experts_per_token": 2,
+            "expert_dim": 32,
+            "head_size": 16,
+        }.items()
     ),
     "--moe.balance_bias_rate=0.01",
     "--moe.sequence_balance_loss=0.01",
@@ -35,7 +51,9 @@ LR = 1e-2
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
 
 
-def arguments(folder: Path, *extra: str, steps: int = 4, global_batch: int = 8, local_batch: int = 2) -> list[str]:
+def arguments(
+    folder: Path, *extra: str, steps: int = 4, global_batch: int = 8, local_batch: int = 2
+) -> list[str]:
     """Command-line arguments of a tiny run whose files are in `folder`."""
     corpus = folder / "corpus.jsonl"
     if not corpus.exists():
@@ -67,25 +85,39 @@ def storages() -> dict[int, int]:
     """Address and bytes of every tensor that Python knows of."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     plain = [tensor.to_local() if type(tensor) is DTensor else tensor for tensor in tensors]
-    real = [tensor.untyped_storage() for tensor in plain if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
-    return {storage.data_ptr(): storage.nbytes() for storage in real if storage.device.type == "cpu"}
+    real = [
+        tensor.untyped_storage()
+        for tensor in plain
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    return {
+        storage.data_ptr(): storage.nbytes() for storage in real if storage.device.type == "cpu"
+    }
 
 
 def weights(models) -> dict[str, torch.Tensor]:
-    """The full weights of the whole model, on every rank; under pipeline parallelism each has only some.
+    """The full weights of the whole model, on every rank; under pipeline parallelism each has only
+    some.
 
     With the routing biases of experts, and their loads in the last step.
     """
     own = {name: full(p) for model in models for name, p in model.named_parameters()}
     routers = ("router.expert_bias", "router.load")
-    own |= {name: full(b) for model in models for name, b in model.named_buffers() if name.endswith(routers)}
+    own |= {
+        name: full(b)
+        for model in models
+        for name, b in model.named_buffers()
+        if name.endswith(routers)
+    }
     return _gathered(own)
 
 
 def average_of(trainer) -> dict[str, torch.Tensor]:
     """The full average of the weights, on every rank; empty if the run keeps none."""
     average = trainer.parts.average
-    return _gathered({name: full(value) for name, value in average.current().items()} if average else {})
+    return _gathered(
+        {name: full(value) for name, value in average.current().items()} if average else {}
+    )
 
 
 def _gathered(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,7 +127,9 @@ def _gathered(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def train(argv: list[str]) -> dict[str, Any]:
-    """Run to the end on the ranks that call this; returns rank 0's metrics and every rank's full weights."""
+    """Run to the end on the ranks that call this; returns rank 0's metrics and every rank's full
+    weights.
+    """
     from torchtitan.train.preflight import preflight
     from torchtitan.train.trainer import Trainer
 
@@ -119,7 +153,9 @@ class TorchAverage:
     """`torch.optim.swa_utils.AveragedModel` of full tensors."""
 
     def __init__(self, decay):
-        self.parameters, self.average, self.function = torch.nn.ParameterDict(), None, get_ema_multi_avg_fn(decay)
+        self.parameters = torch.nn.ParameterDict()
+        self.average = None
+        self.function = get_ema_multi_avg_fn(decay)
 
     def update(self, values):
         self.parameters = torch.nn.ParameterDict(
@@ -130,7 +166,9 @@ class TorchAverage:
         self.average.update_parameters(self.parameters)
 
     def values(self):
-        return {name.replace("/", "."): value.detach() for name, value in self.average.module.items()}
+        return {
+            name.replace("/", "."): value.detach() for name, value in self.average.module.items()
+        }
 
 
 def assert_averages(average, expected):
@@ -152,7 +190,9 @@ def assert_continues(run: dict[str, Any], uninterrupted: dict[str, Any]) -> None
     """A run that was stopped and went on is the one that never stopped."""
     assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
     assert [r["step"] for r in run["metrics"]] == [r["step"] for r in uninterrupted["metrics"]]
-    assert [r["lr"] for r in run["metrics"]] == pytest.approx([r["lr"] for r in uninterrupted["metrics"]])
+    assert [r["lr"] for r in run["metrics"]] == pytest.approx(
+        [r["lr"] for r in uninterrupted["metrics"]]
+    )
     assert run["progress"] == uninterrupted["progress"]
     for name, value in uninterrupted["weights"].items():
         assert_trained_alike(run["weights"][name], value, LR, len(uninterrupted["metrics"]), name)

@@ -1,4 +1,6 @@
-"""What the gate lets through: `.ci/run` and `scripts/test.sh`, with stand-ins for the programs that they call."""
+"""What the gate lets through: `.ci/run` and `scripts/test.sh`, with stand-ins for the programs that
+they call.
+"""
 
 import os
 import shutil
@@ -22,7 +24,9 @@ case "$*" in {cases} esac
 
 
 class Gate:
-    """A copy of the scripts. Each program is a stand-in, which records its arguments and fails if told to."""
+    """A copy of the scripts. Each program is a stand-in, which records its arguments and fails if
+    told to.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -48,7 +52,9 @@ class Gate:
             (self.folder / name).chmod(0o755)
         self.calls.write_text("")
         env = os.environ | {"CALLS": str(self.calls), "PATH": f"{self.folder}:{os.environ['PATH']}"}
-        done = subprocess.run([self.folder / script, *arguments], cwd=self.folder, env=env, capture_output=True)
+        done = subprocess.run(
+            [self.folder / script, *arguments], cwd=self.folder, env=env, capture_output=True
+        )
         return done.returncode, self.calls.read_text().splitlines()
 
 

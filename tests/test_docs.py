@@ -1,9 +1,13 @@
-"""Documents hold true: commands run, outputs match, links lead somewhere, keys exist, the site builds.
+"""Documents hold true: commands run, outputs match, links lead somewhere, keys exist, the site
+builds.
 
 What a fenced block is for:
-  ```bash   runs in a copy of the tree, with fewer and smaller training steps; as written in the longest tier
-  ```sh     begins with a comment that says what it needs; its configuration, files and flags are checked
-  ```text   right after a ```bash block: what that prints. `...` stands for omitted lines; a block with the title
+  ```bash   runs in a copy of the tree, with fewer and smaller training steps; as written in the
+  longest tier
+  ```sh     begins with a comment that says what it needs; its configuration, files and flags are
+  checked
+  ```text   right after a ```bash block: what that prints. `...` stands for omitted lines; a block
+  with the title
             "for example" is not compared
   ```toml and ```python that begin with `# NAME`, or have it as title: files for the commands
 """
@@ -45,7 +49,8 @@ def test_every_configuration_that_ships_is_listed():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/index.md", "docs/from-hf-trainer.md", "mkdocs.yml", "pyproject.toml"]
+    "name",
+    ["README.md", "docs/index.md", "docs/from-hf-trainer.md", "mkdocs.yml", "pyproject.toml"],
 )
 def test_every_family_is_named_where_the_project_is_introduced(name):
     families = {re.match("[a-z]+", spec.name)[0] for spec in model_families()}
@@ -103,13 +108,18 @@ def workspace(folder: Path) -> Path:
 
 # ---- ```bash: commands run, and print what the page says
 
-SMALL = "--training.seq_len 32 --training.global_batch_size 8 --validation.steps 1 --metrics.log_freq 1"
+SMALL = (
+    "--training.seq_len 32 --training.global_batch_size 8 --validation.steps 1 --metrics.log_freq 1"
+)
 CHAIN = re.compile(r"train debug_model|outputs/debug_model")
-"""Pages that work on this run build on what earlier ones left behind; the others run beside them."""
+"""Pages that work on this run build on what earlier ones left behind; the others run beside them.
+"""
 
 
 def shrink(line: str) -> str:
-    """The command as written, but with a twentieth of its steps, and smaller ones; plans without their trace."""
+    """The command as written, but with a twentieth of its steps, and smaller ones; plans without
+    their trace.
+    """
     if "torchtitan plan" in line:
         return line if "--fast" in line else f"{line} --fast"
     if "torchtitan train" not in line:
@@ -129,7 +139,9 @@ class Ran:
     """Command to exit status and output."""
 
     def skips(self, line: str) -> bool:
-        """Whether a command is left to the longest tier: those that start two runs of two ranks each."""
+        """Whether a command is left to the longest tier: those that start two runs of two ranks
+        each.
+        """
         return not self.whole and "torchtitan parity" in line
 
 
@@ -154,24 +166,45 @@ def ran(request, tmp_path_factory) -> Ran:
 
     chained = {block.page for block in RUN if CHAIN.search(block.text)}
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, ([b for b in RUN if (b.page in chained) is first] for first in (True, False))))
+        list(
+            pool.map(
+                run, ([b for b in RUN if (b.page in chained) is first] for first in (True, False))
+            )
+        )
     return ran
 
 
-ALONE = [["torchtitan", name] for name in ("train", "plan", "schedule", "config", "ckpt", "generate", "submit")]
+ALONE = [
+    ["torchtitan", name]
+    for name in ("train", "plan", "schedule", "config", "ckpt", "generate", "submit")
+]
 
 
 def run_command(line: str, folder: Path, env: dict[str, str]) -> tuple[int, str]:
-    """Exit status and output of a command. Those that start no processes are forked from a server that has torch."""
+    """Exit status and output of a command. Those that start no processes are forked from a server
+    that has torch.
+    """
     words = shlex.split(line)
-    alone = words[:2] in ALONE and "--nproc-per-node" not in words and (words[1] != "plan" or "--fast" in words)
+    alone = (
+        words[:2] in ALONE
+        and "--nproc-per-node" not in words
+        and (words[1] != "plan" or "--fast" in words)
+    )
     if not alone or set(line) & set("|&;<>$"):
         done = subprocess.run(
-            line, shell=True, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            line,
+            shell=True,
+            cwd=folder,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         return done.returncode, done.stdout
     with tempfile.NamedTemporaryFile() as output:
-        process = mp.get_context("forkserver").Process(target=_torchtitan, args=(words, folder, output.name))
+        process = mp.get_context("forkserver").Process(
+            target=_torchtitan, args=(words, folder, output.name)
+        )
         process.start()
         process.join()
         return process.exitcode, Path(output.name).read_text()
@@ -219,7 +252,8 @@ def same(ours: str, theirs: str) -> bool:
             return math.isclose(float(a), float(b), rel_tol=0.02)
         return a == b
 
-    words, others = ours.split(), theirs.split()
+    words = ours.split()
+    others = theirs.split()
     return len(words) == len(others) and all(map(close, words, others))
 
 
@@ -269,7 +303,9 @@ def test_commands_run(ran):
 def test_commands_that_need_more_are_right(page, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace(tmp_path))
     for block in (block for block in CHECKED if block.page == page):
-        assert re.match(r"# (?:needs|takes|changes) ", block.text), f"say what this needs:\n{block.text}"
+        assert re.match(r"# (?:needs|takes|changes) ", block.text), (
+            f"say what this needs:\n{block.text}"
+        )
         for line in block.lines:
             for command in line.split(" && "):
                 check_command(command)
@@ -300,7 +336,8 @@ WRONG_COMMANDS = {
     "python scripts/download_hf_assets.py --repo_id Qwen/Qwen3-0.6B-Base": "--repo_id",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm.sbtach debug_model": "",
     "sbatch --nodes 4 --gpus-per-nod 8 scripts/slurm.sbatch debug_model": "--gpus-per-nod",
-    "sbatch --nodes 1 --gpus-per-node 1 scripts/slurm.sbatch debug_model --training.stpes 9": "training.stpes",
+    "sbatch --nodes 1 --gpus-per-node 1 scripts/slurm.sbatch "
+    "debug_model --training.stpes 9": "training.stpes",
     "./scripts/test.sh --torch 2.15.0 --cornr": "--cornr",
     "pip install 'titan-pretrain[evals]'": "evals",
     "torchfrtrace outputs/run/comm_traces -p rank_ --nonsense": "--nonsense",
@@ -323,7 +360,11 @@ def test_commands_in_sentences_exist():
     for page in PAGES:
         for code in re.findall(r"(?<!`)`((?:torchtitan|python) [^`\n]+)`", page.read_text()):
             words = [word.strip("[]") for word in code.split()]
-            flags = {word.partition("=")[0] for word in words if word.startswith("--") and "." not in word}
+            flags = {
+                word.partition("=")[0]
+                for word in words
+                if word.startswith("--") and "." not in word
+            }
             if words[0] == "torchtitan" and words[1] not in ("X", "--help"):
                 known = options_of(parser_of(words[1]))
             elif words[0] == "python" and words[1] != "-m":
@@ -338,8 +379,12 @@ def test_commands_in_sentences_exist():
 
 def slugs(page: Path) -> set[str]:
     """Anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -359,9 +404,19 @@ def test_keys_exist(page):
     text = page.read_text()
     for section, key in re.findall(r"[`\s-]([a-z_]+)\.([a-z_]+(?:\.[a-z_]+)?)[`\s=]", text):
         name = f"{section}.{key}"
-        if section in sections and not key.endswith((".py", "md", "json", "toml", "jsonl")) and key != "py":
-            known = name in FIELDS or name in UNSUPPORTED or any(f.startswith(name + ".") for f in FIELDS)
-            assert known or name.startswith("model.overrides.") or key in ("safetensors", "stpes"), name
+        if (
+            section in sections
+            and not key.endswith((".py", "md", "json", "toml", "jsonl"))
+            and key != "py"
+        ):
+            known = (
+                name in FIELDS
+                or name in UNSUPPORTED
+                or any(f.startswith(name + ".") for f in FIELDS)
+            )
+            assert (
+                known or name.startswith("model.overrides.") or key in ("safetensors", "stpes")
+            ), name
 
 
 def test_toml_blocks_are_legal(tmp_path, monkeypatch):
@@ -387,18 +442,33 @@ def test_example_is_the_tested_one():
     for name, file in files.items():
         (shown,) = (block for block in BLOCKS if block.file == f"{name}.py")
         assert shown.text == file.read_text(), name
-    (shown,) = (block for block in BLOCKS if block.page == "adding-a-model.md" and block.language == "python")
+    (shown,) = (
+        block
+        for block in BLOCKS
+        if block.page == "adding-a-model.md" and block.language == "python"
+    )
     assert shown.text == (ROOT / "torchtitan/models/mistral/__init__.py").read_text()
 
 
 def test_site_builds(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_nothing_of_this_machine_is_in_the_project():
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert len(files) > 50
     for name in files:
         path = ROOT / name

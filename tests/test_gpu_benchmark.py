@@ -1,4 +1,6 @@
-"""benchmarks/gpu.py: every stage on the CPU, its runner, its tables, and the wheels that it takes along."""
+"""benchmarks/gpu.py: every stage on the CPU, its runner, its tables, and the wheels that it takes
+along.
+"""
 
 import importlib
 import json
@@ -24,10 +26,18 @@ SOME = "groups,ring,attention,norm,70b_of_64,saves_pinned,ranks_cp"
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("names", [SOME, pytest.param("*", marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param("*", marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_dry_run(tmp_path, names):
     """Every stage has figures, within the limits that a GPU has to keep."""
-    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", f"--out={tmp_path}", f"--stages={names}"]
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--dry-run",
+        f"--out={tmp_path}",
+        f"--stages={names}",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -38,7 +48,9 @@ def test_dry_run(tmp_path, names):
         assert (line["dry"], line["machine"]["device"]) == (True, "CPU")
     figures = {line["stage"]: line["figures"] for line in lines}
     speed = figures["70b_of_64"]
-    assert speed["tokens_per_second"] * speed["step_s"] == pytest.approx(4 * 64 / 8)  # local rows x length / tp
+    assert speed["tokens_per_second"] * speed["step_s"] == pytest.approx(
+        4 * 64 / 8
+    )  # local rows x length / tp
     assert speed["kernels"]
     assert figures["groups"]["recorded"] >= 2
     with zipfile.ZipFile(tmp_path / "details.zip") as archive:
@@ -69,7 +81,10 @@ def _fail(_):
         (_fail, {"ok": False, "error": "the last line"}),
         (lambda _: os._exit(3), {"ok": False, "error": "ended with exit status 3"}),
         (lambda _: bench.within({"x": 2.0}, {"x": 1}), {"ok": False, "error": "x is 2, beyond 1"}),
-        (lambda _: bench.within({"x": float("nan")}, {"x": 1}), {"ok": False, "error": "x is nan, beyond 1"}),
+        (
+            lambda _: bench.within({"x": float("nan")}, {"x": 1}),
+            {"ok": False, "error": "x is nan, beyond 1"},
+        ),
     ],
     ids=["figures", "hang", "fail", "exit", "beyond", "nan"],
 )
@@ -84,7 +99,11 @@ def test_a_stage_ends_in_one_line(tmp_path, monkeypatch, run, line):
         assert found["tail"][0] == "before the end"
         started = Path("/proc", found["tail"][1].split()[1], "stat")
         deadline = time.monotonic() + 10
-        while started.exists() and started.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        while (
+            started.exists()
+            and started.read_text().split()[2] != "Z"
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         assert not started.exists() or started.read_text().split()[2] == "Z"
 
@@ -99,21 +118,36 @@ def test_an_unknown_stage_is_refused():
 
 def result(stage, **more):
     machine = {"device": "NVIDIA H200", "torch": "2.11.0"}
-    made = {"stage": stage, "ok": True, "dry": False, "seconds": 1.0, "date": "2030-01-02T03:04:05+00:00"}
+    made = {
+        "stage": stage,
+        "ok": True,
+        "dry": False,
+        "seconds": 1.0,
+        "date": "2030-01-02T03:04:05+00:00",
+    }
     return made | {"command": "python benchmarks/gpu.py --out x", "machine": machine} | more
 
 
 def speed_result(stage, rate):
     model, _, variant = stage.partition("_float8")
     flags = [*speeds.MODELS[model], *speeds.VARIANTS[f"float8{variant}" if variant else ""]]
-    figures = {"flags": flags, "world": 1, "tokens_per_second": rate, "mfu": 50.25, "peak_reserved_gib": 60.0}
+    figures = {
+        "flags": flags,
+        "world": 1,
+        "tokens_per_second": rate,
+        "mfu": 50.25,
+        "peak_reserved_gib": 60.0,
+    }
     kernel = {"kernel": "gemm", "calls": 3, "ms": 2.0, "pct": 61.0}
     return result(stage, figures=figures | {"skipped_steps": 0, "kernels": [kernel]})
 
 
 def test_tables(tmp_path):
-    """Measured, planned and wanted stand side by side; nothing is left out, and a dry run never counts."""
-    page, file = tmp_path / "page.md", tmp_path / "results.jsonl"
+    """Measured, planned and wanted stand side by side; nothing is left out, and a dry run never
+    counts.
+    """
+    page = tmp_path / "page.md"
+    file = tmp_path / "results.jsonl"
     page.write_text(f"before\n{tables.BEGIN}\n{tables.NOTHING}\n{tables.END}\nafter\n")
     lines = [
         speed_result("8b_layers_float8_rowwise", 15000.0),
@@ -127,10 +161,15 @@ def test_tables(tmp_path):
     tables.write_tables([file], fast=True, page=page)
     text = page.read_text()
     assert text.startswith(
-        f"before\n{tables.BEGIN}\n- 2030-01-02: NVIDIA H200, torch 2.11.0; `python benchmarks/gpu.py"
+        f"before\n{tables.BEGIN}\n- 2030-01-02: NVIDIA H200, torch 2.11.0; `python "
+        "benchmarks/gpu.py"
     )
     assert text.endswith(f"{tables.END}\nafter\n")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     rows = {row[0]: row[1:] for row in cells if len(row) == 7}
     rate, planned, mfu, goal, memory, planned_memory = rows["`8b_layers`"]
     assert (rate, mfu, goal, memory) == ("10,000", "50.2", "55 %", "60.0")
@@ -150,7 +189,11 @@ def test_the_page_lists_every_stage():
     assert tables.BEGIN in page
     listed = page.partition("In this order:")[2]
     for name in stages.STAGES:
-        family = next(known for known in ("8b_layers", "1b", "3b", "saves_", "ranks_", name) if name.startswith(known))
+        family = next(
+            known
+            for known in ("8b_layers", "1b", "3b", "saves_", "ranks_", name)
+            if name.startswith(known)
+        )
         assert f"`{family}" in listed, name
 
 
@@ -173,7 +216,9 @@ def test_wheels_are_pinned():
 
 
 def test_code_for_other_gpus_is_dropped():
-    """Machine code of one architecture stays; other machine code and PTX become zeros of the same size."""
+    """Machine code of one architecture stays; other machine code and PTX become zeros of the same
+    size.
+    """
 
     def entry(kind, architecture, code):
         header = struct.pack("<HHIQ12xI", kind, 0, 64, len(code), architecture)

@@ -1,4 +1,6 @@
-"""Many runs by `torchtitan submit`, and jobs listed by `torchtitan jobs`, with stand-ins for Slurm's commands."""
+"""Many runs by `torchtitan submit`, and jobs listed by `torchtitan jobs`, with stand-ins for
+Slurm's commands.
+"""
 
 import json
 import os
@@ -40,12 +42,17 @@ def names(*axes, file=None):
 
 def test_a_grid_is_the_product_of_its_values():
     runs = make_runs(["optimizer.lr=1e-4,3e-4", "training.seed=1,2,3"], None)
-    assert [run.name for run in runs] == [f"lr={lr}_seed={seed}" for lr in ("1e-4", "3e-4") for seed in (1, 2, 3)]
+    assert [run.name for run in runs] == [
+        f"lr={lr}_seed={seed}" for lr in ("1e-4", "3e-4") for seed in (1, 2, 3)
+    ]
     assert runs[4].flags == ("--optimizer.lr=3e-4", "--debug.seed=2")  # by its new name
 
 
 def test_names_tell_runs_apart():
-    assert names("training.steps=1,2", "validation.steps=3") == ["training.steps=1", "training.steps=2"]
+    assert names("training.steps=1,2", "validation.steps=3") == [
+        "training.steps=1",
+        "training.steps=2",
+    ]
     assert names("training.dataset_path=/a b/x.jsonl,/a;b/x.jsonl") == [
         "dataset_path=a-b-x.jsonl",
         "dataset_path=a-b-x.jsonl_1",
@@ -58,25 +65,35 @@ def test_names_tell_runs_apart():
 
 def test_lists_are_toml():
     (none, one) = make_runs(['model.converters=[[], ["float8"]]'], None)
-    assert (none.flags, one.flags) == (("--model.converters=[]",), ('--model.converters=["float8"]',))
+    assert (none.flags, one.flags) == (
+        ("--model.converters=[]",),
+        ('--model.converters=["float8"]',),
+    )
 
 
 def test_runs_from_lines(tmp_path):
     file = tmp_path / "runs.txt"
-    file.write_text("--optimizer.lr 1e-3 --compile.enable   # faster\n\n# none\n--job.description='a b'\n")
+    file.write_text(
+        "--optimizer.lr 1e-3 --compile.enable   # faster\n\n# none\n--job.description='a b'\n"
+    )
     runs = make_runs(["debug.seed=1,2"], file)
     assert [run.flags for run in runs][::2] == [
         ("--optimizer.lr=0.001", "--compile.enable=true", "--debug.seed=1"),
         ("--job.description=a b", "--debug.seed=1"),
     ]
     assert [run.name for run in runs] == [
-        f"{name}_seed={seed}" for name in ("lr=0.001_enable=true", "description=a-b") for seed in (1, 2)
+        f"{name}_seed={seed}"
+        for name in ("lr=0.001_enable=true", "description=a-b")
+        for seed in (1, 2)
     ]
 
 
 def test_runs_from_tables(tmp_path):
     file = tmp_path / "runs.toml"
-    file.write_text('[[runs]]\nname = "wide net"\nmodel.overrides.dim = 512\n[[runs]]\nmodel.converters = ["float8"]\n')
+    file.write_text(
+        '[[runs]]\nname = "wide net"\nmodel.overrides.dim = '
+        '512\n[[runs]]\nmodel.converters = ["float8"]\n'
+    )
     runs = make_runs([], file)
     assert [(run.name, *run.flags) for run in runs] == [
         ("wide-net", "--model.overrides.dim=512"),
@@ -94,14 +111,20 @@ def test_runs_from_tables(tmp_path):
         (["optimizer.lr=[1,"], None, "not a list of TOML"),
         (["debug.seed=1,2", "training.seed=3,4"], None, "debug.seed is varied twice"),
         (["job.dump_folder=a,b"], None, "job.dump_folder can't vary"),
-        (["debug.seed=" + ",".join(map(str, range(50))), "training.steps=" + ",".join(map(str, range(1, 22)))], None,
-         "1,050 runs are more than 1,000"),
+        (
+            [
+                "debug.seed=" + ",".join(map(str, range(50))),
+                "training.steps=" + ",".join(map(str, range(1, 22))),
+            ],
+            None,
+            "1,050 runs are more than 1,000",
+        ),
         ([], "", "no line with flags"),
         ([], "--optimizer.lr 1\n--optimizer.lr=1\n", "runs 1 and 2 are the same"),
         ([], "optimizer.lr=1", "runs.txt:1: unexpected argument"),
         ([], "--optimizer.lr 'a", "runs.txt:1: no closing quotation"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_grid(tmp_path, axes, text, message):
     file = tmp_path / "runs.txt"
     file.write_text(text or "")
@@ -109,7 +132,9 @@ def test_what_is_no_grid(tmp_path, axes, text, message):
         make_runs(axes, None if text is None else file)
 
 
-@pytest.mark.parametrize("text", ["", "x = 1", "runs = 1", "[[runs]]\nname = 1", "[[runs]\n", "runs = []", "a" * 2**21])
+@pytest.mark.parametrize(
+    "text", ["", "x = 1", "runs = 1", "[[runs]]\nname = 1", "[[runs]\n", "runs = []", "a" * 2**21]
+)
 def test_what_is_no_file_of_runs(tmp_path, text):
     file = tmp_path / "runs.toml"
     file.write_text(text)
@@ -149,17 +174,23 @@ def test_each_task_is_a_run(slurm, tmp_path):  # noqa: F811
         found += [json.loads(line)["argv"] for line in calls(tmp_path, "task")]
     values = [(lr, seed) for lr in ("1e-4", "3e-4") for seed in (1, 2)]
     assert found == [
-        ["--training.steps=7", f"--optimizer.lr={lr}", f"--debug.seed={seed}",
-         f"--job.dump_folder={folder}/lr={lr}_seed={seed}"]
+        [
+            "--training.steps=7",
+            f"--optimizer.lr={lr}",
+            f"--debug.seed={seed}",
+            f"--job.dump_folder={folder}/lr={lr}_seed={seed}",
+        ]
         for lr, seed in values
-    ]  # fmt: skip
+    ]
     assert read_record(folder).runs == [f"lr={lr}_seed={seed}" for lr, seed in values]
 
 
 def test_only_the_preempted_task_is_put_back(slurm, tmp_path):  # noqa: F811
     submit(*GRID)
     script = tmp_path / "outputs/debug_model-grid/debug_model.sbatch"
-    script.write_text(script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    script.write_text(
+        script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'")
+    )
     job = slurm(script, seconds=60, SLURM_ARRAY_JOB_ID="123450", SLURM_ARRAY_TASK_ID="2")
     deadline = time.monotonic() + 30
     while not calls(tmp_path, "task"):
@@ -174,7 +205,9 @@ def test_only_the_preempted_task_is_put_back(slurm, tmp_path):  # noqa: F811
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert submit(*GRID, "--dry-run") == 0
     out = capsys.readouterr()
-    assert "3  lr=3e-4_seed=2  --optimizer.lr=3e-4 --debug.seed=2" in " ".join(out.out.split(" ", 3)).replace("   ", "")
+    assert "3  lr=3e-4_seed=2  --optimizer.lr=3e-4 --debug.seed=2" in " ".join(
+        out.out.split(" ", 3)
+    ).replace("   ", "")
     assert "#SBATCH --array=0-3" in out.out
     assert "4 runs, each on 1 node of 2 ranks" in out.err
     assert submit("--dry-run") == 0
@@ -188,7 +221,10 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
         (["--grid=optimizer.lrr=1,2"], "runs lrr=1 and 1 more: --optimizer.lrr: unknown key"),
         (["--grid=training.global_batch_size=16,17"], "run global_batch_size=17: .*not a multiple"),
         (["--grid=job.description=a,b\nc"], "run .*newline"),
-        (["--grid=debug.seed=1,2", "--job.dump_folder=x"], "--job.dump_folder: each run has its own"),
+        (
+            ["--grid=debug.seed=1,2", "--job.dump_folder=x"],
+            "--job.dump_folder: each run has its own",
+        ),
     ],
 )
 def test_nothing_is_written_if_a_run_is_wrong(tmp_path, arguments, message):
@@ -218,7 +254,9 @@ def test_what_is_in_names_and_values_does_not_run(slurm, tmp_path):  # noqa: F81
     file.write_text(f"[[runs]]\njob.description = '''{hostile}'''\n[[runs]]\ndebug.seed = 1\n")
     assert submit("--runs", str(file), "--folder", str(folder)) == 0
     script = folder / "debug_model.sbatch"
-    script.write_text(script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    script.write_text(
+        script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'")
+    )
     job = slurm(script, SLURM_ARRAY_JOB_ID="1", SLURM_ARRAY_TASK_ID="0")
     assert job.wait(timeout=30) == 0, job.stderr.read()
     argv = json.loads(calls(tmp_path, "task")[0])["argv"]
@@ -238,10 +276,20 @@ def test_runs_here_go_on_after_a_failure(tmp_path, monkeypatch, capfd):
     fake.write_text(f'#!/bin/sh\necho "$@" >>{log}\ncase "$*" in *two*) exit 3;; esac\n')
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    }
     try:
-        assert run_in_turn(["1", "2", "3"], [["train", "one"], ["train", "two"], ["train", "three"]], tmp_path) == 1
-        assert log.read_text().splitlines() == [f"-m torchtitan train {name}" for name in ("one", "two", "three")]
+        assert (
+            run_in_turn(
+                ["1", "2", "3"], [["train", "one"], ["train", "two"], ["train", "three"]], tmp_path
+            )
+            == 1
+        )
+        assert log.read_text().splitlines() == [
+            f"-m torchtitan train {name}" for name in ("one", "two", "three")
+        ]
         assert "failed: 2 (status 3)" in capfd.readouterr().err
         fake.write_text("#!/bin/sh\nexit 130\n")
         assert run_in_turn(["1", "2"], [["train", "one"], ["train", "two"]], tmp_path) == 130
@@ -253,14 +301,30 @@ def test_runs_here_go_on_after_a_failure(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_grid_trains_here_and_stops_when_asked(tmp_path):
-    command = [sys.executable, "-m", "torchtitan", "submit", str(BASE), "--local", "--grid", "optimizer.lr=1e-3,2e-3"]
-    small = ["--training.seq_len=32", "--validation.enable=false", "--metrics.log_freq=1", "--folder=grid"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan",
+        "submit",
+        str(BASE),
+        "--local",
+        "--grid",
+        "optimizer.lr=1e-3,2e-3",
+    ]
+    small = [
+        "--training.seq_len=32",
+        "--validation.enable=false",
+        "--metrics.log_freq=1",
+        "--folder=grid",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     assert subprocess.run([*command, *small, "--training.steps=2"], env=env).returncode == 0
     for name in ("lr=1e-3", "lr=2e-3"):
         config = tomli.loads((tmp_path / "grid" / name / "config.toml").read_text())
         assert config["optimizer"]["lr"] == float(name[3:])
-    process = subprocess.Popen([*command, *small[:-1], "--folder=other", "--training.steps=10000"], env=env)
+    process = subprocess.Popen(
+        [*command, *small[:-1], "--folder=other", "--training.steps=10000"], env=env
+    )
     deadline = time.monotonic() + 200
     metrics = tmp_path / "other/lr=1e-3/metrics.jsonl"
     while not (metrics.exists() and metrics.read_text()):
@@ -294,12 +358,16 @@ def scheduler(tmp_path, monkeypatch):
     folder.mkdir()
     for name, text in {"squeue": SQUEUE, "sacct": SACCT, "scontrol": ""}.items():
         (tmp_path / name).write_text(text)
-        (folder / name).write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\ncat {tmp_path}/{name}\n')
+        (folder / name).write_text(
+            f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\ncat {tmp_path}/{name}\n'
+        )
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     grid = tmp_path / "grid"
     grid.mkdir()
-    (grid / RECORD).write_bytes(Record("grid", f"{grid}/%x-%A_%a.log", ["a", "b", "c", "d"], [90]).encode())
+    (grid / RECORD).write_bytes(
+        Record("grid", f"{grid}/%x-%A_%a.log", ["a", "b", "c", "d"], [90]).encode()
+    )
     return grid
 
 
@@ -347,7 +415,9 @@ def test_a_job_that_was_submitted_by_hand(scheduler, tmp_path, capsys):
 
 
 def test_without_accounting_only_what_runs_is_shown(scheduler, tmp_path, capsys):
-    (tmp_path / "bin/sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
+    (tmp_path / "bin/sacct").write_text(
+        "#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n"
+    )
     jobs([str(scheduler)])
     out = capsys.readouterr().out
     assert [row[0] for row in rows(out)[1:3]] == ["90_1", "90_3"]
@@ -357,9 +427,13 @@ def test_without_accounting_only_what_runs_is_shown(scheduler, tmp_path, capsys)
 
 def test_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="this machine has no squeue; ask on a machine of the cluster"):
+    with pytest.raises(
+        UserError, match="this machine has no squeue; ask on a machine of the cluster"
+    ):
         jobs([])
-    with pytest.raises(UserError, match=r"no sbatch; --submit: submit .* on a machine that has Slurm"):
+    with pytest.raises(
+        UserError, match=r"no sbatch; --submit: submit .* on a machine that has Slurm"
+    ):
         submit("--submit", *GRID)
     with pytest.raises(UserError, match="not the folder of a submitted grid"):
         jobs([str(tmp_path)])
@@ -382,6 +456,8 @@ def test_logs(scheduler, tmp_path, capfd):
     assert "last of 0" in out
     assert "last of 2" in out
     assert "first" not in out
-    (tmp_path / "scontrol").write_text(f"JobId=91\n   StdErr=/x\n   StdOut={scheduler}/grid-90_2.log\n   Power=\n")
+    (tmp_path / "scontrol").write_text(
+        f"JobId=91\n   StdErr=/x\n   StdOut={scheduler}/grid-90_2.log\n   Power=\n"
+    )
     jobs(["91", "--logs"])
     assert "last of 2" in capfd.readouterr().out

@@ -23,12 +23,18 @@ pytestmark = pytest.mark.e2e
 
 
 def environment(env):
-    return os.environ | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | env
+    return (
+        os.environ
+        | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        | env
+    )
 
 
 def start(*command, cwd=ROOT, **env):
     command = [str(c) for c in command]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(env), timeout=240)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=environment(env), timeout=240
+    )
 
 
 def addresses_that_listen(launcher):
@@ -38,13 +44,16 @@ def addresses_that_listen(launcher):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             for process in [launcher, *launcher.children(recursive=True)]:
                 sockets = process.net_connections("inet")
-                found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+                found |= {
+                    socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN
+                }
         time.sleep(0.1)
     return found
 
 
 def test_run_train_in_another_folder_on_two_ranks(tmp_path):
-    """The demo configuration on gloo ranks, then the same command again, which has nothing left to do.
+    """The demo configuration on gloo ranks, then the same command again, which has nothing left to
+    do.
 
     On one node all that listens, the ranks' store and gloo, does so on the loopback interface.
     """
@@ -60,7 +69,9 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     ]
     with (tmp_path / "stdout").open("w") as out, (tmp_path / "stderr").open("w") as err:
         env = environment({"NGPU": "2"})
-        launcher = psutil.Popen(list(map(str, command)), cwd=tmp_path, env=env, stdout=out, stderr=err)
+        launcher = psutil.Popen(
+            list(map(str, command)), cwd=tmp_path, env=env, stdout=out, stderr=err
+        )
         addresses = addresses_that_listen(launcher)
     assert launcher.returncode == 0, (tmp_path / "stderr").read_text()
     assert addresses == {"127.0.0.1"}
@@ -71,7 +82,9 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     assert "Done: step 6" in stdout
     assert re.search(r"step 4/6 .*  left \S+ s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", stdout)
     for rank in range(2):
-        assert "INFO step 6/6 " in (dump / f"logs/rank_{rank}.log").read_text(), "each rank has its file"
+        assert "INFO step 6/6 " in (dump / f"logs/rank_{rank}.log").read_text(), (
+            "each rank has its file"
+        )
     assert "outputs/debug_model/checkpoint/step-6" in stdout
     assert "--training.steps 12" in stdout
     assert json.loads((dump / "checkpoint/step-6/manifest.json").read_text())["step"] == 6
@@ -81,27 +94,43 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
 
 
 def test_torchrun_ends_with_our_error_after_its_own(tmp_path):
-    """Its report names the error as the cause, then the error stands last, once; the status is torchrun's.
+    """Its report names the error as the cause, then the error stands last, once; the status is
+    torchrun's.
 
     Also if the other rank finds the error first: torchrun ends all ranks when one has ended.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     late = "--experimental.custom_import=tests.faults.late_rank_0"
     done = start(*torchrun, "-m", "torchtitan.train", "--model.flavor=3X", late, cwd=tmp_path)
-    error = "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 1B, 3B, 8B, 70B, 405B)"
+    error = (
+        "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 1B, 3B, 8B, 70B, 405B)"
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == error
     assert f"traceback : {error}" in done.stderr.split("Root Cause")[1]
-    assert sum(line == error for line in done.stderr.splitlines()) == 2, "when it happens, and at the end"
+    assert sum(line == error for line in done.stderr.splitlines()) == 2, (
+        "when it happens, and at the end"
+    )
 
 
 @pytest.mark.slow
 def test_options_for_torchrun_reach_it_as_they_are(tmp_path):
-    """A folder with a space and an equals sign; also with one rank, which needs no torchrun otherwise."""
+    """A folder with a space and an equals sign; also with one rank, which needs no torchrun
+    otherwise.
+    """
     done = start(
-        sys.executable, "-m", "torchtitan", "train", "--log-dir", tmp_path / "a b=c", "--redirects=3",
-        "--nproc-per-node=1", "--", *arguments(tmp_path, steps=1), cwd=tmp_path,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "torchtitan",
+        "train",
+        "--log-dir",
+        tmp_path / "a b=c",
+        "--redirects=3",
+        "--nproc-per-node=1",
+        "--",
+        *arguments(tmp_path, steps=1),
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     (log,) = (tmp_path / "a b=c").glob("*/attempt_0/0/stdout.log")
@@ -120,7 +149,15 @@ class Attack:
 
 def join(port, *options):
     node = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", *options]
-    return start(sys.executable, "-m", "torchtitan", "train", "debug_model", *node, RDZV_SECRET="0123456789abcdef")
+    return start(
+        sys.executable,
+        "-m",
+        "torchtitan",
+        "train",
+        "debug_model",
+        *node,
+        RDZV_SECRET="0123456789abcdef",
+    )
 
 
 def test_a_state_written_without_the_secret_is_not_unpickled(tmp_path):
@@ -130,7 +167,9 @@ def test_a_state_written_without_the_secret_is_not_unpickled(tmp_path):
     done = join(store.port, "--rdzv-conf=is_host=0")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: --rdzv-endpoint=127.0.0.1:{store.port}: its state is not signed with the RDZV_SECR")
+    assert line.startswith(
+        f"error: --rdzv-endpoint=127.0.0.1:{store.port}: its state is not signed with the RDZV_SECR"
+    )
     assert not (tmp_path / "attacked").exists()
     assert store.get("torch.rendezvous.none").decode() == state
 
@@ -142,21 +181,40 @@ def test_a_first_node_that_is_not_there_is_one_message():
         port = unused.getsockname()[1]
         done = join(port, "--rdzv-conf=is_host=0,read_timeout=1")
     assert done.returncode == 1
-    assert done.stderr == f"error: --rdzv-endpoint=127.0.0.1:{port}: can't reach the first node, or it has gone\n"
+    assert (
+        done.stderr
+        == f"error: --rdzv-endpoint=127.0.0.1:{port}: can't reach the first node, or it has gone\n"
+    )
 
 
 def test_help_explains_the_environment_and_lists_the_flags(tmp_path):
     done = start(ROOT / "run_train.sh", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("CONFIG_FILE", "NGPU", "NNODES", "RDZV_ENDPOINT", "RDZV_SECRET", "MAX_RESTARTS", "LOG_RANK"):
+    for name in (
+        "CONFIG_FILE",
+        "NGPU",
+        "NNODES",
+        "RDZV_ENDPOINT",
+        "RDZV_SECRET",
+        "MAX_RESTARTS",
+        "LOG_RANK",
+    ):
         assert f"\n  {name} " in done.stdout
     assert "--training.steps" in done.stdout
 
 
 def test_plain_torchrun(tmp_path):
     argv = arguments(tmp_path)
-    done = start(sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc-per-node=2", "-m", "torchtitan.train", *argv)  # fmt: skip
+    done = start(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "torchtitan.train",
+        *argv,
+    )
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in read_metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
@@ -177,14 +235,38 @@ def test_a_configuration_error_is_one_clear_message(tmp_path, env):
 BAD = {
     "batch": (["--training.global_batch_size=7"], "training.global_batch_size", 2),
     "degrees": (["--parallelism.data_parallel_shard_degree=5"], "data_parallel_shard_degree", 2),
-    "data file": (["--training.dataset_path=missing*.jsonl"], "training.dataset_path: no file matches", 2),
-    "empty data": (["--training.dataset_path=empty.jsonl"], "training.dataset_path: empty.jsonl holds no documents", 1),
-    "cut data": (["--training.dataset_path=cut.jsonl.gz"], "cut.jsonl.gz: line 1: can't be decompressed", 1),
-    "tokenizer": (["--model.hf_assets_path=nowhere"], "model.hf_assets_path: nowhere does not exist", 2),
+    "data file": (
+        ["--training.dataset_path=missing*.jsonl"],
+        "training.dataset_path: no file matches",
+        2,
+    ),
+    "empty data": (
+        ["--training.dataset_path=empty.jsonl"],
+        "training.dataset_path: empty.jsonl holds no documents",
+        1,
+    ),
+    "cut data": (
+        ["--training.dataset_path=cut.jsonl.gz"],
+        "cut.jsonl.gz: line 1: can't be decompressed",
+        1,
+    ),
+    "tokenizer": (
+        ["--model.hf_assets_path=nowhere"],
+        "model.hf_assets_path: nowhere does not exist",
+        2,
+    ),
     "vocabulary": (["--model.overrides.vocab_size=512"], "the tokenizer has 2048 entries", 2),
     "flavor": (["--model.flavor=8b"], "did you mean '8B'", 2),
-    "unsupported": (["--fault_tolerance.enable"], "not supported yet: torchft's fault tolerance", 2),
-    "hardware": (["--model.converters=float8"], "this is a CPU; set quantize.linear.float8.emulate = true", 2),
+    "unsupported": (
+        ["--fault_tolerance.enable"],
+        "not supported yet: torchft's fault tolerance",
+        2,
+    ),
+    "hardware": (
+        ["--model.converters=float8"],
+        "this is a CPU; set quantize.linear.float8.emulate = true",
+        2,
+    ),
     "parameter group": (
         ["--optimizer.param_groups=[{pattern='layers.*.attention.wx.weight'}]"],
         "matches no parameter; did you mean 'layers.",
@@ -192,8 +274,16 @@ BAD = {
     ),
     "dump folder": (["--job.dump_folder=/proc/nowhere"], "job.dump_folder: can't write", 2),
     "dump folder is a file": (["--job.dump_folder=empty.jsonl"], "job.dump_folder: can't write", 2),
-    "checkpoint": (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], "initial_load_path: no folder", 2),
-    "hf weights": (["--checkpoint.enable", "--checkpoint.initial_load_in_hf"], "no .safetensors files", 1),
+    "checkpoint": (
+        ["--checkpoint.enable", "--checkpoint.initial_load_path=x"],
+        "initial_load_path: no folder",
+        2,
+    ),
+    "hf weights": (
+        ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"],
+        "no .safetensors files",
+        1,
+    ),
 }
 
 
@@ -202,7 +292,9 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
     extra, text, status = BAD[case]
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
-    argv = [a for a in arguments(tmp_path) if a.split("=")[0] not in {e.split("=")[0] for e in extra}]
+    argv = [
+        a for a in arguments(tmp_path) if a.split("=")[0] not in {e.split("=")[0] for e in extra}
+    ]
     done = start(sys.executable, "-m", "torchtitan.train", *argv, *extra, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert text in done.stderr
@@ -211,10 +303,19 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
 
 
 BAD_LAYOUTS = {
-    "tied weights": (["--model.overrides.tie_embeddings=true"], "shares one weight between tok_embeddings and output"),
-    "microbatches": (["--parallelism.pipeline_parallel_microbatch_size=3"], "set it to one of 1, 2"),
+    "tied weights": (
+        ["--model.overrides.tie_embeddings=true"],
+        "shares one weight between tok_embeddings and output",
+    ),
+    "microbatches": (
+        ["--parallelism.pipeline_parallel_microbatch_size=3"],
+        "set it to one of 1, 2",
+    ),
     "schedule": (["--parallelism.pipeline_parallel_schedule=1F1b"], "did you mean '1F1B'?"),
-    "schedule file": (["--parallelism.pipeline_parallel_schedule_csv=no.csv"], "can't read 'no.csv': No such file"),
+    "schedule file": (
+        ["--parallelism.pipeline_parallel_schedule_csv=no.csv"],
+        "can't read 'no.csv': No such file",
+    ),
     "modules": (["--parallelism.module_fqns_per_model_part=layers.7"], "no module 'layers.7'"),
 }
 
@@ -223,7 +324,9 @@ BAD_LAYOUTS = {
 def test_a_bad_layout_is_refused_before_any_rank_starts(tmp_path, case):
     extra, text = BAD_LAYOUTS[case]
     argv = [*arguments(tmp_path), "--parallelism.pipeline_parallel_degree=2", *extra]
-    done = start(sys.executable, "-m", "torchtitan", "train", *argv, "--nproc-per-node", "2", cwd=tmp_path)
+    done = start(
+        sys.executable, "-m", "torchtitan", "train", *argv, "--nproc-per-node", "2", cwd=tmp_path
+    )
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
@@ -233,7 +336,9 @@ def test_a_bad_layout_is_refused_before_any_rank_starts(tmp_path, case):
 def test_an_error_on_several_ranks_ends_with_one_cause(tmp_path):
     """A damaged file found only while building, on every rank: said without torchrun's report."""
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00half")
-    done = start(ROOT / "run_train.sh", "--training.dataset_path=cut.jsonl.gz", cwd=tmp_path, NGPU="2")
+    done = start(
+        ROOT / "run_train.sh", "--training.dataset_path=cut.jsonl.gz", cwd=tmp_path, NGPU="2"
+    )
     assert done.returncode == 1
     assert "cut.jsonl.gz: line 1: can't be decompressed" in done.stderr
     assert "Traceback" not in done.stderr
@@ -244,7 +349,14 @@ def test_output_folder_that_cannot_be_written_leaves_earlier_checkpoints(tmp_pat
     argv = arguments(tmp_path, "--checkpoint.enable")
     assert start(sys.executable, "-m", "torchtitan.train", *argv).returncode == 0
     before = sorted(p.name for p in (tmp_path / "out/checkpoint").rglob("*"))
-    other = start(sys.executable, "-m", "torchtitan.train", *argv, "--model.overrides.dim=32", "--training.steps=8")
+    other = start(
+        sys.executable,
+        "-m",
+        "torchtitan.train",
+        *argv,
+        "--model.overrides.dim=32",
+        "--training.steps=8",
+    )
     assert other.returncode == 1
     assert "holds another model" in other.stderr
     assert "Traceback" not in other.stderr

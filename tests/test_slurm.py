@@ -1,4 +1,6 @@
-"""The Slurm script and the tool that fills it in, with stand-ins for sbatch, srun, scontrol and the launcher."""
+"""The Slurm script and the tool that fills it in, with stand-ins for sbatch, srun, scontrol and the
+launcher.
+"""
 
 import json
 import os
@@ -51,7 +53,8 @@ sys.exit(int(os.environ.get("STATUS", "0")))
 @pytest.fixture
 def slurm(tmp_path):
     """Runs a script as a job on three nodes; returns its process."""
-    root, bin_folder = tmp_path / "project with space", tmp_path / "bin"
+    root = tmp_path / "project with space"
+    bin_folder = tmp_path / "bin"
     for path, text in {
         root / "run_train.sh": TASK,
         root / "scripts/setup.sh": "#!/bin/sh\necho set up >>$CALLS/setup\n",
@@ -76,12 +79,19 @@ def slurm(tmp_path):
     def run(script, *arguments, seconds=0, **more):
         command = ["bash", str(script), *arguments]
         processes.append(
-            subprocess.Popen(command, env=env | {"SECONDS_TO_RUN": str(seconds)} | more, cwd=tmp_path, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )  # fmt: skip
+            subprocess.Popen(
+                command,
+                env=env | {"SECONDS_TO_RUN": str(seconds)} | more,
+                cwd=tmp_path,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
         return processes[-1]
 
-    run.env, run.root = env, root
+    run.env = env
+    run.root = root
     yield run
     for process in processes:
         process.kill()
@@ -112,9 +122,25 @@ def test_every_node_runs_the_launcher_with_the_first_as_meeting_point(slurm, tmp
 def test_without_a_checkout_the_installed_package_runs(slurm, tmp_path):
     python = tmp_path / "python"
     (slurm.root / "run_train.sh").rename(python)
-    job = slurm(TEMPLATE, "my.toml", "--training.steps=7", TORCHTITAN_PYTHON=str(python), NGPU="8", NNODES="2:3")
+    job = slurm(
+        TEMPLATE,
+        "my.toml",
+        "--training.steps=7",
+        TORCHTITAN_PYTHON=str(python),
+        NGPU="8",
+        NNODES="2:3",
+    )
     assert job.wait(timeout=30) == 0, job.stderr.read()
-    launcher = ["-m", "torchtitan", "train", "my.toml", "--nnodes", "2:3", "--rdzv-endpoint", ENDPOINTS]
+    launcher = [
+        "-m",
+        "torchtitan",
+        "train",
+        "my.toml",
+        "--nnodes",
+        "2:3",
+        "--rdzv-endpoint",
+        ENDPOINTS,
+    ]
     argv = json.loads(calls(tmp_path, "task")[0])["argv"]
     assert argv == [*launcher, "--nproc-per-node", "8", "--", "--training.steps=7"]
     assert not calls(tmp_path, "setup")
@@ -142,9 +168,16 @@ def test_only_status_75_comes_back(slurm, tmp_path, status, comes_back):
 
 
 def test_containers(slurm, tmp_path):
-    job = slurm(TEMPLATE, "my.toml", CONTAINER="docker://an/image", CONTAINER_MOUNTS="/data:/data", NNODES="2:3")
+    job = slurm(
+        TEMPLATE,
+        "my.toml",
+        CONTAINER="docker://an/image",
+        CONTAINER_MOUNTS="/data:/data",
+        NNODES="2:3",
+    )
     assert job.wait(timeout=30) == 0, job.stderr.read()
-    here, root = tmp_path, slurm.root
+    here = tmp_path
+    root = slurm.root
     assert calls(tmp_path, "srun") == [
         "--ntasks-per-node=1",
         "--kill-on-bad-exit=0",
@@ -172,8 +205,17 @@ def submit(*arguments):
 def test_the_layout_decides_on_the_nodes_and_the_job_runs(slurm, tmp_path, monkeypatch, capsys):
     """The written file, run as a job: its settings reach the launcher."""
     monkeypatch.chdir(tmp_path)
-    extra = ["--time=1:00:00", "--partition=big", "--account=mine", "--sbatch=--qos=high", "--job-name=my run"]
-    assert submit(*extra, *LAYOUT, "--training.global_batch_size=64", "--job.description=it's mine") == 0
+    extra = [
+        "--time=1:00:00",
+        "--partition=big",
+        "--account=mine",
+        "--sbatch=--qos=high",
+        "--job-name=my run",
+    ]
+    assert (
+        submit(*extra, *LAYOUT, "--training.global_batch_size=64", "--job.description=it's mine")
+        == 0
+    )
     assert capsys.readouterr().out == "sbatch 'my run.sbatch'\n"
     script = tmp_path / "my run.sbatch"
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
@@ -213,9 +255,15 @@ def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
 
 BAD = {
     "all ranks": ([], "give the number of nodes"),
-    "part of a node": (["--parallelism.data_parallel_shard_degree=12"], "12 ranks, which don't fill nodes of 8"),
+    "part of a node": (
+        ["--parallelism.data_parallel_shard_degree=12"],
+        "12 ranks, which don't fill nodes of 8",
+    ),
     "batch": (["--nodes=2", "--training.global_batch_size=7"], "not a multiple"),
-    "range": (["--nodes=1:2", "--", "--training.global_batch_size=128"], "need fault_tolerance.elastic = true"),
+    "range": (
+        ["--nodes=1:2", "--", "--training.global_batch_size=128"],
+        "need fault_tolerance.elastic = true",
+    ),
     "key": (["--nodes=2", "--training.stpes=7"], "did you mean"),
 }
 
@@ -229,7 +277,9 @@ def test_nothing_is_written_for_a_configuration_that_is_wrong(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flag", ["job-name", "time", "partition", "account", "container", "sbatch", "output"])
+@pytest.mark.parametrize(
+    "flag", ["job-name", "time", "partition", "account", "container", "sbatch", "output"]
+)
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\u2028", "\udcff"])
 def test_what_would_end_its_line_of_the_script_is_refused(tmp_path, monkeypatch, capsys, flag, end):
     monkeypatch.chdir(tmp_path)
@@ -253,7 +303,16 @@ def test_a_job_name_is_no_path(tmp_path, monkeypatch, capsys, name):
 def test_newlines_in_the_configurations_name_and_flags_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        main(["a\nb.toml", "--gpus-per-node=8", "--nodes=2", "--job.description", "c\nd", "--model.flavor=e\nf"])
+        main(
+            [
+                "a\nb.toml",
+                "--gpus-per-node=8",
+                "--nodes=2",
+                "--job.description",
+                "c\nd",
+                "--model.flavor=e\nf",
+            ]
+        )
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
         "the configuration's file",
         "--job.description",
@@ -262,16 +321,22 @@ def test_newlines_in_the_configurations_name_and_flags_are_refused(tmp_path, mon
 
 
 def test_nothing_in_a_name_runs(slurm, tmp_path, monkeypatch):
-    """What means something to a shell, in all that `submit` takes: nothing but the launcher runs in the job."""
+    """What means something to a shell, in all that `submit` takes: nothing but the launcher runs in
+    the job.
+    """
     monkeypatch.chdir(tmp_path)
     hostile = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
     file = tmp_path / f"my {hostile}.toml"
     file.write_text(f'extends = "{BASE}"')
-    settings = [f"--{flag}={hostile}" for flag in ("job-name", "time", "partition", "account", "sbatch")]
+    settings = [
+        f"--{flag}={hostile}" for flag in ("job-name", "time", "partition", "account", "sbatch")
+    ]
     overrides = [*LAYOUT, "--training.global_batch_size=64", f"--job.description={hostile}"]
     assert main([str(file), "--gpus-per-node=8", "--output=job", *settings, *overrides]) == 0
     script = tmp_path / "job"
-    script.write_text(script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    script.write_text(
+        script.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'")
+    )
     job = slurm(script)
     assert job.wait(timeout=30) == 0, job.stderr.read()
     task = json.loads(calls(tmp_path, "task")[0])
@@ -281,7 +346,13 @@ def test_nothing_in_a_name_runs(slurm, tmp_path, monkeypatch):
 
 def test_a_range_of_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv = ["--nodes=1:2", "--output=job", "--", "--training.global_batch_size=64", "--fault_tolerance.elastic"]
+    argv = [
+        "--nodes=1:2",
+        "--output=job",
+        "--",
+        "--training.global_batch_size=64",
+        "--fault_tolerance.elastic",
+    ]
     assert submit(*argv) == 0
     text = (tmp_path / "job").read_text()
     assert "#SBATCH --nodes=2\n" in text
@@ -291,13 +362,20 @@ def test_a_range_of_nodes(tmp_path, monkeypatch):
 
 
 def test_shell_scripts_are_clean(tmp_path, monkeypatch):
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
     assert MARK in TEMPLATE.read_text()
     monkeypatch.chdir(tmp_path)
     submit(*LAYOUT, "--training.global_batch_size=64")
-    scripts = [ROOT / "run_train.sh", *(ROOT / "scripts").glob("*.sh"), TEMPLATE, tmp_path / "debug_model.sbatch"]
+    scripts = [
+        ROOT / "run_train.sh",
+        *(ROOT / "scripts").glob("*.sh"),
+        TEMPLATE,
+        tmp_path / "debug_model.sbatch",
+    ]
     done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -1,4 +1,6 @@
-"""Gradient accumulation: what a rank keeps from one batch to the next, and that the sum is the gradient of all."""
+"""Gradient accumulation: what a rank keeps from one batch to the next, and that the sum is the
+gradient of all.
+"""
 
 import gc
 import time
@@ -36,7 +38,9 @@ SHOWN = feature_release(torch.__version__) < (2, 15)
 
 
 def settled_bytes():
-    """Bytes of all tensors. gloo's threads let go of those of a collective a moment after it has ended."""
+    """Bytes of all tensors. gloo's threads let go of those of a collective a moment after it has
+    ended.
+    """
     readings = []
     for _ in range(3):
         gc.collect()
@@ -46,10 +50,14 @@ def settled_bytes():
 
 
 def accumulate(argv):
-    """Bytes that this rank holds after each batch more than before the step, and the whole gradients at the end."""
+    """Bytes that this rank holds after each batch more than before the step, and the whole
+    gradients at the end.
+    """
     config = resolve(argv, dist.get_world_size()).config
     parts = build(config, preflight(config), torch.device("cpu"))
-    batch, run, held = next(iter(parts.loader)), parts.compute.forward_backward, []
+    batch = next(iter(parts.loader))
+    run = parts.compute.forward_backward
+    held = []
     before = settled_bytes()
 
     def watched(*args, **kwargs):
@@ -61,7 +69,9 @@ def accumulate(argv):
     parts.compute.forward_backward = watched
     forward_backward(parts, batch, config.training.local_batch_size, max_norm=0.0)
     parts.loader.close()
-    return held, {name: full(p.grad).float() for m in parts.models for name, p in m.named_parameters()}
+    return held, {
+        name: full(p.grad).float() for m in parts.models for name, p in m.named_parameters()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +80,9 @@ def whole(ranks, tmp_path_factory):
     return ranks(1, accumulate, arguments(tmp_path_factory.mktemp("whole"), local_batch=8))[0][1]
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS]
+)
 def test_what_is_kept_between_batches(ranks, whole, tmp_path, way):
     world, extra, share = WAYS[way]
     size = 4 * share * sum(gradient.numel() for gradient in whole.values())
@@ -87,7 +99,8 @@ def test_bf16_parameters_have_sums_in_fp32(ranks, tmp_path, offload):
     """A sum that is rounded once is that of whole gradients, but for the order of its terms."""
     bf16 = ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16", *offload]
     shards, once = (
-        ranks(2, accumulate, arguments(tmp_path, *bf16, *extra, local_batch=1))[0][1] for extra in ([], [ONCE])
+        ranks(2, accumulate, arguments(tmp_path, *bf16, *extra, local_batch=1))[0][1]
+        for extra in ([], [ONCE])
     )
     same = sum(int((shards[name] == once[name]).sum()) for name in once)
     assert same > 0.99 * sum(gradient.numel() for gradient in once.values())

@@ -31,10 +31,13 @@ def test_a_changed_file_is_named_by_a_resume(ranks, tmp_path):
         "--validation.freq=3",
         "--checkpoint.keep_latest_k=0",
     ]
-    argv = arguments(tmp_path, *SAVE, SCHEDULE, *extra, "--checkpoint.last_save_model_only", steps=4)
+    argv = arguments(
+        tmp_path, *SAVE, SCHEDULE, *extra, "--checkpoint.last_save_model_only", steps=4
+    )
     ranks(2, train, [*argv, "--training.steps=4"])
     folder = tmp_path / "out/checkpoint"
-    step, weights = folder / "step-3", folder / "step-4"
+    step = folder / "step-3"
+    weights = folder / "step-4"
     assert "data_files.json" not in read_manifest(weights).files
     shutil.rmtree(weights)
     lists = data_files(step, read_manifest(step))
@@ -45,7 +48,10 @@ def test_a_changed_file_is_named_by_a_resume(ranks, tmp_path):
     (data / "b.jsonl").rename(data / "c")
     (data / "a.jsonl").rename(data / "b.jsonl")
     (data / "c").rename(data / "a.jsonl")
-    with pytest.raises(Exception, match=r"training\.dataset_path: the data has changed .* a\.jsonl has the contents"):
+    with pytest.raises(
+        Exception,
+        match=r"training\.dataset_path: the data has changed .* a\.jsonl has the contents",
+    ):
         ranks(2, train, argv)
     ranks(2, train, [*argv, CONTINUE])
     shutil.rmtree(weights)
@@ -59,7 +65,9 @@ def test_a_changed_file_is_named_by_a_resume(ranks, tmp_path):
     shutil.rmtree(data)
     shutil.copytree(tmp_path / "held_out", data)
     write_corpus(tmp_path / "held_out/a.jsonl", seed=3)
-    with pytest.raises(Exception, match=r"validation\.dataset_path: the data has changed .* a\.jsonl has "):
+    with pytest.raises(
+        Exception, match=r"validation\.dataset_path: the data has changed .* a\.jsonl has "
+    ):
         ranks(2, train, argv)
 
 
@@ -67,9 +75,12 @@ def test_a_checkpoint_of_an_earlier_version_resumes(ranks, tmp_path, uninterrupt
     """It has no list, and the old fingerprint: names and sizes of the files."""
     ranks(1, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=3))
     step = tmp_path / "out/checkpoint/step-3"
-    state, files = manifest(step)["train_state"], manifest(step)["files"]
+    state = manifest(step)["train_state"]
+    files = manifest(step)["files"]
     size = (tmp_path / "corpus.jsonl").stat().st_size
-    state["data"]["sources"]["data"]["contents"] = hashlib.sha256(f"corpus.jsonl:{size};".encode()).hexdigest()[:16]
+    state["data"]["sources"]["data"]["contents"] = hashlib.sha256(
+        f"corpus.jsonl:{size};".encode()
+    ).hexdigest()[:16]
     files.pop("data_files.json")
     (step / "data_files.json").unlink()
     change(step, train_state=state, files=files)

@@ -25,7 +25,10 @@ from torchtitan.utils.errors import ConfigError, UserError
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=6"]
 TIED = ["--model.flavor=1B", "--model.overrides.vocab_size=2048"]
-EXPERTS = ["--model.name=qwen3_moe", *(f"--model.overrides.{key}={value}" for key, value in families.EXPERTS.items())]
+EXPERTS = [
+    "--model.name=qwen3_moe",
+    *(f"--model.overrides.{key}={value}" for key, value in families.EXPERTS.items()),
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,9 @@ def test_inspect(run, capsys):
     count = sum(weight.numel() for weight in result["weights"].values())
     assert last["parameters"] == count
     assert last["bytes"]["model"] == {"float32": 4 * count}
-    assert last["bytes"]["optimizer"]["float32"] == 8 * count + 4 * len(result["weights"]), "two moments and a counter"
+    assert last["bytes"]["optimizer"]["float32"] == 8 * count + 4 * len(result["weights"]), (
+        "two moments and a counter"
+    )
     assert last["train_state"]["progress"]["tokens"] == 6 * 8 * 32
     assert last["config"]["training.global_batch_size"] == 8
     assert "training.max_norm" not in last["config"], "as it is by default"
@@ -66,7 +71,10 @@ def test_verify_lists_every_damaged_file(run, tmp_path, capsys):
     folder = copy_of(run, tmp_path)
     assert ckpt.main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.count("OK") == 3
-    for name, damage in (("__0_0.distcp", lambda b: b[:-1]), ("__1_0.distcp", lambda b: b[:-1] + bytes([b[-1] ^ 1]))):
+    for name, damage in (
+        ("__0_0.distcp", lambda b: b[:-1]),
+        ("__1_0.distcp", lambda b: b[:-1] + bytes([b[-1] ^ 1])),
+    ):
         file = folder / "step-4" / name
         file.write_bytes(damage(file.read_bytes()))
     (folder / "step-6/.metadata").unlink()
@@ -86,7 +94,9 @@ def test_verify_lists_every_damaged_file(run, tmp_path, capsys):
 def test_diff_measures_the_distance(run, tmp_path, capsys):
     folder, _ = run
     assert ckpt.main(["diff", str(folder / "step-6"), str(folder)]) == 0
-    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), "--only", "config"]) == 0
+    assert (
+        ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), "--only", "config"]) == 0
+    )
     capsys.readouterr()
     assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6")]) == 1
     out = capsys.readouterr().out
@@ -100,7 +110,12 @@ def test_diff_measures_the_distance(run, tmp_path, capsys):
 def test_diff_sees_other_shapes_and_keys(run, ranks, tmp_path, capsys):
     other = ["--model.overrides.ffn_dim=128", "--model.overrides.n_layers=1"]
     ranks(1, train, arguments(tmp_path, *SAVE, *other, steps=2))
-    assert ckpt.main(["diff", str(run[0] / "step-2"), str(tmp_path / "out/checkpoint"), "--only", "tensors"]) == 1
+    assert (
+        ckpt.main(
+            ["diff", str(run[0] / "step-2"), str(tmp_path / "out/checkpoint"), "--only", "tensors"]
+        )
+        == 1
+    )
     out = capsys.readouterr().out
     assert "model.layers.0.feed_forward.w1.weight: [96, 64] in a, [128, 64] in b" in out
     assert "model.layers.1.ffn_norm.weight: only in a" in out
@@ -132,18 +147,30 @@ EXPORTED = {
 @pytest.mark.parametrize("extra", EXPORTED.values(), ids=EXPORTED)
 def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
     pytest.importorskip("transformers")
-    run = ranks(1, train, arguments(tmp_path, *SAVE, *extra, "--checkpoint.keep_latest_k=2", steps=2))[0]
-    checkpoints, first, back = tmp_path / "out/checkpoint", tmp_path / "hf", tmp_path / "again"
-    ckpt.main(["to-hf", str(checkpoints), str(first), "--dtype", "bfloat16", "--max-file-gb", "0.0002"])
+    run = ranks(
+        1, train, arguments(tmp_path, *SAVE, *extra, "--checkpoint.keep_latest_k=2", steps=2)
+    )[0]
+    checkpoints = tmp_path / "out/checkpoint"
+    first = tmp_path / "hf"
+    back = tmp_path / "again"
+    ckpt.main(
+        ["to-hf", str(checkpoints), str(first), "--dtype", "bfloat16", "--max-file-gb", "0.0002"]
+    )
     assert "Largest logit difference" in capsys.readouterr().out
     config = json.loads((first / "config.json").read_text())
-    assert config["eos_token_id"] == json.loads((first / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert (
+        config["eos_token_id"]
+        == json.loads((first / "generation_config.json").read_text())["eos_token_id"]
+        == 1
+    )
     assert (first / "tokenizer.json").is_file()
     weights = {k: v for file in first.glob("*.safetensors") for k, v in load_file(file).items()}
     index = json.loads((first / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == weights.keys()
     assert ("lm_head.weight" in weights) == (extra is not TIED)
-    assert torch.equal(weights["model.norm.weight"], run["weights"]["norm.weight"].to(torch.bfloat16))
+    assert torch.equal(
+        weights["model.norm.weight"], run["weights"]["norm.weight"].to(torch.bfloat16)
+    )
 
     ckpt.main(["from-hf", str(first), str(tmp_path / "started")])
     ckpt.main(["to-hf", str(tmp_path / "started"), str(back), "--no-check"])
@@ -157,12 +184,16 @@ def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
 
     # The TOML trains from these weights as it is.
     argv = arguments(tmp_path, f"--config={tmp_path / 'started/train.toml'}", steps=1)
-    argv = [a for a in argv if not a.startswith("--model.")] + [f"--job.dump_folder={tmp_path / 'next'}"]
+    argv = [a for a in argv if not a.startswith("--model.")] + [
+        f"--job.dump_folder={tmp_path / 'next'}"
+    ]
     started = ranks(2, train, argv)[0]
     assert started["initial"].keys() == run["weights"].keys()
     for name, weight in run["weights"].items():
         # Hugging Face has no place for the loads of experts, which are integers.
-        expected = weight.bfloat16().float() if weight.is_floating_point() else torch.zeros_like(weight)
+        expected = (
+            weight.bfloat16().float() if weight.is_floating_point() else torch.zeros_like(weight)
+        )
         assert torch.equal(started["initial"][name], expected), name
 
 
@@ -194,14 +225,20 @@ def test_from_hf_explains_what_is_wrong_with_a_folder(tmp_path, run):
     config = json.loads((tmp_path / "hf/config.json").read_text())
     refused("no .safetensors", model_type="llama")
     shutil.copy(tmp_path / "hf/model.safetensors", folder)
-    refused("config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'", model_type="gpt2")
-    refused("config.json: model_type: got 'llama', must be 'qwen3'", "--model=qwen3", model_type="llama")
+    refused(
+        "config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'", model_type="gpt2"
+    )
+    refused(
+        "config.json: model_type: got 'llama', must be 'qwen3'", "--model=qwen3", model_type="llama"
+    )
     refused("model.layers.0.self_attn.q_proj.bias is missing", model_type="qwen2")
     refused("q_proj.weight is \\[64, 64\\], should be \\[128, 64\\]", head_dim=32)
     refused("gate_proj.weight is \\[96, 64\\], should be \\[128, 64\\]", intermediate_size=128)
     refused("model.layers.2.* is missing", num_hidden_layers=3)
     refused("model.layers.1.* is unknown", num_hidden_layers=1)
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu", "mlp_bias": True}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"hidden_act": "gelu", "mlp_bias": True})
+    )
     with pytest.raises(ConfigError) as error:
         ckpt.main(["from-hf", str(folder), str(tmp_path / "out")])
     assert len(error.value.problems) == 2
@@ -224,7 +261,10 @@ def test_config_json_gives_the_flavor(family):
 def test_an_expert_bias_is_not_left_out_silently(ranks, tmp_path):
     extra = [*SAVE, *EXPERTS, "--moe.balance_bias_rate=0.01"]
     ranks(1, train, arguments(tmp_path, *extra, steps=2))
-    with pytest.raises(UserError, match=r"router.expert_bias is not zero, and .* train with moe.balance_bias_rate = 0"):
+    with pytest.raises(
+        UserError,
+        match=r"router.expert_bias is not zero, and .* train with moe.balance_bias_rate = 0",
+    ):
         ckpt.main(["to-hf", str(tmp_path / "out/checkpoint"), str(tmp_path / "hf")])
     assert not (tmp_path / "hf").exists()
 
@@ -232,7 +272,8 @@ def test_an_expert_bias_is_not_left_out_silently(ranks, tmp_path):
 def load_sharded(folder, shape, placements):
     """This rank's part of the experts, from a folder and from the whole model."""
     mesh = init_device_mesh("cpu", shape)
-    whole, model = families.build("qwen3_moe"), families.build("qwen3_moe")
+    whole = families.build("qwen3_moe")
+    model = families.build("qwen3_moe")
     for module in model.modules():
         if isinstance(module, Experts):
             for name, param in list(module.named_parameters()):
@@ -292,9 +333,18 @@ def test_bad_input(tmp_path, run):
         (["inspect", str(tmp_path / "nothing")], "nothing does not exist"),
         (["verify", str(tmp_path)], "holds no complete checkpoint"),
         (["to-hf", folder, folder], "exists; delete it"),
-        (["to-hf", str(damaged), str(tmp_path / "x")], "step-4 is damaged: __1_0.distcp has 0 bytes"),
-        (["to-hf", folder, str(tmp_path / "x"), "--assets", str(tmp_path)], "holds neither tokenizer.json"),
-        (["to-hf", folder, str(tmp_path / "x"), "--ema"], "step-6 has no average of the weights: its run had no ema"),
+        (
+            ["to-hf", str(damaged), str(tmp_path / "x")],
+            "step-4 is damaged: __1_0.distcp has 0 bytes",
+        ),
+        (
+            ["to-hf", folder, str(tmp_path / "x"), "--assets", str(tmp_path)],
+            "holds neither tokenizer.json",
+        ),
+        (
+            ["to-hf", folder, str(tmp_path / "x"), "--ema"],
+            "step-6 has no average of the weights: its run had no ema",
+        ),
         (["inspect", "nosuch://bucket/run"], "unknown storage nosuch://"),
     ):
         with pytest.raises(UserError, match=match):
@@ -340,13 +390,20 @@ for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all th
     measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
     measure("resume", read_weights, [model], Path(new, "step-0"))
 print(json.dumps(peaks))
-"""
+"""  # noqa: E501
 
 
 def write_hf(folder, layers):
     """Write a mixture of experts of `layers` in Hugging Face's format, two files; its weights."""
     spec = get_spec("qwen3_moe")
-    sizes = {"vocab_size": 256, "dim": 256, "n_layers": layers, "n_heads": 4, "expert_dim": 512, "n_experts": 16}
+    sizes = {
+        "vocab_size": 256,
+        "dim": 256,
+        "n_layers": layers,
+        "n_heads": 4,
+        "expert_dim": 512,
+        "n_experts": 16,
+    }
     args = spec.args("debugmodel", sizes | {"n_dense_layers": 1})
     with torch.device("meta"):
         shapes = {name: weight.shape for name, weight in spec.build(args, None).named_parameters()}
@@ -365,13 +422,16 @@ def write_hf(folder, layers):
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Each command, and each way of loading, needs memory for a few stacks of experts; the model has dozens."""
-    small, large = tmp_path / "small", tmp_path / "large"
+    """Each command, and each way of loading, needs memory for a few stacks of experts; the model has dozens."""  # noqa: E501
+    small = tmp_path / "small"
+    large = tmp_path / "large"
     write_hf(small / "hf", layers=1)
     weights = write_hf(large / "hf", layers=11)
     size = sum(file.stat().st_size for file in (large / "hf").glob("*.safetensors"))
     assert size > 250e6
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     assert len(peaks) == 7

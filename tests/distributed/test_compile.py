@@ -1,4 +1,6 @@
-"""Compiled blocks and losses: one graph each, right numbers, also from a warm cache; fused collectives, counted."""
+"""Compiled blocks and losses: one graph each, right numbers, also from a warm cache; fused
+collectives, counted.
+"""
 
 import os
 import shutil
@@ -11,13 +13,17 @@ import torch.distributed as dist
 from tests.runs import arguments, losses, train
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU"
+)
 
 AOT = ["--compile.enable", "--compile.backend=aot_eager"]
 INDUCTOR = ["--compile.enable"]
 DEEP = ["--model.overrides.n_layers=4"]
 # By layers: balanced by FLOPs, the last stage of so small a model is the output projection alone.
-PIPELINE = [f"--parallelism.pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")]
+PIPELINE = [
+    f"--parallelism.pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")
+]
 PIPELINE += ["--parallelism.pipeline_parallel_degree=2"]
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 
@@ -28,7 +34,9 @@ def degrees(**layout):
 
 
 def compared(argv, cache=None):
-    """Problems of the run against one process, the number of graphs compiled, and what of tensor parallelism fused."""
+    """Problems of the run against one process, the number of graphs compiled, and what of tensor
+    parallelism fused.
+    """
     from torchtitan.testing.difference import Tolerances
     from torchtitan.testing.parity import compare
 
@@ -40,7 +48,12 @@ def compared(argv, cache=None):
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     report = torch._inductor.config.post_grad_custom_post_pass
     fusion = (report.fused, report.unfused) if report else (0, [])
-    return finding.problems, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), *fusion
+    return (
+        finding.problems,
+        counters["stats"]["unique_graphs"],
+        dict(counters["graph_break"]),
+        *fusion,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +65,12 @@ def compared(argv, cache=None):
         [*degrees(cp=2), "--training.document_mask"],
         PIPELINE,
         *(
-            [*PIPELINE, f"--parallelism.pipeline_parallel_schedule={name}", "--training.local_batch_size=4", *OP]
+            [
+                *PIPELINE,
+                f"--parallelism.pipeline_parallel_schedule={name}",
+                "--training.local_batch_size=4",
+                *OP,
+            ]
             for name in (() if torch_is_before_2_13() else ("ZBVZeroBubble", "DualPipeV"))
         ),
         [*degrees(tp=2), "--activation_checkpoint.mode=full"],
@@ -70,14 +88,22 @@ def test_four_blocks_and_the_loss_are_two_graphs(ranks, tmp_path, extra):
 
 
 def test_one_graph_for_every_second_block(ranks, tmp_path):
-    argv = arguments(tmp_path, *DEEP, *AOT, "--activation_checkpoint.mode=selective", "--compile.components=model")
+    argv = arguments(
+        tmp_path,
+        *DEEP,
+        *AOT,
+        "--activation_checkpoint.mode=selective",
+        "--compile.components=model",
+    )
     ((problems, graphs, breaks, *_),) = ranks(1, compared, argv)
     assert (problems, graphs, breaks) == ([], 2, {})
 
 
 @pytest.mark.slow
 def test_a_warm_cache_gives_each_rank_its_own_graph(ranks, tmp_path):
-    """The loss of a vocabulary-sharded model has the rank's offset in it, so it is what differs between ranks."""
+    """The loss of a vocabulary-sharded model has the rank's offset in it, so it is what differs
+    between ranks.
+    """
     argv = arguments(tmp_path, *INDUCTOR, *degrees(tp=2), "--compile.components=loss")
     for _ in range(2):
         for problems, *_ in ranks(2, compared, argv, str(tmp_path / "cache"), timeout=200):
@@ -87,9 +113,15 @@ def test_a_warm_cache_gives_each_rank_its_own_graph(ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_every_collective_at_a_matrix_product_is_fused(ranks, tmp_path, rows):
-    """Two gathers and two scatters in a block's forward; in its backward, the gathers of wo's and w2's gradients."""
+    """Two gathers and two scatters in a block's forward; in its backward, the gathers of wo's and
+    w2's gradients.
+    """
     argv = arguments(
-        tmp_path, *INDUCTOR, *degrees(tp=2), "--parallelism.enable_async_tensor_parallel", local_batch=rows
+        tmp_path,
+        *INDUCTOR,
+        *degrees(tp=2),
+        "--parallelism.enable_async_tensor_parallel",
+        local_batch=rows,
     )
     for problems, _, breaks, fused, left in ranks(2, compared, argv, timeout=200):
         assert (problems, breaks) == ([], {})
@@ -107,10 +139,19 @@ def without_the_remedy(argv):
 
 @pytest.mark.slow
 def test_what_is_not_fused_is_named(ranks, tmp_path):
-    argv = arguments(tmp_path, *INDUCTOR, *degrees(tp=2), "--parallelism.enable_async_tensor_parallel", local_batch=1)
+    argv = arguments(
+        tmp_path,
+        *INDUCTOR,
+        *degrees(tp=2),
+        "--parallelism.enable_async_tensor_parallel",
+        local_batch=1,
+    )
     *_, left = ranks(2, without_the_remedy, argv, timeout=200)[0]
     if torch.__version__ >= "2.13":
-        assert {"the all-gather before attention.wq", "the all-gather before feed_forward.w1"} <= set(left)
+        assert {
+            "the all-gather before attention.wq",
+            "the all-gather before feed_forward.w1",
+        } <= set(left)
 
 
 def train_and_count(argv):
@@ -120,8 +161,16 @@ def train_and_count(argv):
 
 
 def test_validation_compiles_for_its_own_shape_and_mode_only(ranks, tmp_path):
-    extra = ["--validation.enable", "--validation.freq=2", "--validation.steps=2", "--validation.seq_len=16"]
-    extra += [f"--validation.dataset_path={tmp_path / 'corpus.jsonl'}", "--validation.local_batch_size=2"]
+    extra = [
+        "--validation.enable",
+        "--validation.freq=2",
+        "--validation.steps=2",
+        "--validation.seq_len=16",
+    ]
+    extra += [
+        f"--validation.dataset_path={tmp_path / 'corpus.jsonl'}",
+        "--validation.local_batch_size=2",
+    ]
     argv = arguments(tmp_path, *DEEP, *AOT, *extra, steps=6)
     _, graphs, _ = ranks(2, train_and_count, argv)[0]
     assert graphs == 4, "block and loss, with gradients and without"

@@ -54,7 +54,9 @@ def relative(actual, expected):
 
 
 def ring(rotate, balanced, dtype, kv_heads, compiled=False):
-    """Largest differences of this rank's part to attention over the whole sequence, relative to its largest element."""
+    """Largest differences of this rank's part to attention over the whole sequence, relative to its
+    largest element.
+    """
     tensors = inputs(dtype, kv_heads)
     expected = attended(plain, *tensors)
     mine = local_positions(SHAPE["seq"], dist.get_world_size(), dist.get_rank(), balanced)
@@ -89,7 +91,11 @@ def test_ring_attention_compiles_in_one_graph(ranks):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_merged_blocks_are_attention_to_all_keys(compiled):
     q, k, v, _ = inputs(torch.float64, SHAPE["heads"])
-    merge = torch.compile(merge_blocks, backend="aot_eager", fullgraph=True) if compiled else merge_blocks
+    merge = (
+        torch.compile(merge_blocks, backend="aot_eager", fullgraph=True)
+        if compiled
+        else merge_blocks
+    )
 
     def attention(first, last):
         scores = q @ k[:, :, first:last].mT
@@ -101,16 +107,24 @@ def test_merged_blocks_are_attention_to_all_keys(compiled):
     for ours, whole in zip((out, lse), attention(0, 32), strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
     part, sums = attention(0, 32)
-    merge(half := out[:, :, 16:], lse[:, :, 16:], part[:, :, 16:].bfloat16(), (sums - 1e3)[:, :, 16:].float())
+    merge(
+        half := out[:, :, 16:],
+        lse[:, :, 16:],
+        part[:, :, 16:].bfloat16(),
+        (sums - 1e3)[:, :, 16:].float(),
+    )
     torch.testing.assert_close(half, part[:, :, 16:], rtol=1e-12, atol=1e-12)  # of no weight
 
 
 def masked(balanced, trace):
     """Differences to masked attention over whole rows, and the operators of the backward."""
-    tensors, world = inputs(torch.float64), dist.get_world_size()
+    tensors = inputs(torch.float64)
+    world = dist.get_world_size()
     documents = (torch.arange(SHAPE["seq"]) // 7).expand(SHAPE["batch"], -1)
     whole = document_mask(documents, torch.arange(SHAPE["seq"]), torch.float64)
-    expected = attended(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, whole, enable_gqa=True), *tensors)
+    expected = attended(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, whole, enable_gqa=True), *tensors
+    )
     mine = local_positions(SHAPE["seq"], world, dist.get_rank(), balanced)
     attend = ring_attention_backend(dist.group.WORLD, "allgather", balanced)
     mask = document_mask(documents, mine, torch.float64)
@@ -156,7 +170,10 @@ def order(rotate):
         wait_tensor=noting("wait", context.c10d.wait_tensor),
     )
     q, k, v, _ = inputs(torch.float32)
-    with patch.object(context, "c10d", c10d), patch.object(context, "_block_forward", noting("block", _block_forward)):
+    with (
+        patch.object(context, "c10d", c10d),
+        patch.object(context, "_block_forward", noting("block", _block_forward)),
+    ):
         ring_attention(q, k, v, 1.0, dist.group.WORLD.group_name, rotate, True)
     return events
 
@@ -169,8 +186,15 @@ def test_a_rank_computes_its_own_block_while_it_sends(ranks, rotate):
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
 def test_cuda_kernels_of_a_block_get_what_their_signatures_ask(kernel):
     """On tensors without memory: no CUDA kernel can run here, but their shape functions do."""
-    q, k, v = (torch.empty(2, heads, length, 64, dtype=torch.bfloat16, device="meta") for heads, length in SIZES)
-    choice = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}[kernel]
+    q, k, v = (
+        torch.empty(2, heads, length, 64, dtype=torch.bfloat16, device="meta")
+        for heads, length in SIZES
+    )
+    choice = {
+        "cudnn": "CUDNN_ATTENTION",
+        "flash": "FLASH_ATTENTION",
+        "efficient": "EFFICIENT_ATTENTION",
+    }[kernel]
     with patch.object(context, "_kernel", return_value=getattr(SDPBackend, choice).value):
         out, lse = _block_forward(q, k, v, False, 0.125)
         grads = _block_backward(out, q, k, v, out, lse, False, 0.125)
@@ -196,7 +220,9 @@ def test_the_kernel_of_a_block_is_torchs_choice_with_gradients():
 
 
 def against_torch(rotate):
-    """torch's `context_parallel`, taught the CPU's attention kernel by two entries in its dispatch table."""
+    """torch's `context_parallel`, taught the CPU's attention kernel by two entries in its dispatch
+    table.
+    """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.distributed.tensor.experimental._context_parallel import _attention as cp
@@ -208,30 +234,60 @@ def against_torch(rotate):
     def handler(op, args, kwargs):
         sharded = next(a for a in args if isinstance(a, DTensor))
         args = [a.to_local() if isinstance(a, DTensor) else a for a in args]
-        group, scale = sharded.device_mesh.get_group(), kwargs.get("scale")
+        group = sharded.device_mesh.get_group()
+        scale = kwargs.get("scale")
         if op is forward:
             q, k, v = args[:3]
             out = cp._templated_ring_attention(
-                group, 2, forward, query=q, key=k, value=v, is_causal=True, dropout_p=0.0, scale=scale
+                group,
+                2,
+                forward,
+                query=q,
+                key=k,
+                value=v,
+                is_causal=True,
+                dropout_p=0.0,
+                scale=scale,
             )
         else:
             grad, q, k, v, out, lse, *_ = args
             out = cp._templated_ring_attention_backward(
-                group, 2, lambda *, is_causal, **kw: backward(**kw, is_causal=is_causal), grad_out=grad,
-                grad_out_name="grad_out", query=q, key=k, value=v, out=out, logsumexp=lse, is_causal=True,
-                dropout_p=0.0, scale=scale,
-            )  # fmt: skip
-        return tuple(DTensor.from_local(t, sharded.device_mesh, sharded.placements, run_check=False) for t in out)
+                group,
+                2,
+                lambda *, is_causal, **kw: backward(**kw, is_causal=is_causal),
+                grad_out=grad,
+                grad_out_name="grad_out",
+                query=q,
+                key=k,
+                value=v,
+                out=out,
+                logsumexp=lse,
+                is_causal=True,
+                dropout_p=0.0,
+                scale=scale,
+            )
+        return tuple(
+            DTensor.from_local(t, sharded.device_mesh, sharded.placements, run_check=False)
+            for t in out
+        )
 
     cp.custom_ops[forward] = cp.custom_ops[backward] = handler
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     set_rotate_method(rotate)
     q, k, v, grad = inputs(torch.float32, SHAPE["heads"])
     mine = local_positions(SHAPE["seq"], dist.get_world_size(), dist.get_rank(), True)
-    ours = attended(ring_attention_backend(dist.group.WORLD, rotate, True), *(x[:, :, mine] for x in (q, k, v, grad)))
+    ours = attended(
+        ring_attention_backend(dist.group.WORLD, rotate, True),
+        *(x[:, :, mine] for x in (q, k, v, grad)),
+    )
     buffers = [x.clone() for x in (q, k, v, grad)]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        theirs = attended(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *buffers)
+    with (
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4),
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    ):
+        theirs = attended(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *buffers
+        )
     return max(relative(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -252,7 +308,8 @@ def fake_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        q, k = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16), torch.empty(2, 2, 6, 8, dtype=torch.bfloat16)
+        q = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16)
+        k = torch.empty(2, 2, 6, 8, dtype=torch.bfloat16)
         out, lse = ring_attention(q, k, k, 1.0, dist.group.WORLD.group_name, "allgather", True)
     return out.shape, out.dtype, lse.shape, lse.dtype
 

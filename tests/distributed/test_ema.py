@@ -25,8 +25,12 @@ AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 
 
 def followed(argv):
-    """Train; returns the full weights after each step that updated them, and the average at the end."""
-    config, lines, level = resolve(argv, dist.get_world_size()).config, [], logger.level
+    """Train; returns the full weights after each step that updated them, and the average at the
+    end.
+    """
+    config = resolve(argv, dist.get_world_size()).config
+    lines = []
+    level = logger.level
     logger.setLevel("INFO")
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         trainer = Trainer(config, preflight(config))
@@ -34,11 +38,18 @@ def followed(argv):
     parameters = [name for model in trainer.parts.models for name, _ in model.named_parameters()]
     boxes = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, parameters)
-    names, seen = {name for box in boxes for name in box}, []
+    names = {name for box in boxes for name in box}
+    seen = []
 
     def follow(result):
         if result.updated:
-            seen.append({name: value for name, value in weights(trainer.parts.models).items() if name in names})
+            seen.append(
+                {
+                    name: value
+                    for name, value in weights(trainer.parts.models).items()
+                    if name in names
+                }
+            )
 
     trainer.after_step = (*trainer.after_step, follow)
     update = trainer.parts.average.update
@@ -60,8 +71,10 @@ def followed(argv):
 def test_updates_are_those_of_torch(every, start, warmup):
     """And a saved average continues bit for bit."""
     torch.manual_seed(0)
-    model, config = nn.Linear(7, 5), EMA(enable=True, decay=0.5, every=every, start_step=start, warmup=warmup)
-    average, counted = WeightAverage([model], config), 0
+    model = nn.Linear(7, 5)
+    config = EMA(enable=True, decay=0.5, every=every, start_step=start, warmup=warmup)
+    average = WeightAverage([model], config)
+    counted = 0
 
     def mean(averages, values, number):
         keep = min(0.5, (1 + number.item()) / (10 + number.item())) if warmup else 0.5
@@ -117,7 +130,9 @@ def test_updates_are_those_of_torch(every, start, warmup):
     ids=["bf16, offload and a pipeline", "float8 and a step in the backward"],
 )
 def test_average_wherever_weights_are(ranks, tmp_path, extra):
-    """Saved in the middle and resumed; validated as what a run validates that starts from the exported average."""
+    """Saved in the middle and resumed; validated as what a run validates that starts from the
+    exported average.
+    """
     if any("float8" in flag for flag in extra):
         pytest.importorskip("torchao")
     held_out = [
@@ -131,7 +146,9 @@ def test_average_wherever_weights_are(ranks, tmp_path, extra):
     common = [*AVERAGE, *held_out, *extra, "--lr_scheduler.total_steps=4", "--ema.validation"]
     oracle = TorchAverage(0.8)
     for steps, more in ((2, []), (4, ["--checkpoint.last_save_model_only", "--ema.export"])):
-        run = ranks(2, followed, arguments(tmp_path, "--checkpoint.enable", *common, *more, steps=steps))[0]
+        run = ranks(
+            2, followed, arguments(tmp_path, "--checkpoint.enable", *common, *more, steps=steps)
+        )[0]
         for values in run["seen"]:
             oracle.update(values)
         assert_averages(run["average"], oracle.values())
@@ -139,11 +156,17 @@ def test_average_wherever_weights_are(ranks, tmp_path, extra):
     manifest = json.loads((last / "manifest.json").read_text())
     assert manifest["averaged"]
     assert manifest["tensor_bytes"].keys() == {"model"}
-    source = ["--checkpoint.enable", f"--checkpoint.initial_load_path={last}", "--optimizer.lr=1e-30"]
+    source = [
+        "--checkpoint.enable",
+        f"--checkpoint.initial_load_path={last}",
+        "--optimizer.lr=1e-30",
+    ]
     argv = [*common, *source, f"--job.dump_folder={tmp_path / 'other'}", "--validation.freq=1"]
     other = ranks(2, train, arguments(tmp_path, *argv, steps=1))[0]
     (theirs,) = [r for r in other["metrics"] if "validation_loss" in r]
-    metrics = [json.loads(line) for line in Path(tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in Path(tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    ]
     ours = next(r for r in metrics if r["step"] == 4 and "validation_loss" in r)
     assert ours["validation_loss_ema"] == theirs["validation_loss"] == theirs["validation_loss_ema"]
     assert abs(ours["validation_loss_ema"] - ours["validation_loss"]) > 1e-3
@@ -158,7 +181,10 @@ def test_the_host_waits_for_nothing():
             average.update(step)
         with average.swapped(), pytest.raises(DataDependentOutputException):
             model.weight.sum().item()
-    assert all(isinstance(value, FakeTensor) and value.fake_mode is mode for value in average.tensors.values())
+    assert all(
+        isinstance(value, FakeTensor) and value.fake_mode is mode
+        for value in average.tensors.values()
+    )
 
 
 def test_turning_it_on_and_off(ranks, tmp_path):
@@ -168,15 +194,24 @@ def test_turning_it_on_and_off(ranks, tmp_path):
     for values in started["seen"]:
         oracle.update(values)
     assert_averages(started["average"], oracle.values())
-    assert any("step-3 has no average of the weights: it starts from the weights" in line for line in started["log"])
-    extra = ["--checkpoint.exclude_from_loading=ema", "--checkpoint.last_save_in_hf", "--ema.export"]
+    assert any(
+        "step-3 has no average of the weights: it starts from the weights" in line
+        for line in started["log"]
+    )
+    extra = [
+        "--checkpoint.exclude_from_loading=ema",
+        "--checkpoint.last_save_in_hf",
+        "--ema.export",
+    ]
     anew = ranks(2, followed, arguments(tmp_path, *SAVE, *AVERAGE, *extra, steps=7))[0]
     oracle = TorchAverage(0.8)
     for values in anew["seen"]:
         oracle.update(values)
     assert_averages(anew["average"], oracle.values())
     exported = load_file(tmp_path / "out/checkpoint/step-7-hf/model.safetensors")
-    assert torch.equal(exported["model.embed_tokens.weight"], anew["average"]["tok_embeddings.weight"])
+    assert torch.equal(
+        exported["model.embed_tokens.weight"], anew["average"]["tok_embeddings.weight"]
+    )
     off = ranks(1, train, arguments(tmp_path, *SAVE, steps=8))[0]
     assert off["average"] == {}
     manifest = json.loads((tmp_path / "out/checkpoint/step-8/manifest.json").read_text())

@@ -1,4 +1,6 @@
-"""lm-eval on our model against its `hf` backend on the exported model, in every layout; the command, and in a run."""
+"""lm-eval on our model against its `hf` backend on the exported model, in every layout; the
+command, and in a run.
+"""
 
 import json
 import shutil
@@ -54,7 +56,9 @@ def ours(folder, *layout, rows=3, length=None):
 
     source = find(str(folder / "ours"))
     tokenizer = open_tokenizer(source, None)
-    probe = load_probe(source, tokenizer, list(layout), rows=rows, max_seq_len=length, dtype="float32")
+    probe = load_probe(
+        source, tokenizer, list(layout), rows=rows, max_seq_len=length, dtype="float32"
+    )
     return evaluate(folder, HarnessModel(probe, tokenizer))
 
 
@@ -62,14 +66,20 @@ def backend(folder):
     """lm-eval's own backend, on one process."""
     from lm_eval.models.huggingface import HFLM
 
-    return evaluate(folder, HFLM(str(folder / "theirs"), device="cpu", dtype="float32", batch_size=3))
+    return evaluate(
+        folder, HFLM(str(folder / "theirs"), device="cpu", dtype="float32", batch_size=3)
+    )
 
 
 def flat(answers):
     """Numbers and texts in a fixed order."""
     if isinstance(answers, dict):
         return [x for name in sorted(answers) for x in flat(answers[name])]
-    return [x for part in answers for x in flat(part)] if isinstance(answers, list | tuple) else [answers]
+    return (
+        [x for part in answers for x in flat(part)]
+        if isinstance(answers, list | tuple)
+        else [answers]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,9 @@ def expected(folder, ranks):
     return ranks(1, backend, folder, timeout=120)[0]
 
 
-CP, TP, PP = (f"--parallelism.{axis}_parallel_degree=2" for axis in ("context", "tensor", "pipeline"))
+CP, TP, PP = (
+    f"--parallelism.{axis}_parallel_degree=2" for axis in ("context", "tensor", "pipeline")
+)
 LAYOUTS = [
     (1, []),
     (2, []),
@@ -95,9 +107,13 @@ def test_scores_are_those_of_the_hf_backend(ranks, folder, expected, world, layo
     answers, scores = ranks(world, ours, folder, *layout, rows=rows, timeout=240)[0]
     assert len(answers["own_choice"]) == 8
     for found, wanted in zip(flat(answers), flat(expected[0]), strict=True):
-        assert found == (pytest.approx(wanted, rel=1e-4, abs=1e-4) if isinstance(wanted, float) else wanted)
+        assert found == (
+            pytest.approx(wanted, rel=1e-4, abs=1e-4) if isinstance(wanted, float) else wanted
+        )
     assert scores == pytest.approx(expected[1], rel=1e-4)
-    assert len({str(text) for text in answers["own_texts"]}) > 2, "a model that repeats itself proves nothing"
+    assert len({str(text) for text in answers["own_texts"]}) > 2, (
+        "a model that repeats itself proves nothing"
+    )
 
 
 def score(capsys, *argv):
@@ -107,7 +123,11 @@ def score(capsys, *argv):
 
 def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder, tmp_path, capsys):
     """And is the same run as without, bit for bit."""
-    tasks = [f"--eval.include_path={folder / 'tasks'}", "--eval.tasks=own_choice,own_rolling", "--eval.freq=3"]
+    tasks = [
+        f"--eval.include_path={folder / 'tasks'}",
+        "--eval.tasks=own_choice,own_rolling",
+        "--eval.freq=3",
+    ]
     plain = ranks(2, train, arguments(tmp_path, f"--job.dump_folder={tmp_path / 'plain'}"))[0]
     asked = ["--eval.enable", *tasks, "--eval.limit=6", "--checkpoint.enable"]
     run = ranks(2, train, arguments(tmp_path, *asked), timeout=120)[0]
@@ -115,11 +135,22 @@ def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder,
     records = [record for record in run["metrics"] if "eval/own_choice/acc" in record]
     assert [record["step"] for record in records] == [3, 4]
     output = tmp_path / "scores.json"
-    ask = ["--checkpoint", tmp_path / "out", "--tasks=own_choice,own_rolling", "--limit=6", "--output", output]
+    ask = [
+        "--checkpoint",
+        tmp_path / "out",
+        "--tasks=own_choice,own_rolling",
+        "--limit=6",
+        "--output",
+        output,
+    ]
     status, table, problem = score(capsys, *ask, "--include-path", folder / "tasks")
     assert status == 0, problem
     assert "own_rolling" in table
-    found = {key: value for key, value in json.loads(output.read_text())["scores"].items() if "stderr" not in key}
+    found = {
+        key: value
+        for key, value in json.loads(output.read_text())["scores"].items()
+        if "stderr" not in key
+    }
     assert len(found) == 5
     for name, value in found.items():
         assert records[-1][f"eval/{name}"] == pytest.approx(value, rel=1e-5)
@@ -129,17 +160,25 @@ def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder,
 def test_experts_score_the_same_on_two_ranks(ranks, folder, tmp_path):
     found = []
     for world, layout in ((1, []), (2, ["--parallelism.expert_parallel_degree=2"])):
-        asked = ["--eval.enable", f"--eval.include_path={folder / 'tasks'}", "--eval.tasks=own_rolling"]
+        asked = [
+            "--eval.enable",
+            f"--eval.include_path={folder / 'tasks'}",
+            "--eval.tasks=own_rolling",
+        ]
         own = [*EXPERTS, *asked, *layout, f"--job.dump_folder={tmp_path / str(world)}"]
         run = ranks(world, train, arguments(tmp_path, *own, steps=1), timeout=120)[0]
-        found.append(next(r["eval/own_rolling/byte_perplexity"] for r in run["metrics"] if len(r) < 9))
+        found.append(
+            next(r["eval/own_rolling/byte_perplexity"] for r in run["metrics"] if len(r) < 9)
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        pytest.param(["--tasks=own_choise"], "no task 'own_choise'; did you mean", marks=pytest.mark.slow),
+        pytest.param(
+            ["--tasks=own_choise"], "no task 'own_choise'; did you mean", marks=pytest.mark.slow
+        ),
         (["--tasks=own_choice", "--optimizer.lr=1"], "--optimizer.lr=1: unknown option"),
         (["--tasks=own_choice", "--include-path=nowhere"], "nowhere is no folder"),
         (["--tasks=own_choice", "--parallelism.tensor_parallel_degree=2"], "but there are 1 ranks"),

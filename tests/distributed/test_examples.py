@@ -54,7 +54,9 @@ TP = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]
 @pytest.mark.parametrize(("world", "axes"), [(2, ["tensor"]), (4, ["tensor", "pipeline"])])
 def test_gated_attention_trains_as_on_one_process(ranks, world, axes):
     degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in axes]
-    for passed, text in ranks(world, parity.check, [*GATED, *degrees, "--training.local_batch_size=2"], timeout=240):
+    for passed, text in ranks(
+        world, parity.check, [*GATED, *degrees, "--training.local_batch_size=2"], timeout=240
+    ):
         assert passed, text
 
 
@@ -62,7 +64,11 @@ def test_gated_attention_trains_as_on_one_process(ranks, world, axes):
     ("module", "family", "flags"),
     [
         (relu_squared, "qwen3_moe_relu2", ["--parallelism.expert_parallel_degree=2"]),
-        (soft_cap, "llama3_capped", ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]),
+        (
+            soft_cap,
+            "llama3_capped",
+            ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"],
+        ),
     ],
 )
 def test_other_parts_of_the_model_train_as_on_one_process(ranks, module, family, flags):
@@ -116,7 +122,9 @@ def whole(ranks, tmp_path_factory):
         ),
     ],
 )
-def test_everything_together_trains_and_resumes_on_other_layouts(ranks, whole, tmp_path, first, second):
+def test_everything_together_trains_and_resumes_on_other_layouts(
+    ranks, whole, tmp_path, first, second
+):
     alone, folder = whole
     argv = arguments(tmp_path, SCHEDULE, *ALL, *SAVE, steps=8)
     ranks(2, train, [*argv, *first, "--training.steps=5"], timeout=240)
@@ -129,7 +137,8 @@ def test_everything_together_trains_and_resumes_on_other_layouts(ranks, whole, t
     source = find(str(tmp_path / "out"), all_at_once.__name__)
     assert open_tokenizer(source, None).decode([10, 11, 100]) == "ab<end>"
     assert settings(read_manifest(source.folder))["custom.z_loss.coefficient"] == 0.1
-    # The sign of a mean near zero depends on rounding; a few weights move by the learning rate the other way.
+    # The sign of a mean near zero depends on rounding; a few weights move by the learning rate the
+    # other way.
     for name, value in alone["weights"].items():
         moved = (value - alone["initial"][name]).abs().mean()
         assert (resumed["weights"][name] - value).abs().mean() < 1e-3 * moved, name
@@ -153,11 +162,13 @@ def test_lion_moves_by_the_sign_of_a_running_mean():
     argv = [*ALL[:3], "--custom.lion.beta1=0.5", "--optimizer.weight_decay=0.25"]
     config = resolve(argv, 1).config
     optimizer = build_optimizer([model], config.optimizer, config.custom)
-    expected, mean = model.weight.detach().double().clone(), torch.zeros(2, 3, dtype=torch.float64)
+    expected = model.weight.detach().double().clone()
+    mean = torch.zeros(2, 3, dtype=torch.float64)
     torch.manual_seed(0)
     for step in range(4):
         gradient = torch.randn(2, 3)
-        model.weight.grad, model.bias.grad = gradient, torch.zeros(2)
+        model.weight.grad = gradient
+        model.bias.grad = torch.zeros(2)
         for group in optimizer.param_groups:
             group["lr"] = rate = 0.1 / (step + 1)
         optimizer.step()
@@ -167,12 +178,20 @@ def test_lion_moves_by_the_sign_of_a_running_mean():
         torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("flags", "timescale"), [([], 5), (["--custom.inverse_sqrt.timescale=9"], 9)])
+@pytest.mark.parametrize(
+    ("flags", "timescale"), [([], 5), (["--custom.inverse_sqrt.timescale=9"], 9)]
+)
 def test_inverse_sqrt_is_that_of_transformers(flags, timescale):
     hf = pytest.importorskip("transformers.optimization")
-    argv = ["--training.steps=40", "--lr_scheduler.warmup_steps=5", "--lr_scheduler.min_lr_factor=0.2"]
+    argv = [
+        "--training.steps=40",
+        "--lr_scheduler.warmup_steps=5",
+        "--lr_scheduler.min_lr_factor=0.2",
+    ]
     config = resolve([ALL[0], ALL[3], *argv, *flags], 1).config
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 1.0}], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 1.0}], lr=1.0
+    )
     theirs = hf.get_inverse_sqrt_schedule(optimizer, num_warmup_steps=5, timescale=timescale)
     ours = LRSchedule(optimizer, 1.0, config.lr_scheduler, config.custom)
     for step in range(40):
@@ -185,7 +204,8 @@ def test_inverse_sqrt_is_that_of_transformers(flags, timescale):
 
 def test_z_loss_is_its_formula():
     torch.manual_seed(0)
-    logits, labels = torch.randn(3, 4, 7, requires_grad=True), torch.randint(0, 7, (3, 4))
+    logits = torch.randn(3, 4, 7, requires_grad=True)
+    labels = torch.randint(0, 7, (3, 4))
     labels[0, 1:] = labels[2] = -100
     values = z_loss.z_loss(z_loss.Keys(coefficient=0.3))(logits, labels)
     exact = logits.detach().double().requires_grad_()
@@ -193,7 +213,10 @@ def test_z_loss_is_its_formula():
     expected = (entropy + 0.3 * exact.exp().sum(-1).log() ** 2 * (labels >= 0)).sum(1)
     torch.testing.assert_close(values.double(), expected)
     assert values[2] == 0
-    (ours,), (theirs,) = torch.autograd.grad(values.sum(), logits), torch.autograd.grad(expected.sum(), exact)
+    (ours,), (theirs,) = (
+        torch.autograd.grad(values.sum(), logits),
+        torch.autograd.grad(expected.sum(), exact),
+    )
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -210,7 +233,11 @@ def test_worker_processes_can_make_tokenizer_and_source_again():
     assert again.encode_document("cab!") == [2, 0, 1, 3, 4] == tokenizer.encode_document("cab!")
     assert again.decode([2, 0, 1, 3, 4]) == "cab?<end>"
     assert again.byte_lengths().tolist() == [1, 1, 1, 1, 0]
-    assert again.fingerprint == tokenizer.fingerprint != characters.Characters(Path(), characters.Keys()).fingerprint
+    assert (
+        again.fingerprint
+        == tokenizer.fingerprint
+        != characters.Characters(Path(), characters.Keys()).fingerprint
+    )
     make = pickle.loads(pickle.dumps(data_sources.chosen("arithmetic", config.custom)))
     sums = make(None)
     for i in (0, 123_456):

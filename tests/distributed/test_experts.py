@@ -17,7 +17,9 @@ def loads(folder):
 
 def counting(argv):
     """Train; how often the host waited for the experts' loads."""
-    with mock.patch.object(ExpertBalance, "take", autospec=True, side_effect=ExpertBalance.take) as take:
+    with mock.patch.object(
+        ExpertBalance, "take", autospec=True, side_effect=ExpertBalance.take
+    ) as take:
         train(argv)
     return take.call_count
 
@@ -31,7 +33,11 @@ def test_loads_are_reported(ranks, tmp_path):
     argv = arguments(tmp_path, *extra, steps=6)
     run = ranks(1, train, argv)[0]
     assert loads(tmp_path / "two/out") == loads(tmp_path / "out")
-    assert [(line["step"], line["steps"]) for line in loads(tmp_path / "out")] == [(1, 1), (3, 2), (6, 3)]
+    assert [(line["step"], line["steps"]) for line in loads(tmp_path / "out")] == [
+        (1, 1),
+        (3, 2),
+        (6, 3),
+    ]
     tokens = 0
     for record, line in zip(run["metrics"], loads(tmp_path / "out"), strict=True):
         routed = 2 * (record["tokens"] - tokens)  # to 2 experts each

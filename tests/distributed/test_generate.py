@@ -23,7 +23,15 @@ from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import run_main
 
 SPEC = get_spec("llama3")
-TINY = {"vocab_size": 160, "dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "max_seq_len": 96}
+TINY = {
+    "vocab_size": 160,
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "ffn_dim": 96,
+    "max_seq_len": 96,
+}
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 9, 3], [7], list(range(20, 61)), [1, 2, 3, 4, 5, 6]]
 CPU = torch.device("cpu")
@@ -33,12 +41,16 @@ def build(**overrides):
     torch.manual_seed(3)
     model = SPEC.build(SPEC.args("8B", TINY | overrides), attention_backend("cpu"))
     for param in model.parameters():  # far from uniform, so that every token matters
-        torch.nn.init.normal_(param, std=0.3) if param.dim() > 1 else torch.nn.init.uniform_(param, 0.5, 1.5)
+        torch.nn.init.normal_(param, std=0.3) if param.dim() > 1 else torch.nn.init.uniform_(
+            param, 0.5, 1.5
+        )
     return model
 
 
 def generator(model, rows=4, *, max_seq_len=64, stop=(), mesh=None, vocab_size=160):
-    return TextGenerator(model, CPU, rows=rows, max_seq_len=max_seq_len, vocab_size=vocab_size, stop=stop, mesh=mesh)
+    return TextGenerator(
+        model, CPU, rows=rows, max_seq_len=max_seq_len, vocab_size=vocab_size, stop=stop, mesh=mesh
+    )
 
 
 def without_cache(model, prompt, count):
@@ -54,13 +66,19 @@ def without_cache(model, prompt, count):
 def test_greedy_is_the_argmax_of_the_whole_forward(tied):
     model = build(tie_embeddings=tied)
     expected = [without_cache(model, prompt, 20) for prompt in PROMPTS]
-    assert len({token for row in expected for token in row}) > 8, "a model that repeats itself proves nothing"
+    assert len({token for row in expected for token in row}) > 8, (
+        "a model that repeats itself proves nothing"
+    )
     generate = generator(model)
     assert [row.tokens for row in generate(PROMPTS, GREEDY, 20)] == expected
-    assert [row.tokens for row in generate(PROMPTS[1:3], GREEDY, 20)] == expected[1:3], "the cache is reused"
+    assert [row.tokens for row in generate(PROMPTS[1:3], GREEDY, 20)] == expected[1:3], (
+        "the cache is reused"
+    )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.5, top_k=20, top_p=0.9, seed=4)], ids=["all", "few"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(1.5, top_k=20, top_p=0.9, seed=4)], ids=["all", "few"]
+)
 def test_a_prompt_gets_the_same_text_in_any_batch(sampling):
     generate = generator(build())
     together = [row.tokens for row in generate(PROMPTS, sampling, 20)]
@@ -73,8 +91,12 @@ def test_prompts_of_the_same_length_have_noise_of_their_own():
     """Where all tokens are equally likely, noise alone makes a text."""
     model = build()
     torch.nn.init.zeros_(model.output.weight)
-    first, second = (row.tokens for row in generator(model)([[5, 9, 3], [3, 9, 5]], Sampling(1.0), 20))
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < 4, "of 20, each equal in one of 160 cases"
+    first, second = (
+        row.tokens for row in generator(model)([[5, 9, 3], [3, 9, 5]], Sampling(1.0), 20)
+    )
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 4, (
+        "of 20, each equal in one of 160 cases"
+    )
 
 
 def test_reasons_for_the_end_of_a_text():
@@ -88,25 +110,42 @@ def test_reasons_for_the_end_of_a_text():
     assert rows[0].end == "eos"
     assert rows[2].end == "context", "41 tokens of prompt and 4 new ones"
     assert {row.end for row in rows[1::2]} <= {"length", "eos"}
-    assert max(t for row in generator(model, vocab_size=50)(PROMPTS, Sampling(3.0), 12) for t in row.tokens) < 50
+    assert (
+        max(
+            t
+            for row in generator(model, vocab_size=50)(PROMPTS, Sampling(3.0), 12)
+            for t in row.tokens
+        )
+        < 50
+    )
 
 
 def test_draws_follow_the_distribution():
     """Frequencies of 20,000 draws against probabilities computed here from the definitions."""
-    count, logits = 20_000, torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+    count = 20_000
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     generators = [torch.Generator().manual_seed(i) for i in range(count)]
 
     def draw(**how):
-        return sample(logits.expand(count, -1), Sampling(**how), generators).bincount(minlength=6) / count
+        return (
+            sample(logits.expand(count, -1), Sampling(**how), generators).bincount(minlength=6)
+            / count
+        )
 
     p = (logits / 0.7).softmax(0)
     torch.testing.assert_close(draw(temperature=0.7), p, atol=0.012, rtol=0)
     first = torch.where(torch.arange(6) < 3, p, 0)
-    torch.testing.assert_close(draw(temperature=0.7, top_k=3), first / first.sum(), atol=0.012, rtol=0)
+    torch.testing.assert_close(
+        draw(temperature=0.7, top_k=3), first / first.sum(), atol=0.012, rtol=0
+    )
     assert p[:2].sum() < 0.9 < p[:3].sum()
-    torch.testing.assert_close(draw(temperature=0.7, top_p=0.9), first / first.sum(), atol=0.012, rtol=0)
+    torch.testing.assert_close(
+        draw(temperature=0.7, top_p=0.9), first / first.sum(), atol=0.012, rtol=0
+    )
     assert draw(temperature=0).tolist() == [1, 0, 0, 0, 0, 0]
-    assert draw(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0, 0], "one token always stays"
+    assert draw(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0, 0, 0], (
+        "one token always stays"
+    )
 
 
 FAMILIES = {"llama3": {"tie_embeddings": True}, "qwen2_5": {}, "qwen3_moe": {}}
@@ -116,12 +155,15 @@ def build_family(family):
     torch.manual_seed(3)
     model = families.build(family, **FAMILIES[family])
     for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.3) if param.dim() > 1 else torch.nn.init.uniform_(param, 0.5, 1.5)
+        torch.nn.init.normal_(param, std=0.3) if param.dim() > 1 else torch.nn.init.uniform_(
+            param, 0.5, 1.5
+        )
     return model
 
 
 def on_two_ranks(family, sampling):
-    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), build_family(family)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = build_family(family)
     styles = get_spec(family).tensor_parallel_styles
     apply_tensor_parallel(model, mesh, styles, sharded_loss=False, float8=False)
     return [row.tokens for row in generator(model, mesh=mesh)(PROMPTS, sampling, 12)]
@@ -139,9 +181,16 @@ def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, family):
 
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
-    """A run's folder with checkpoints of steps 2 and 4, and the last one in Hugging Face's format."""
+    """A run's folder with checkpoints of steps 2 and 4, and the last one in Hugging Face's
+    format.
+    """
     folder = tmp_path_factory.mktemp("run")
-    save = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.last_save_in_hf", "--optimizer.lr=0.1"]
+    save = [
+        "--checkpoint.enable",
+        "--checkpoint.interval=2",
+        "--checkpoint.last_save_in_hf",
+        "--optimizer.lr=0.1",
+    ]
     ranks(1, train, arguments(folder, *save))
     return folder / "out"
 
@@ -152,7 +201,13 @@ def generate_text(capsys, *argv):
 
 
 def test_every_format_of_a_model_gives_the_same_text(run, capsys):
-    ask = ["--prompt=def main(", "--prompt=import", "--temperature=0", "--max-new-tokens=8", "--json"]
+    ask = [
+        "--prompt=def main(",
+        "--prompt=import",
+        "--temperature=0",
+        "--max-new-tokens=8",
+        "--json",
+    ]
     folders = [run, run / "checkpoint", run / "checkpoint/step-4", run / "checkpoint/step-4-hf"]
     answers = []
     for folder in folders:
@@ -174,9 +229,13 @@ def test_transformers_generates_the_same_before_and_after(family, tmp_path, caps
     """A model that transformers saved, converted to a checkpoint, and exported again."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    rope = {"rope_scaling": {"factor": 8.0, "original_max_seq_len": 32}} if family == "llama3" else {}
+    rope = (
+        {"rope_scaling": {"factor": 8.0, "original_max_seq_len": 32}} if family == "llama3" else {}
+    )
     theirs = families.twin(family, families.build(family, vocab_size=2048, **rope))
-    source, ours, back = tmp_path / "source", tmp_path / "ours", tmp_path / "back"
+    source = tmp_path / "source"
+    ours = tmp_path / "ours"
+    back = tmp_path / "back"
     theirs.save_pretrained(source)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(find_asset("./tests/assets/tokenizer") / name, source)
@@ -185,12 +244,21 @@ def test_transformers_generates_the_same_before_and_after(family, tmp_path, caps
     assert "Largest logit difference" in capsys.readouterr().out
     again = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
 
-    text = "def main(argv):\n    return [line for line in open(argv[1]) if line.strip() and not line.startswith('#')]\n"
+    text = (
+        "def main(argv):\n    return [line for line in open(argv[1]) if line.strip() and not "
+        "line.startswith('#')]\n"
+    )
     prompt = torch.tensor([build_tokenizer(str(source)).encode(text, bos=True)])
     assert prompt.shape[1] > 32
     assert torch.equal(again(prompt).logits, theirs(prompt).logits)
-    found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False,
-                            eos_token_id=None, pad_token_id=0)  # fmt: skip
+    found = theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=16,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     expected = found[0, prompt.shape[1] :].tolist()
     assert len(set(expected)) > 2, "a model that repeats itself proves nothing"
     ask = [f"--prompt={text}", "--temperature=0", "--max-new-tokens=16", "--json"]
@@ -204,7 +272,10 @@ def test_transformers_generates_the_same_before_and_after(family, tmp_path, caps
 def test_weights_are_read_in_the_type_asked_for(run, form):
     source = sources.find(str(run / "checkpoint" / form))
     tokenizer = sources.open_tokenizer(source, None)
-    wide, narrow = (sources.load(source, tokenizer, 16, 1, d, 1).model.state_dict() for d in ("float32", "bfloat16"))
+    wide, narrow = (
+        sources.load(source, tokenizer, 16, 1, d, 1).model.state_dict()
+        for d in ("float32", "bfloat16")
+    )
     for name, weight in wide.items():
         assert torch.equal(weight.bfloat16(), narrow[name]), name
 
@@ -225,7 +296,9 @@ def test_two_ranks_share_a_checkpoint(ranks, run, capsys):
 
 def test_one_prompt_streams_and_several_are_separated(run, capsys, tmp_path):
     ask = ["--checkpoint", run, "--max-new-tokens=20"]
-    expected = json.loads(generate_text(capsys, *ask, "--prompt=def", "--json")[1])["continuations"][0]["text"]
+    expected = json.loads(generate_text(capsys, *ask, "--prompt=def", "--json")[1])[
+        "continuations"
+    ][0]["text"]
     status, out, err = generate_text(capsys, *ask, "--prompt=def")
     assert (status, out) == (0, f"def{expected}\n")
     assert "20 tokens" in err
@@ -246,7 +319,10 @@ BAD = {
     "vocabulary": (["--checkpoint=RUN", "--assets=other"], "only 2048"),
     "file": (["--checkpoint=RUN", "--prompts-file=nowhere"], "--prompts-file: can't read nowhere"),
     "no weights": (["--checkpoint=other"], "no .safetensors files"),
-    "other model": (["--checkpoint=other"], "config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'"),
+    "other model": (
+        ["--checkpoint=other"],
+        "config.json: model_type: got 'gpt2', must be one of 'llama', 'mistral'",
+    ),
     "damaged": (["--checkpoint=damaged"], "has the wrong size"),
 }
 

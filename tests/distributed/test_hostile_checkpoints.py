@@ -1,4 +1,6 @@
-"""A checkpoint made by a stranger, with right checksums throughout: nothing in it runs, whatever reads it."""
+"""A checkpoint made by a stranger, with right checksums throughout: nothing in it runs, whatever
+reads it.
+"""
 
 import builtins
 import functools
@@ -14,7 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import change, manifest, on_rank_0, replace, replace_tensors, save_steps, small_checkpointer
+from tests.checkpoints import (
+    change,
+    manifest,
+    on_rank_0,
+    replace,
+    replace_tensors,
+    save_steps,
+    small_checkpointer,
+)
 from tests.runs import arguments, train
 from torchtitan.commands import ckpt
 from torchtitan.inference import model_source as sources
@@ -27,7 +37,8 @@ class Call:
     """Pickled as a call of `function`, which may be a `Call` too."""
 
     def __init__(self, function, *args):
-        self.function, self.args = function, args
+        self.function = function
+        self.args = args
 
     def __reduce__(self):
         return self.function, self.args
@@ -49,11 +60,15 @@ def gadgets(target):
         "subprocess": Call(subprocess.check_call, ["mkdir", target]),
         "eval": Call(eval, f"__import__('os').mkdir({target!r})"),
         "exec": Call(exec, f"import os; os.mkdir({target!r})"),
-        "getattr of __import__": Call(Call(getattr, Call(builtins.__import__, "os"), "mkdir"), target),
+        "getattr of __import__": Call(
+            Call(getattr, Call(builtins.__import__, "os"), "mkdir"), target
+        ),
         "importlib": Call(Call(getattr, Call(importlib.import_module, "os"), "mkdir"), target),
         "partial": Call(Call(functools.partial, os.mkdir, target)),
         "attrgetter": Call(Call(in_os, Call(importlib.import_module, "os")), target),
-        "methodcaller": Call(Call(operator.methodcaller, "mkdir", target), Call(importlib.import_module, "os")),
+        "methodcaller": Call(
+            Call(operator.methodcaller, "mkdir", target), Call(importlib.import_module, "os")
+        ),
         "FunctionType": Call(Call(function, Call(marshal.loads, CODE), {"target": target})),
         "pickle.loads": Call(pickle.loads, inner),
         "open": Call(open, target, "w"),
@@ -61,7 +76,11 @@ def gadgets(target):
         "torch": Call(torch.save, 0, target),
     }
     out = {name: pickle.dumps(call, 4) for name, call in calls.items()}
-    names = ["torch.distributed.checkpoint.metadata", "os.mkdir", target]  # protocol 4 follows the dots
+    names = [
+        "torch.distributed.checkpoint.metadata",
+        "os.mkdir",
+        target,
+    ]  # protocol 4 follows the dots
     module, function, argument = (b"\x8c" + bytes([len(name)]) + name.encode() for name in names)
     return out | {"dotted name": b"\x80\x04" + module + function + b"\x93" + argument + b"\x85R."}
 
@@ -115,7 +134,9 @@ def test_no_tool_runs_what_a_checkpoint_holds(run, tmp_path, name):
     assert not target.exists()
     assert len(refused) == 4, "diff, to-hf, merge and generate read tensors"
     assert all(str(step) in text and "\n" not in text for text in refused)
-    with pytest.raises(ValueError, match="which reading it would run"):  # as those of Flight Recorder are read
+    with pytest.raises(
+        ValueError, match="which reading it would run"
+    ):  # as those of Flight Recorder are read
         safe_loads(gadget)
     assert not target.exists()
 
@@ -130,12 +151,15 @@ def test_only_the_index_is_read(run, tmp_path):
 
 
 def resume_each(folder):
-    """Resume from, and start from, a checkpoint with each gadget; what is said of it, and whether it ran."""
+    """Resume from, and start from, a checkpoint with each gadget; what is said of it, and whether
+    it ran.
+    """
     on_rank_0(shutil.rmtree, folder, True)
     save_steps(folder / "good", 1)
     out = {}
     for name in NAMES:
-        forged, target = folder / name.replace(" ", "-"), folder / f"ran-{name}"
+        forged = folder / name.replace(" ", "-")
+        target = folder / f"ran-{name}"
         on_rank_0(shutil.copytree, folder / "good", forged)
         on_rank_0(forge, forged / "step-1", gadgets(str(target))[name])
         checkpointer = small_checkpointer(forged, load_only=True)
@@ -158,7 +182,9 @@ def test_no_run_starts_from_what_a_checkpoint_holds(ranks, tmp_path):
 
 
 def test_only_the_user_names_modules_to_import(run, tmp_path, monkeypatch):
-    """A checkpoint names the module that registers its model, and could lie in the folder with it."""
+    """A checkpoint names the module that registers its model, and could lie in the folder with
+    it.
+    """
     (tmp_path / "evil.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})")
     monkeypatch.syspath_prepend(str(tmp_path))
     step = shutil.copytree(run / "step-1", tmp_path / "step-1")
@@ -166,7 +192,10 @@ def test_only_the_user_names_modules_to_import(run, tmp_path, monkeypatch):
     change(step, model=manifest(step)["model"] | {"name": "theirs"}, config=config)
     ckpt.main(["inspect", str(step)])
     ckpt.main(["diff", str(step), str(run)])
-    for door in (lambda: sources.find(str(step)), lambda: ckpt.main(["to-hf", str(step), str(tmp_path / "hf")])):
+    for door in (
+        lambda: sources.find(str(step)),
+        lambda: ckpt.main(["to-hf", str(step), str(tmp_path / "hf")]),
+    ):
         with pytest.raises(UserError, match=r"if you trust .*--custom-import 'evil'"):
             door()
     assert not (tmp_path / "ran").exists()
@@ -188,9 +217,18 @@ LARGER = get_spec("llama3").flavors["debugmodel"].model_dump()
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model": {"name": "llama3", "dim": "64"}}, "step-1 is damaged: the model in its manifest: "),
-        ({"model": {"name": "llama3", "vocab_size": 64}}, "step-1 is damaged: the model in its manifest: dim: "),
-        ({"model": {"name": "llama3", **LARGER}}, "not of the model in its manifest: .* in the checkpoint"),
+        (
+            {"model": {"name": "llama3", "dim": "64"}},
+            "step-1 is damaged: the model in its manifest: ",
+        ),
+        (
+            {"model": {"name": "llama3", "vocab_size": 64}},
+            "step-1 is damaged: the model in its manifest: dim: ",
+        ),
+        (
+            {"model": {"name": "llama3", **LARGER}},
+            "not of the model in its manifest: .* in the checkpoint",
+        ),
         ({"model": {}}, "no model family ''"),
         ({"model": {"name": ["llama3"]}}, "no model family"),
         ({"config": '[model]\nhf_assets_path = ["/dev/zero"]'}, "tokenizer"),

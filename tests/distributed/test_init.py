@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 
 
 class Toy(nn.Module):
-    """More rows than one block, and sizes that three ranks don't divide (tensor parallelism needs them even)."""
+    """More rows than one block, and sizes that three ranks don't divide (tensor parallelism needs
+    them even).
+    """
 
     def __init__(self):
         super().__init__()
@@ -40,7 +42,10 @@ def build_toy(layout):
         parallelize_module(toy, mesh["tp"], {"tall": ColwiseParallel(), "small": RowwiseParallel()})
         fully_shard(toy, mesh=mesh["dp"])
     elif layout == "hsdp":
-        fully_shard(toy, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            toy,
+            mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")),
+        )
     elif layout == "fsdp":
         fully_shard(toy, mesh=init_device_mesh("cpu", (world,)))
     materialize(toy, CPU, CPU, 7, rule)
@@ -53,7 +58,9 @@ def full_weights(layout):
     return {name: value.detach().clone() for name, value in full.items()} | {"table": toy.table}
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")]
+)
 def test_weights_do_not_depend_on_the_layout(ranks, world, layout):
     expected = ranks(1, full_weights, "plain")[0]
     for actual in ranks(world, full_weights, layout):
@@ -79,6 +86,7 @@ def test_another_seed_or_name_gives_other_weights():
         materialize(toy, CPU, CPU, seed, rule)
         return toy
 
-    one, other = build(1), build(2)
+    one = build(1)
+    other = build(2)
     assert not torch.equal(one.tall.weight, other.tall.weight)
     assert not torch.equal(one.tall.weight.flatten()[:9], one.small.weight.flatten()[:9])

@@ -34,7 +34,9 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
     ranks(2, train, arguments(tmp_path, *SAVE, *tp, steps=6))
     run = record(tmp_path)
     first, second = run["starts"]
-    assert [(s["ranks"], s["layout"], s["resumed_step"], s["step"], s["end"]) for s in run["starts"]] == [
+    assert [
+        (s["ranks"], s["layout"], s["resumed_step"], s["step"], s["end"]) for s in run["starts"]
+    ] == [
         (1, {}, 0, 4, "completed"),
         (2, {"tp": 2}, 4, 6, "completed"),
     ]
@@ -46,13 +48,17 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
         assert first["seconds"][kind] > 0, kind
     assert second["seconds"]["validation"] == second["seconds"]["restart"] == 0
     spent = sum(first["seconds"].values())
-    assert spent == pytest.approx(first["last_seen"] - first["time"], rel=1e-4), "every second, once"
+    assert spent == pytest.approx(first["last_seen"] - first["time"], rel=1e-4), (
+        "every second, once"
+    )
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["step"]) for event in events] == [
         *[("started", 0), ("saved", 2), ("saved", 4), ("finished", 4)],
         *[("resumed", 4), ("saved", 6), ("finished", 6)],
     ]
-    assert run["goodput"]["seconds"]["steps"] == first["seconds"]["steps"] + second["seconds"]["steps"]
+    assert (
+        run["goodput"]["seconds"]["steps"] == first["seconds"]["steps"] + second["seconds"]["steps"]
+    )
 
 
 def kinds(folder):
@@ -61,7 +67,9 @@ def kinds(folder):
 
 
 def look_after_each_commit(argv, folder, fail):
-    """What is on record once a save in the background is committed, before the next one or after an error."""
+    """What is on record once a save in the background is committed, before the next one or after an
+    error.
+    """
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     seen = []
@@ -103,7 +111,9 @@ def test_a_commit_is_on_record_though_the_run_fails_meanwhile(ranks, tmp_path):
 
 
 def fail_on_rank_1(argv):
-    """What `torchtitan.train` does when one rank fails and the others learn of it from their collectives."""
+    """What `torchtitan.train` does when one rank fails and the others learn of it from their
+    collectives.
+    """
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     dist.barrier()
@@ -127,9 +137,13 @@ def test_the_account_names_the_failure(ranks, tmp_path):
 def test_a_killed_process_and_its_successor(tmp_path):
     argv = [*arguments(tmp_path, steps=2000), *SAVE]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "torchtitan.train", *argv], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.train", *argv], stdout=log, stderr=log
+        )
         deadline = time.monotonic() + 120
-        while not ((tmp_path / "out/run.json").exists() and record(tmp_path)["starts"][0]["step"] >= 4):
+        while not (
+            (tmp_path / "out/run.json").exists() and record(tmp_path)["starts"][0]["step"] >= 4
+        ):
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)

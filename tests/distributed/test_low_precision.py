@@ -25,8 +25,12 @@ EIGHT_BIT = [*WIDE, BF16, "--lr_scheduler.warmup_steps=1"]
 @pytest.fixture(scope="module")
 def in_bf16(ranks, tmp_path_factory):
     """Losses without 8-bit layers."""
-    losses_ = losses(ranks(2, train, arguments(tmp_path_factory.mktemp("bf16"), *EIGHT_BIT, steps=12))[0])
-    assert losses_[-1] < 0.8 * losses_[0], "the run must learn something for the comparison to mean anything"
+    losses_ = losses(
+        ranks(2, train, arguments(tmp_path_factory.mktemp("bf16"), *EIGHT_BIT, steps=12))[0]
+    )
+    assert losses_[-1] < 0.8 * losses_[0], (
+        "the run must learn something for the comparison to mean anything"
+    )
     return losses_
 
 
@@ -35,7 +39,10 @@ def in_bf16(ranks, tmp_path_factory):
     [
         FLOAT8,
         [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"],
-        pytest.param([*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"], marks=pytest.mark.slow),
+        pytest.param(
+            [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
+            marks=pytest.mark.slow,
+        ),
         [*FLOAT8, GATHER, PRECOMPUTE],
         ["--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"],
     ],
@@ -50,7 +57,11 @@ def test_training_in_8_bits_stays_within_a_percent_of_bf16(ranks, in_bf16, tmp_p
 
 def test_precomputed_scales_are_the_scales(ranks, tmp_path):
     runs = [
-        ranks(2, train, arguments(tmp_path, *FLOAT8, GATHER, *extra, f"--job.dump_folder={tmp_path / str(i)}"))[0]
+        ranks(
+            2,
+            train,
+            arguments(tmp_path, *FLOAT8, GATHER, *extra, f"--job.dump_folder={tmp_path / str(i)}"),
+        )[0]
         for i, extra in enumerate(([], [PRECOMPUTE]))
     ]
     assert losses(runs[0]) == losses(runs[1])
@@ -60,13 +71,22 @@ def test_precomputed_scales_are_the_scales(ranks, tmp_path):
     ("world", "extra"),
     [
         (5, [PRECOMPUTE]),
-        *(pytest.param(w, e, marks=pytest.mark.slow) for w, e in ((3, []), (5, []), (3, [PRECOMPUTE]))),
+        *(
+            pytest.param(w, e, marks=pytest.mark.slow)
+            for w, e in ((3, []), (5, []), (3, [PRECOMPUTE]))
+        ),
     ],
     ids=str,
 )
-def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(ranks, tmp_path, world, extra):
+def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(
+    ranks, tmp_path, world, extra
+):
     """Five ranks hold 7, 7, 7, 7 and 4 of 32 rows, and the last holds none of 16."""
-    narrow = ["--model.overrides.dim=32", "--model.overrides.n_kv_heads=2", "--model.overrides.ffn_dim=16"]
+    narrow = [
+        "--model.overrides.dim=32",
+        "--model.overrides.n_kv_heads=2",
+        "--model.overrides.ffn_dim=16",
+    ]
     argv = arguments(tmp_path, *FLOAT8, GATHER, *narrow, steps=3, global_batch=30)
     alone = ranks(1, train, argv)[0]
     sharded = ranks(world, train, [*argv, *extra, f"--job.dump_folder={tmp_path / 'sharded'}"])[0]
@@ -78,7 +98,9 @@ def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(ranks, 
     ("before", "after"),
     [
         ([*FLOAT8, GATHER, PRECOMPUTE], [*FLOAT8, TP]),
-        pytest.param(["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP], marks=pytest.mark.slow),
+        pytest.param(
+            ["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP], marks=pytest.mark.slow
+        ),
         (["--optimizer.state_dtype=bfloat16"], ["--optimizer.state_dtype=bfloat16", TP]),
         (["--optimizer.state_dtype=bfloat16"], []),
     ],
@@ -100,52 +122,75 @@ def test_muon_learns_and_is_the_same_sharded_or_not(ranks, tmp_path):
     curves = []
     for world, layout in ((1, []), (4, [TP])):
         folder = f"--job.dump_folder={tmp_path / str(len(curves))}"
-        curves.append(losses(ranks(world, train, arguments(tmp_path, *argv, *layout, folder, steps=8))[0]))
+        curves.append(
+            losses(ranks(world, train, arguments(tmp_path, *argv, *layout, folder, steps=8))[0])
+        )
     assert curves[0][-1] < 0.8 * curves[0][0]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-3)  # its products are in bf16
 
 
 def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
-    """FSDP's float8 gather wraps the weights; files must hold plain tensors, which any reader can load."""
+    """FSDP's float8 gather wraps the weights; files must hold plain tensors, which any reader can
+    load.
+    """
     extra = [*FLOAT8, GATHER, "--checkpoint.enable", "--checkpoint.last_save_in_hf", TP]
     run = ranks(4, train, arguments(tmp_path, *extra, steps=1))[0]
     folder = tmp_path / "out/checkpoint"
-    files = [file for file in folder.rglob("*") if file.suffix in (".distcp", ".safetensors", ".metadata")]
+    files = [
+        file
+        for file in folder.rglob("*")
+        if file.suffix in (".distcp", ".safetensors", ".metadata")
+    ]
     assert len(files) > 4
     for file in files:
         assert b"torchao" not in file.read_bytes(), file
     exported = load_file(folder / "step-1-hf/model.safetensors")
     trained = run["weights"]["layers.1.feed_forward.w2.weight"]
-    assert torch.equal(exported["model.layers.1.mlp.down_proj.weight"], torch.tensor(trained.tolist()))
+    assert torch.equal(
+        exported["model.layers.1.mlp.down_proj.weight"], torch.tensor(trained.tolist())
+    )
 
 
 def test_float8_gather_works_for_chunks_and_for_a_stage_of_one_weight(ranks, tmp_path):
-    """Of the last stage, FSDP gathers nothing but a Float8 weight, and the loss uses it slice by slice."""
-    last = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part=output"]
+    """Of the last stage, FSDP gathers nothing but a Float8 weight, and the loss uses it slice by
+    slice.
+    """
+    last = [
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.module_fqns_per_model_part=output",
+    ]
     argv = arguments(tmp_path, *FLOAT8, GATHER, steps=2, global_batch=8)
     alone = ranks(1, train, argv)[0]
     for extra in (["--training.loss_chunks=4"], last):
-        other = ranks(4, train, [*argv, *extra, f"--job.dump_folder={tmp_path / extra[0].rpartition('.')[2]}"])[0]
+        other = ranks(
+            4, train, [*argv, *extra, f"--job.dump_folder={tmp_path / extra[0].rpartition('.')[2]}"]
+        )[0]
         assert losses(other) == pytest.approx(losses(alone), rel=1e-3)
 
 
 def test_muon_updates_a_matrix_with_fewer_rows_than_shards(ranks, tmp_path):
-    argv = arguments(tmp_path, "--optimizer.name=Muon", "--model.overrides.ffn_dim=2", steps=3, global_batch=8)
+    argv = arguments(
+        tmp_path, "--optimizer.name=Muon", "--model.overrides.ffn_dim=2", steps=3, global_batch=8
+    )
     alone = ranks(1, train, argv)[0]
     sharded = ranks(4, train, [*argv, TP, f"--job.dump_folder={tmp_path / 'sharded'}"])[0]
     assert losses(sharded) == pytest.approx(losses(alone), rel=1e-4)
 
 
 def closest(stack, steps):
-    """What Muon's iterations come near to. In fp64: they multiply rounding several hundred times."""
+    """What Muon's iterations come near to. In fp64: they multiply rounding several hundred
+    times.
+    """
     u, _, vh = torch.linalg.svd(stack.double(), full_matrices=False)
     return (u @ vh).bfloat16()
 
 
 @mock.patch("torchtitan.optim.muon.orthogonalize", closest)
 def muon_on_stacks(shape, *placements):
-    """Two updates of stacks of matrices, sharded in each way of `placements`, and of the same stack whole."""
+    """Two updates of stacks of matrices, sharded in each way of `placements`, and of the same stack
+    whole.
+    """
     mesh = init_device_mesh("cpu", shape)
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(3, 8, 4, generator=generator) for _ in range(3))
@@ -167,7 +212,15 @@ def muon_on_stacks(shape, *placements):
     ("shape", "placements"),
     [
         ((2,), [[Shard(0)], [Shard(1)], [Shard(2)]]),
-        ((2, 2), [[Shard(1), Shard(0)], [Shard(0), Shard(0)], [Shard(2), Shard(1)], [Replicate(), Shard(1)]]),
+        (
+            (2, 2),
+            [
+                [Shard(1), Shard(0)],
+                [Shard(0), Shard(0)],
+                [Shard(2), Shard(1)],
+                [Replicate(), Shard(1)],
+            ],
+        ),
     ],
 )
 def test_muon_updates_sharded_stacks_like_whole_ones(ranks, shape, placements):

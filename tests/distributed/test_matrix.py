@@ -1,4 +1,6 @@
-"""The support matrix, of which a subset runs in the suite, and the published one against what validation says today."""
+"""The support matrix, of which a subset runs in the suite, and the published one against what
+validation says today.
+"""
 
 import re
 from pathlib import Path
@@ -32,17 +34,37 @@ CORNER = [
 """On every release of torch: each axis, and what depends on torch's internals."""
 CELLS = [
     *(Cell(layout) for layout in LAYOUTS if Cell(layout).world <= 2),
-    *(Cell(PIPELINE, schedule=name) for name in ("LoopedBFS", "DualPipeV")),  # test_pipeline.py has every schedule
-    *(Cell((1, 1, 1, 2, 1), feature) for feature in ("no load balance", "all-to-all", "validation", "document mask")),
+    *(
+        Cell(PIPELINE, schedule=name) for name in ("LoopedBFS", "DualPipeV")
+    ),  # test_pipeline.py has every schedule
+    *(
+        Cell((1, 1, 1, 2, 1), feature)
+        for feature in ("no load balance", "all-to-all", "validation", "document mask")
+    ),
     *(Cell(layout, "document mask") for layout in ((1, 1, 1, 1, 2), PIPELINE)),
-    *(Cell((1, 1, 1, 1, 2), feature) for feature in ("no loss parallel", "CPU offload", "optimizer in backward")),
-    *(Cell(PIPELINE, feature) for feature in ("accumulation", "CPU offload", "optimizer in backward")),
-    *(Cell((1, 1, 2, 1, 1), feature) for feature in ("AC selective op", "AC full", "chunked loss", "Muon")),
+    *(
+        Cell((1, 1, 1, 1, 2), feature)
+        for feature in ("no loss parallel", "CPU offload", "optimizer in backward")
+    ),
+    *(
+        Cell(PIPELINE, feature)
+        for feature in ("accumulation", "CPU offload", "optimizer in backward")
+    ),
+    *(
+        Cell((1, 1, 2, 1, 1), feature)
+        for feature in ("AC selective op", "AC full", "chunked loss", "Muon")
+    ),
     Cell((1, 1, 1, 2, 1), "AC selective op"),
     *(Cell((1, 1, 1, 1, 2), feature) for feature in ("AC full", "chunked loss", "float8")),
     *(Cell(PIPELINE, feature) for feature in ("AC full", "chunked loss", "Muon", "MXFP8")),
-    *(Cell(PIPELINE, feature, "ZBVZeroBubble") for feature in ("AC selective op", "AC full", "chunked loss")),
-    *(Cell(layout, "activation offload") for layout in ((1, 1, 2, 1, 1), (1, 1, 1, 1, 2), PIPELINE)),
+    *(
+        Cell(PIPELINE, feature, "ZBVZeroBubble")
+        for feature in ("AC selective op", "AC full", "chunked loss")
+    ),
+    *(
+        Cell(layout, "activation offload")
+        for layout in ((1, 1, 2, 1, 1), (1, 1, 1, 1, 2), PIPELINE)
+    ),
     Cell((1, 1, 2, 1, 1), "accumulation"),
     Cell((2, 1, 2, 1, 1), schedule="ZBVZeroBubble"),
     *(Cell((1, 1, 2, 1, 1), f, ep=2) for f in ("AC full", "AC selective op", "compile", "Muon")),
@@ -59,7 +81,9 @@ def lab(pools, tmp_path_factory):
 
 
 SUITE = [cell for cell in CELLS if cell not in CORNER]
-REST = [pytest.param(cell, marks=pytest.mark.slow) for cell in cells() if cell not in (*CORNER, *CELLS)]
+REST = [
+    pytest.param(cell, marks=pytest.mark.slow) for cell in cells() if cell not in (*CORNER, *CELLS)
+]
 
 
 def check(lab, cell):
@@ -91,7 +115,9 @@ def test_the_published_matrix_is_complete_and_has_no_bad_cell():
     texts, _ = published()
     assert set(texts) == set(cells())
     for cell, text in texts.items():
-        assert re.fullmatch(r"\[\d+\]|\d(e[+-]\d+)? / \d(e[+-]\d+)?( \(\d+ moved\))?", text), f"{cell}: {text}"
+        assert re.fullmatch(r"\[\d+\]|\d(e[+-]\d+)? / \d(e[+-]\d+)?( \(\d+ moved\))?", text), (
+            f"{cell}: {text}"
+        )
     plain = [cell for cell in texts if cell.feature == "plain" and cell.world > 1]
     assert len({cell.layout for cell in plain}) + len({cell.schedule for cell in plain}) > 35
     assert len(SCHEDULE_LAYOUTS) * len(NAMED_SCHEDULES) == 40

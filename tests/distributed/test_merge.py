@@ -1,4 +1,6 @@
-"""`torchtitan ckpt merge`, and what else the tools do with averages, on checkpoints of a small mixture of experts."""
+"""`torchtitan ckpt merge`, and what else the tools do with averages, on checkpoints of a small
+mixture of experts.
+"""
 
 import json
 import shutil
@@ -38,7 +40,9 @@ def tensors(step, part="model"):
     reader = Reader(step)
     about = reader.read_metadata().state_dict_metadata
     state = {
-        key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in about.items() if key.startswith(f"{part}.")
+        key: torch.empty(x.size, dtype=x.properties.dtype)
+        for key, x in about.items()
+        if key.startswith(f"{part}.")
     }
     with alone():
         dcp.load(state, checkpoint_id=step, no_dist=True)
@@ -46,15 +50,21 @@ def tensors(step, part="model"):
 
 
 def test_merge_is_the_mean(steps, ranks, tmp_path, capsys):
-    parts, merged = [tensors(step) for step in steps], tmp_path / "merged"
-    assert ckpt.main(["merge", *map(str, steps), "--output", str(merged), "--weights", "1", "2", "5"]) == 0
+    parts = [tensors(step) for step in steps]
+    merged = tmp_path / "merged"
+    assert (
+        ckpt.main(["merge", *map(str, steps), "--output", str(merged), "--weights", "1", "2", "5"])
+        == 0
+    )
     found = tensors(merged)
     assert found.keys() == parts[0].keys()
     for name, value in found.items():
         if f"model.{name}" == LOAD:
             assert torch.equal(value, parts[-1][name]), "counts are those of the newest"
         elif value.dtype == torch.float32:
-            mean = np.average([part[name].double().numpy() for part in parts], axis=0, weights=[1, 2, 5])
+            mean = np.average(
+                [part[name].double().numpy() for part in parts], axis=0, weights=[1, 2, 5]
+            )
             np.testing.assert_array_max_ulp(value.numpy(), mean.astype(np.float32), maxulp=1)
     assert ckpt.main(["verify", str(merged)]) == 0
     manifest = read_manifest(merged)
@@ -66,10 +76,14 @@ def test_merge_is_the_mean(steps, ranks, tmp_path, capsys):
     assert f"0.625 x {steps[2]}" in capsys.readouterr().out
 
     other = tmp_path / "other"  # in another order
-    ckpt.main(["merge", *map(str, reversed(steps)), "--output", str(other), "--weights", "5", "2", "1"])
+    ckpt.main(
+        ["merge", *map(str, reversed(steps)), "--output", str(other), "--weights", "5", "2", "1"]
+    )
     assert ckpt.main(["diff", str(merged), str(other)]) == 0
 
-    with pytest.raises(UserError, match="no average of the weights: its weights are merged; leave --ema out"):
+    with pytest.raises(
+        UserError, match="no average of the weights: its weights are merged; leave --ema out"
+    ):
         sources.find(str(merged), averaged=True)
     source = sources.find(str(merged))
     model = sources.load(source, sources.open_tokenizer(source, None), 16, 1, None, 1).model
@@ -84,8 +98,21 @@ def test_merge_is_the_mean(steps, ranks, tmp_path, capsys):
 
 
 def test_merge_of_averages_and_of_a_single_one(steps, tmp_path):
-    ckpt.main(["merge", str(steps[0]), str(steps[2]), "--ema", "--dtype", "bfloat16", "--output", str(tmp_path / "a")])
-    first, last, found = tensors(steps[0], "ema"), tensors(steps[2], "ema"), tensors(tmp_path / "a")
+    ckpt.main(
+        [
+            "merge",
+            str(steps[0]),
+            str(steps[2]),
+            "--ema",
+            "--dtype",
+            "bfloat16",
+            "--output",
+            str(tmp_path / "a"),
+        ]
+    )
+    first = tensors(steps[0], "ema")
+    last = tensors(steps[2], "ema")
+    found = tensors(tmp_path / "a")
     for name, value in first.items():
         mean = (value.double() + last[name].double()) / 2
         assert torch.equal(found[name], mean.to(torch.bfloat16)), name
@@ -98,12 +125,16 @@ def test_merge_of_averages_and_of_a_single_one(steps, tmp_path):
 def loaded_average(step, *layout):
     """The weights that `eval --ema` loads."""
     source = sources.find(str(step), averaged=True)
-    probe = load_probe(source, sources.open_tokenizer(source, None), list(layout), rows=2, dtype="float32")
+    probe = load_probe(
+        source, sources.open_tokenizer(source, None), list(layout), rows=2, dtype="float32"
+    )
     return weights(probe.build(32, None).models)
 
 
 def test_tools_take_the_average(steps, ranks, tmp_path):
-    """`generate --ema`, `eval --ema` and `to-hf --ema`; the last also compares logits with transformers."""
+    """`generate --ema`, `eval --ema` and `to-hf --ema`; the last also compares logits with
+    transformers.
+    """
     pytest.importorskip("transformers")
     expected = tensors(steps[2], "ema")
     source = sources.find(str(steps[2]), averaged=True)
@@ -118,12 +149,15 @@ def test_tools_take_the_average(steps, ranks, tmp_path):
     for name, hf in get_spec("qwen3_moe").hf.names(source.args).items():
         own = theirs[hf] if isinstance(hf, str) else torch.stack([theirs[part] for part in hf])
         assert torch.equal(own, expected[name]), name
-    with pytest.raises(UserError, match="is a Hugging Face model, which has only weights; leave --ema out"):
+    with pytest.raises(
+        UserError, match="is a Hugging Face model, which has only weights; leave --ema out"
+    ):
         sources.find(str(tmp_path / "hf"), averaged=True)
 
 
 def test_what_cannot_be_merged(steps, ranks, tmp_path, monkeypatch):
-    first, second = str(steps[0]), str(steps[1])
+    first = str(steps[0])
+    second = str(steps[1])
     smaller = ["--model.overrides.expert_dim=16", "--moe.balance_bias_rate=0"]
     ranks(1, train, arguments(tmp_path, *FLAGS, *smaller, steps=1))
     other = str(tmp_path / "out/checkpoint")
@@ -152,17 +186,30 @@ def test_what_cannot_be_merged(steps, ranks, tmp_path, monkeypatch):
         ckpt.main(["merge", first, second, "--output", other])
 
     def read(reader, key):
-        return torch.full_like(read_tensor(reader, key), 1e38) if "tok_embeddings" in key else read_tensor(reader, key)
+        return (
+            torch.full_like(read_tensor(reader, key), 1e38)
+            if "tok_embeddings" in key
+            else read_tensor(reader, key)
+        )
 
     monkeypatch.setattr(module, "read_tensor", read)
-    with pytest.raises(CheckpointError, match=r"tok_embeddings.weight: the mean holds NaN or infinity, in float16"):
+    with pytest.raises(
+        CheckpointError, match=r"tok_embeddings.weight: the mean holds NaN or infinity, in float16"
+    ):
         ckpt.main(["merge", first, second, "--output", str(output), "--dtype", "float16"])
-    assert not [path.name for path in tmp_path.iterdir() if "merged" in path.name], "nothing half-written"
+    assert not [path.name for path in tmp_path.iterdir() if "merged" in path.name], (
+        "nothing half-written"
+    )
 
 
 def test_manifest_says_whether_there_is_an_average(steps, tmp_path):
     forged = shutil.copytree(steps[1], tmp_path / "step-2")
     content = json.loads((forged / "manifest.json").read_text())
-    change(forged, tensor_bytes={part: sizes for part, sizes in content["tensor_bytes"].items() if part != "ema"})
+    change(
+        forged,
+        tensor_bytes={
+            part: sizes for part, sizes in content["tensor_bytes"].items() if part != "ema"
+        },
+    )
     with pytest.raises(UserError, match="train_state and tensor_bytes disagree about the average"):
         read_manifest(forged)

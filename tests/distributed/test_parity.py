@@ -18,9 +18,18 @@ LAYOUTS = {
     "fsdp 2, never resharded": (2, ["--parallelism.fsdp_reshard_after_forward=never"]),
     "fsdp 2, always resharded": (2, ["--parallelism.fsdp_reshard_after_forward=always"]),
     "fsdp 2, offloaded": (2, ["--training.enable_cpu_offload"]),
-    "hsdp 2 x 2": (4, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=1"]),
-    "ddp 2": (2, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]),
-    "ddp 2, accumulating": (2, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"]),
+    "hsdp 2 x 2": (
+        4,
+        ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=1"],
+    ),
+    "ddp 2": (
+        2,
+        ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"],
+    ),
+    "ddp 2, accumulating": (
+        2,
+        ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"],
+    ),
 }
 
 
@@ -34,13 +43,17 @@ def reference(ranks, tmp_path_factory):
 @pytest.fixture(scope="module")
 def initial(ranks, tmp_path_factory):
     """Weights before training on one process."""
-    return ranks(1, train, arguments(tmp_path_factory.mktemp("initial"), steps=1, local_batch=8))[0]["initial"]
+    return ranks(1, train, arguments(tmp_path_factory.mktemp("initial"), steps=1, local_batch=8))[
+        0
+    ]["initial"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_curve_and_weights_equal_a_plain_loop(ranks, reference, initial, tmp_path, layout):
     world, extra = LAYOUTS[layout]
-    results = ranks(world, train, arguments(tmp_path, *extra, steps=STEPS, local_batch=2), timeout=120)
+    results = ranks(
+        world, train, arguments(tmp_path, *extra, steps=STEPS, local_batch=2), timeout=120
+    )
     run = results[0]
     for name, value in initial.items():
         assert torch.equal(run["initial"][name], value), f"initial {name}"
@@ -50,7 +63,9 @@ def test_curve_and_weights_equal_a_plain_loop(ranks, reference, initial, tmp_pat
     for name, value in reference.weights[-1].items():
         assert_trained_alike(run["weights"][name], value[0], LR, STEPS, name)
         for other in results[1:]:
-            assert torch.equal(other["weights"][name], run["weights"][name]), f"ranks disagree on {name}"
+            assert torch.equal(other["weights"][name], run["weights"][name]), (
+                f"ranks disagree on {name}"
+            )
 
 
 def test_the_reference_learns(reference):
@@ -68,12 +83,17 @@ def test_bf16_stays_near_fp32(ranks, reference, tmp_path, dtype, param):
 
 
 def test_two_runs_are_identical(ranks, tmp_path):
-    argv = [arguments(tmp_path, f"--job.dump_folder={tmp_path / name}", "--debug.deterministic") for name in "ab"]
+    argv = [
+        arguments(tmp_path, f"--job.dump_folder={tmp_path / name}", "--debug.deterministic")
+        for name in "ab"
+    ]
     first, second = (ranks(2, train, args)[0] for args in argv)
     assert losses(first) == losses(second)
 
 
 def test_another_seed_is_another_run(ranks, tmp_path):
-    argv = [arguments(tmp_path, f"--job.dump_folder={tmp_path / s}", f"--debug.seed={s}") for s in "12"]
+    argv = [
+        arguments(tmp_path, f"--job.dump_folder={tmp_path / s}", f"--debug.seed={s}") for s in "12"
+    ]
     first, second = (ranks(1, train, args)[0] for args in argv)
     assert losses(first) != losses(second)

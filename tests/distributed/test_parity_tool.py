@@ -47,7 +47,9 @@ def doubled_gradient(models, mesh):
 
 
 def dropped_all_reduce(tensor, *args, group=None, calls=[], **options):  # noqa: B006 - counts the calls
-    """HSDP's reduction over the replicas is left out for the last block: the first of three in each backward."""
+    """HSDP's reduction over the replicas is left out for the last block: the first of three in each
+    backward.
+    """
     ours = group is not None and group.group_desc == "mesh_dp_replicate"
     calls += [None] if ours else []
     if not ours or len(calls) % 3 != 1:
@@ -55,7 +57,9 @@ def dropped_all_reduce(tensor, *args, group=None, calls=[], **options):  # noqa:
 
 
 def partial_norm_gradient(models, mesh):
-    """A norm's gradient stays the sum over this rank's part of the sequence, as if it were not reduced over tp."""
+    """A norm's gradient stays the sum over this rank's part of the sequence, as if it were not
+    reduced over tp.
+    """
     if mesh.size("tp") > 1:
         weight = models[0].layers["1"].ffn_norm.weight
 
@@ -109,22 +113,30 @@ def balance_twice(self, skip=None):
 
 
 def wrong_inverse(received, rows):
-    """Rows return from the experts in the order in which they came to them, instead of its inverse."""
+    """Rows return from the experts in the order in which they came to them, instead of its
+    inverse.
+    """
     order, _ = REAL_BY_EXPERT(received, rows)
     return order, order
 
 
 def rounding_noise(models, mesh):
-    """Noise of the size of rounding, also in elements whose gradient is 0, as in rows of tokens that don't occur."""
+    """Noise of the size of rounding, also in elements whose gradient is 0, as in rows of tokens
+    that don't occur.
+    """
     eps = torch.finfo(torch.float32).eps
     for param in (param for model in models for param in model.parameters()):
         param.register_post_accumulate_grad_hook(
-            lambda p: local(p.grad).add_(torch.randn_like(local(p.grad)), alpha=eps * local(p.grad).abs().max().item())
+            lambda p: local(p.grad).add_(
+                torch.randn_like(local(p.grad)), alpha=eps * local(p.grad).abs().max().item()
+            )
         )
 
 
 def later_gradient(models, mesh, calls=[]):  # noqa: B006 - counts the calls
-    """A norm's gradient is wrong in all steps but the first: too little to be seen in loss and gradient norm."""
+    """A norm's gradient is wrong in all steps but the first: too little to be seen in loss and
+    gradient norm.
+    """
 
     def spoil(p):
         calls.append(None)
@@ -174,7 +186,9 @@ def check(argv, bug):
 
 
 def degrees(**by_axis):
-    return [f"--parallelism.{parity.DEGREE_KEYS[axis]}={degree}" for axis, degree in by_axis.items()]
+    return [
+        f"--parallelism.{parity.DEGREE_KEYS[axis]}={degree}" for axis, degree in by_axis.items()
+    ]
 
 
 SMALL = ["--training.local_batch_size=2", "--training.global_batch_size=8"]
@@ -189,7 +203,8 @@ SMALL = ["--training.local_batch_size=2", "--training.global_batch_size=8"]
             "layers.1.attention.wo.weight: gradient is 2.00x, along cp (1 of",
         ),
         pytest.param(
-            *("dropped_all_reduce", {"dp_replicate": 2, "tp": 2}, ", along dp_replicate (9 of"), marks=pytest.mark.slow
+            *("dropped_all_reduce", {"dp_replicate": 2, "tp": 2}, ", along dp_replicate (9 of"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *("partial_norm_gradient", {"tp": 2, "cp": 2}, "layers.1.ffn_norm.weight: gradient is"),
@@ -218,7 +233,10 @@ def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
     [
         ("decayed_vectors", "norm.weight: update off by"),
         ("wrong_beta", "times its rounding, along"),
-        ("later_gradient", "FAIL: layers.0.ffn_norm.weight: gradient off by 1.0e-02 in a later step, along"),
+        (
+            "later_gradient",
+            "FAIL: layers.0.ffn_norm.weight: gradient off by 1.0e-02 in a later step, along",
+        ),
     ],
 )
 def test_a_mistake_after_the_first_gradients_is_found(ranks, bug, sentence):
@@ -234,15 +252,26 @@ def test_noise_of_the_size_of_rounding_passes(ranks):
         assert passed, text
 
 
-MIXTURE = ["--model.name=qwen3_moe", "--moe.balance_bias_rate=1e-3", "--parallelism.expert_parallel_degree=2"]
+MIXTURE = [
+    "--model.name=qwen3_moe",
+    "--moe.balance_bias_rate=1e-3",
+    "--parallelism.expert_parallel_degree=2",
+]
 
 
 @pytest.mark.parametrize(
     ("bug", "sentence"),
     [
         ("scaled experts", "FAIL: layers.1.moe.experts.w3: gradient is 2.00x, along ep (6 of"),
-        ("doubled bias", "FAIL: layers.0.moe.router.expert_bias: is 2.00x after step 1, along ep (the first step's"),
-        ("counted padding", "FAIL: layers.0.moe.router: counts 256 rows in step 1 instead of 192, along ep"),
+        (
+            "doubled bias",
+            "FAIL: layers.0.moe.router.expert_bias: is 2.00x after step 1, along ep (the "
+            "first step's",
+        ),
+        (
+            "counted padding",
+            "FAIL: layers.0.moe.router: counts 256 rows in step 1 instead of 192, along ep",
+        ),
         pytest.param("wrong inverse", ", so the forward is wrong too)", marks=pytest.mark.slow),
     ],
 )
@@ -261,7 +290,11 @@ def test_a_mistake_of_expert_parallelism_is_named(ranks, bug, sentence):
         ({"ep"}, {"dp_shard": 4, "ep": 2}, ["ep"]),
         ({"ep", "tp"}, {"dp_shard": 2, "tp": 2, "ep": 2}, ["tp", "ep"]),
         ({"ep", "pp"}, {"pp": 2, "dp_shard": 2, "ep": 2}, ["pp", "ep"]),
-        ({"ep", "dp_replicate"}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, ["dp_replicate", "ep"]),
+        (
+            {"ep", "dp_replicate"},
+            {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+            ["dp_replicate", "ep"],
+        ),
         ({"tp"}, {"dp_shard": 2, "tp": 2, "ep": 4}, ["tp"]),
     ],
 )
@@ -269,7 +302,9 @@ def test_the_smallest_set_of_axes_is_found(monkeypatch, fault, degrees, axes):
     """Of a fault that occurs where all of its axes have several ranks."""
 
     def compare(argv, tolerances):
-        sizes = dict(flag.removeprefix("--parallelism.").split("=") for flag in argv if "parallelism" in flag)
+        sizes = dict(
+            flag.removeprefix("--parallelism.").split("=") for flag in argv if "parallelism" in flag
+        )
         tried = {axis: int(sizes[key]) for axis, key in keys.items()}
         assert tried["dp_shard"] * tried["tp"] * tried["cp"] % tried["ep"] == 0
         return mock.Mock(problems=all(tried[axis] > 1 for axis in fault))
@@ -281,7 +316,9 @@ def test_the_smallest_set_of_axes_is_found(monkeypatch, fault, degrees, axes):
 
 @pytest.mark.parametrize(("ties", "equal"), [(1, True), (0, False)])
 def test_a_token_between_two_equal_experts_may_go_to_either(ties, equal):
-    """Its gradients are others, in this step alone. For a token that scored otherwise it is a mistake."""
+    """Its gradients are others, in this step alone. For a token that scored otherwise it is a
+    mistake.
+    """
 
     def observed(load, loss, gradient):
         return Observation(
@@ -294,7 +331,8 @@ def test_a_token_between_two_equal_experts_may_go_to_either(ties, equal):
             ties=[torch.tensor([0.0]), torch.tensor([float(ties)])],
         )
 
-    run, expected = observed([3.0, 5.0], 2.1, 0.9), observed([4.0, 4.0], 2.0, 1.0)
+    run = observed([3.0, 5.0], 2.1, 0.9)
+    expected = observed([4.0, 4.0], 2.0, 1.0)
     found = difference(run, expected, Optimizer())
     assert (found.flips, found.first_flip) == (1, (2, 0))
     assert (found.problems(Tolerances()) == []) is equal
@@ -305,25 +343,42 @@ def test_an_update_may_be_off_by_its_rounding_and_no_more():
     optimizer = Optimizer(lr=1e-3)
 
     def off(change):
-        run, expected = Observation(losses=[1.0], grad_norms=[1.0]), Observation(losses=[1.0], grad_norms=[1.0])
+        run = Observation(losses=[1.0], grad_norms=[1.0])
+        expected = Observation(losses=[1.0], grad_norms=[1.0])
         run.gradients = expected.gradients = [{"w": weights}]
-        expected.weights, run.weights = [{"w": weights}], [{"w": weights + change}]
+        expected.weights = [{"w": weights}]
+        run.weights = [{"w": weights + change}]
         return difference(run, expected, optimizer).problems(Tolerances())
 
     eps = torch.finfo(torch.float32).eps
     assert off(2 * eps * weights.abs()) == []
     assert off(1e-6 * optimizer.lr) == []
-    assert off(torch.tensor([1e-5 * optimizer.lr, 0.0, 0.0, 0.0])) == ["w: update off by 5.2e+00 times its rounding"]
+    assert off(torch.tensor([1e-5 * optimizer.lr, 0.0, 0.0, 0.0])) == [
+        "w: update off by 5.2e+00 times its rounding"
+    ]
     assert off(torch.tensor([0.0, 0.0, 5 * eps, 0.0])) != []
     assert off(torch.full((4,), torch.nan)) == ["w: update off by inf times its rounding"]
 
 
 def test_where_tokens_go_astray():
     """If the first layer's go to the right experts, what is wrong comes after its router."""
-    right = {"grad_norm": 0.0, "weights": {"output.weight": 0.0}, "validation_loss": 0.0, "tokens_differ": False}
-    wrong = {"loss": 0.1, "first_loss": 0.1, "step": 0, "gradients": {"output.weight": 0.1}, "later_gradients": {}}
+    right = {
+        "grad_norm": 0.0,
+        "weights": {"output.weight": 0.0},
+        "validation_loss": 0.0,
+        "tokens_differ": False,
+    }
+    wrong = {
+        "loss": 0.1,
+        "first_loss": 0.1,
+        "step": 0,
+        "gradients": {"output.weight": 0.1},
+        "later_gradients": {},
+    }
     astray = {"flips": 3, "first_flip": (1, 1), "miscount": None, "biases": {}}
-    finding = parity.Finding(Difference(**right, **wrong, **astray), ["loss"], "output.weight", None)
+    finding = parity.Finding(
+        Difference(**right, **wrong, **astray), ["loss"], "output.weight", None
+    )
     text = parity.verdict(finding, ["ep"], Tolerances())
     assert "the forward is wrong too, and from layer 1 on tokens are sent to other experts" in text
 
@@ -334,7 +389,14 @@ def test_where_tokens_go_astray():
         (4, [*SMALL, *degrees(dp_replicate=2, dp_shard=2), "--checkpoint.enable_checkpoint=true"]),
         (4, [*MIXTURE, *degrees(pp=2), "--moe.sequence_balance_loss=0.01"]),
         (4, [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
-        (2, [*degrees(pp=2), "--parallelism.pipeline_parallel_schedule=LoopedBFS", "--model.overrides.n_layers=2"]),
+        (
+            2,
+            [
+                *degrees(pp=2),
+                "--parallelism.pipeline_parallel_schedule=LoopedBFS",
+                "--model.overrides.n_layers=2",
+            ],
+        ),
         (
             2,
             [
@@ -345,7 +407,15 @@ def test_where_tokens_go_astray():
                 "--parallelism.pipeline_parallel_microbatches=4",
             ],
         ),
-        (2, [*degrees(cp=2), "--training.seq_len=1024", "--model.flavor=1B", "--model.overrides.vocab_size=2048"]),
+        (
+            2,
+            [
+                *degrees(cp=2),
+                "--training.seq_len=1024",
+                "--model.flavor=1B",
+                "--model.overrides.vocab_size=2048",
+            ],
+        ),
     ],
 )
 def test_a_right_run_passes(ranks, world, argv):
@@ -355,7 +425,9 @@ def test_a_right_run_passes(ranks, world, argv):
 
 
 def test_tolerances_are_tight_enough_to_matter(ranks):
-    """The differences reported are those of floating point, and not those of a comparison with itself."""
+    """The differences reported are those of floating point, and not those of a comparison with
+    itself.
+    """
     _, text = ranks(2, check, [*degrees(tp=2)], None, timeout=120)[0]
     largest = float(text.split("gradients")[1].split()[0])
     assert 0 < largest < 1e-5
@@ -363,11 +435,15 @@ def test_tolerances_are_tight_enough_to_matter(ranks):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("launcher", ["torchtitan", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["torchtitan", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_the_command(tmp_path, launcher):
-    command, ranks = [sys.executable, "-m"], "--nproc-per-node=2"
+    command = [sys.executable, "-m"]
+    ranks = "--nproc-per-node=2"
     if launcher == "torchrun":
-        command, ranks = [*command, "torch.distributed.run", "--standalone", ranks, "-m"], ""
+        command = [*command, "torch.distributed.run", "--standalone", ranks, "-m"]
+        ranks = ""
     flags = [f"--job.dump_folder={tmp_path / 'no'}", "--parallelism.pipeline_parallel_degree=2"]
     argv = [*command, "torchtitan", "parity", *flags, "debug_model", *filter(None, [ranks])]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,6 @@
-"""Pipelines through the real trainer: what each rank holds, custom cuts and schedules, what rank 0 reports."""
+"""Pipelines through the real trainer: what each rank holds, custom cuts and schedules, what rank 0
+reports.
+"""
 
 import gc
 import weakref
@@ -49,21 +51,32 @@ def assert_same(run, expected):
 
 
 CUTS = {
-    "stages by name": ['--parallelism.module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", '
-                       '"layers.2", "layers.3", "norm", "output"]]'],
+    "stages by name": [
+        '--parallelism.module_fqns_per_model_part=[["tok_embeddings", "layers.0"], '
+        '["layers.1", '
+        '"layers.2", "layers.3", "norm", "output"]]'
+    ],
     "0.1 split points": ["--parallelism.pipeline_parallel_split_points=layers.3"],
     "0.1 microbatches": ["--parallelism.pipeline_parallel_microbatches=2"],
-    "one layer per stage": ["--parallelism.pipeline_parallel_layers_per_stage=1",
-                            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-                            "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-                            "--parallelism.pipeline_parallel_last_stage_less_layers=0"],
-    "three microbatches on two ranks": ["--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B",
-                                        "--training.local_batch_size=3", "--training.global_batch_size=6"],
+    "one layer per stage": [
+        "--parallelism.pipeline_parallel_layers_per_stage=1",
+        "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+        "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+        "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+    ],
+    "three microbatches on two ranks": [
+        "--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B",
+        "--training.local_batch_size=3",
+        "--training.global_batch_size=6",
+    ],
     "embedding alone on the first stage": ["--parallelism.module_fqns_per_model_part=layers.0"],
-    "both ends alone": ["--parallelism.pipeline_parallel_layers_per_stage=1",
-                        "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
-                        "--activation_checkpoint.mode=full", "--checkpoint.enable"],
-}  # fmt: skip
+    "both ends alone": [
+        "--parallelism.pipeline_parallel_layers_per_stage=1",
+        "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+        "--activation_checkpoint.mode=full",
+        "--checkpoint.enable",
+    ],
+}
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -75,8 +88,12 @@ def test_cuts_and_microbatches(ranks, one_process, tmp_path, name):
     assert_same(run, one_process)
 
 
-def test_the_ends_are_alone_where_a_schedule_has_more_stages_than_layers(ranks, tmp_path, uninterrupted):
-    """Two layers on four stages of two ranks each, FSDP over both; the steps in between run on one process."""
+def test_the_ends_are_alone_where_a_schedule_has_more_stages_than_layers(
+    ranks, tmp_path, uninterrupted
+):
+    """Two layers on four stages of two ranks each, FSDP over both; the steps in between run on one
+    process.
+    """
     interleaved = ["--parallelism.pipeline_parallel_degree=2", f"{P}schedule=Interleaved1F1B"]
     runs = []
     for world, extra, steps in ((4, interleaved, 3), (1, [], 5), (4, interleaved, 8)):
@@ -88,7 +105,9 @@ def test_the_ends_are_alone_where_a_schedule_has_more_stages_than_layers(ranks, 
 
 
 def test_a_schedule_from_a_file(ranks, one_process, tmp_path):
-    """Rank 1 holds the first stage and the last, rank 0 the two in between: no shape a named schedule has."""
+    """Rank 1 holds the first stage and the last, rank 0 the two in between: no shape a named
+    schedule has.
+    """
     orders = [
         "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
         "0F0,0F1,3F0,3B0,3F1,3I1,3W1,0B0,0B1",
@@ -118,13 +137,21 @@ def test_a_rank_holds_only_its_stages(ranks, one_process, tmp_path):
     every = [name for names, _ in held for stage in names for name in stage]
     assert sorted(every) == sorted(one_process["weights"])
     assert len(held[0][0]) == len(held[1][0]) == 2
-    assert all(name.startswith("layers.") for stage in held[1][0] for name in stage), "the V's bottom has no end"
-    assert sum(count for _, count in held) == sum(w.numel() for w in one_process["weights"].values())
+    assert all(name.startswith("layers.") for stage in held[1][0] for name in stage), (
+        "the V's bottom has no end"
+    )
+    assert sum(count for _, count in held) == sum(
+        w.numel() for w in one_process["weights"].values()
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_validation_before_between_and_after_steps_changes_nothing(ranks, one_process, tmp_path, schedule):
-    """Evaluation has schedules and buffers of its own; rows of other lengths and batches of other sizes too."""
+def test_validation_before_between_and_after_steps_changes_nothing(
+    ranks, one_process, tmp_path, schedule
+):
+    """Evaluation has schedules and buffers of its own; rows of other lengths and batches of other
+    sizes too.
+    """
     held_out = write_corpus(tmp_path / "held-out.jsonl", documents=13, seed=5)
     validation = [
         "--validation.enable",
@@ -140,7 +167,11 @@ def test_validation_before_between_and_after_steps_changes_nothing(ranks, one_pr
     run = ranks(2, train, arguments(tmp_path, *validation, *pp, local_batch=4))[0]
     assert losses(run) == pytest.approx(losses(one_process), rel=1e-5)
     measured, expected = (
-        [(r["validation_loss"], r["validation_tokens"]) for r in x["metrics"] if "validation_loss" in r]
+        [
+            (r["validation_loss"], r["validation_tokens"])
+            for r in x["metrics"]
+            if "validation_loss" in r
+        ]
         for x in (run, one)
     )
     assert len(expected) == 4
@@ -158,7 +189,9 @@ def test_bf16(ranks, one_process, tmp_path):
 
 
 def one_step(argv, schedules):
-    """By number of microbatches: loss and gradient norm of one step, by the pipeline and by the plain model."""
+    """By number of microbatches: loss and gradient norm of one step, by the pipeline and by the
+    plain model.
+    """
     out = {}
     for n, flag in schedules.items():
         sizes = [f"--training.local_batch_size={n}", f"--training.global_batch_size={n}"]
@@ -172,7 +205,13 @@ def one_step(argv, schedules):
         parts.loader.close()
         result = forward_backward(parts, batch, n, 0.0)
         model = setup.spec.build(setup.args, attention_backend("cpu"))
-        materialize(model, CPU, CPU, config.debug.seed, lambda fqn, setup=setup: setup.spec.init(fqn, setup.args))
+        materialize(
+            model,
+            CPU,
+            CPU,
+            config.debug.seed,
+            lambda fqn, setup=setup: setup.spec.init(fqn, setup.args),
+        )
         loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
         loss.backward()
         norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
@@ -180,7 +219,9 @@ def one_step(argv, schedules):
     return out
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")])
+@pytest.mark.parametrize(
+    "schedule", [name for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")]
+)
 def test_every_count_of_microbatches_that_is_accepted_is_right(ranks, tmp_path, schedule):
     schedules = dict.fromkeys(range(1, 8), f"schedule={schedule}")
     for results in ranks(2, one_step, arguments(tmp_path, *PP), schedules):
@@ -195,7 +236,9 @@ def test_schedules_that_torch_lacks_are_right(ranks, tmp_path, capsys, name, deg
     schedules = {}
     for n in (1, degree, 2 * degree + 1):
         file = tmp_path / f"{n}.csv"
-        assert schedule.main([name, f"--pp={degree}", f"--microbatches={n}", f"--output={file}"]) == 0
+        assert (
+            schedule.main([name, f"--pp={degree}", f"--microbatches={n}", f"--output={file}"]) == 0
+        )
         schedules[n] = f"schedule_csv={file}"
     argv = [f"{P}degree={degree}", f"--model.overrides.n_layers={2 * degree}"]
     for results in ranks(degree, one_step, arguments(tmp_path, *argv), schedules):
@@ -206,7 +249,8 @@ def test_schedules_that_torch_lacks_are_right(ranks, tmp_path, capsys, name, deg
 
 @contextmanager
 def watched():
-    """The most that is alive, whenever a stage computes, of what it has received and of the gradients it has sent.
+    """The most that is alive, whenever a stage computes, of what it has received and of the
+    gradients it has sent.
 
     And of the last stage's outputs, whenever their backward or the next forward begins.
     """
@@ -242,7 +286,11 @@ def watched():
         **spied("get_fwd_recv_ops", after=operations),
         **spied("get_bwd_recv_ops", after=operations),
         **spied("get_bwd_send_ops", after=operations),
-        **spied("forward_maybe_with_nosync", computes, lambda stage, out: stage.is_last and see("outputs", [out])),
+        **spied(
+            "forward_maybe_with_nosync",
+            computes,
+            lambda stage, out: stage.is_last and see("outputs", [out]),
+        ),
         **spied("backward_maybe_with_nosync", computes),
     }
     gc.disable()  # as in training
@@ -250,7 +298,9 @@ def watched():
         yield most
     gc.enable()
     for kind in alive:
-        assert not any(reference() is not None for reference in alive[kind]), f"{kind} outlive the batch"
+        assert not any(reference() is not None for reference in alive[kind]), (
+            f"{kind} outlive the batch"
+        )
 
 
 def held_by_every_schedule(argv, orders, rows):
@@ -268,7 +318,8 @@ def held_by_every_schedule(argv, orders, rows):
             parts.compute.forward(parts.compute.own_rows(batch.tokens, batch.labels))
         remote = [s for s, (a, b) in enumerate(pairwise(setup.stages.ranks), 1) if a != b]
         expected = max(
-            sum(count for stage, count in held.microbatches.items() if stage in remote) + held.transfers
+            sum(count for stage, count in held.microbatches.items() if stage in remote)
+            + held.transfers
             for held in program(setup.stages, rows).holds(dist.get_rank())
         )
         out[name] = trained, evaluated, expected
@@ -276,10 +327,18 @@ def held_by_every_schedule(argv, orders, rows):
 
 
 def test_a_stage_holds_what_its_schedule_keeps_in_flight(ranks, tmp_path):
-    """As many tensors as the planner counts, not one per microbatch and direction; and no logits beyond their loss."""
-    orders = {name: [f"{P}schedule={name}"] for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")}
+    """As many tensors as the planner counts, not one per microbatch and direction; and no logits
+    beyond their loss.
+    """
+    orders = {
+        name: [f"{P}schedule={name}"]
+        for name in SCHEDULE_NAMES
+        if not name.startswith("PipelineSchedule")
+    }
     file = tmp_path / "mine.csv"
-    file.write_text("\n".join(",".join(f"{stage}F{m},{stage}B{m}" for m in range(6)) for stage in range(2)))
+    file.write_text(
+        "\n".join(",".join(f"{stage}F{m},{stage}B{m}" for m in range(6)) for stage in range(2))
+    )
     orders["file"] = [f"{P}schedule_csv={file}"]
     for name in OWN_SCHEDULES:
         (tmp_path / name).write_text(as_csv(orders_of(name, 2, 6)))

@@ -1,4 +1,6 @@
-"""A run against its plan: figures, parts of a profile, hardware fitted to it; and measured links."""
+"""A run against its plan: figures, parts of a profile, hardware fitted to it; and measured
+links.
+"""
 
 import json
 import shutil
@@ -10,7 +12,15 @@ from tests.runs import arguments, read_metrics, train
 from torchtitan.commands.plan import main
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.links import measure_links
-from torchtitan.tools.planner.profile import ATTENTION, COMMUNICATION, POINTWISE, PRODUCTS, REST, kind_of, traced_parts
+from torchtitan.tools.planner.profile import (
+    ATTENTION,
+    COMMUNICATION,
+    POINTWISE,
+    PRODUCTS,
+    REST,
+    kind_of,
+    traced_parts,
+)
 from torchtitan.utils.errors import ConfigError, UserError
 
 CPU = """
@@ -32,8 +42,12 @@ reserve_gib = 1.0
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
-    profile = ["--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_active=2",
-               "--profiling.profiler_warmup=1"]  # fmt: skip
+    profile = [
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=4",
+        "--profiling.profiler_active=2",
+        "--profiling.profiler_warmup=1",
+    ]
     ranks(1, train, arguments(folder, *profile, "--training.seq_len=128", steps=8))
     (folder / "cpu.toml").write_text(CPU)
     return folder
@@ -64,8 +78,11 @@ def test_a_run_against_its_plan_and_hardware_fitted_to_it(run, capsys):
 def test_without_a_profile_all_rates_are_scaled_alike(run, tmp_path, capsys):
     shutil.copytree(run / "out", tmp_path / "out", ignore=shutil.ignore_patterns("profile_traces"))
     hardware = f"--hardware={run / 'cpu.toml'}"
-    assert "attention, s" not in planned(tmp_path, capsys, hardware, f"--calibrate={tmp_path / 'f.toml'}")
-    before, after = find_hardware(str(run / "cpu.toml")), find_hardware(str(tmp_path / "f.toml"))
+    assert "attention, s" not in planned(
+        tmp_path, capsys, hardware, f"--calibrate={tmp_path / 'f.toml'}"
+    )
+    before = find_hardware(str(run / "cpu.toml"))
+    after = find_hardware(str(tmp_path / "f.toml"))
     assert after.gemm_bf16 / before.gemm_bf16 == pytest.approx(after.attention / before.attention)
     again = planned(tmp_path, capsys, f"--hardware={tmp_path / 'f.toml'}")["step, s"]
     assert again["planned"] == pytest.approx(again["measured"], rel=0.01)
@@ -83,7 +100,9 @@ def event(name, cat, ts, dur, tid=7):
 
 
 def test_parts_of_a_gpus_trace(tmp_path):
-    """Two steps of 1000 us. A gather of 300 us overlaps a product for 200; 100 us of copies; the rest is idle."""
+    """Two steps of 1000 us. A gather of 300 us overlaps a product for 200; 100 us of copies; the
+    rest is idle.
+    """
     events = [event(f"ProfilerStep#{n}", "user_annotation", 1000 * n, 1000) for n in (4, 5)]
     for begin in (4000, 5000):
         events += [
@@ -96,7 +115,14 @@ def test_parts_of_a_gpus_trace(tmp_path):
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": events}))
     parts = {part: round(seconds * 1e6) for part, seconds in traced_parts(file).items()}
-    assert parts == {PRODUCTS: 400, ATTENTION: 100, POINTWISE: 150, COMMUNICATION: 100, "optimizer": 0, REST: 250}
+    assert parts == {
+        PRODUCTS: 400,
+        ATTENTION: 100,
+        POINTWISE: 150,
+        COMMUNICATION: 100,
+        "optimizer": 0,
+        REST: 250,
+    }
     file.write_text('{"traceEvents": []}')
     with pytest.raises(UserError, match="no complete step"):
         traced_parts(file)

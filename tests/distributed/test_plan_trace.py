@@ -1,4 +1,6 @@
-"""The traced step: against memory measured on real ranks, and against FLOPs and collectives counted by hand."""
+"""The traced step: against memory measured on real ranks, and against FLOPs and collectives counted
+by hand.
+"""
 
 import gc
 import math
@@ -21,8 +23,16 @@ from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
 
-SIZES = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256, "vocab_size": 2048}
-SEQ, ROWS = 256, 4
+SIZES = {
+    "dim": 128,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 256,
+    "vocab_size": 2048,
+}
+SEQ = 256
+ROWS = 4
 STEPS = 5  # each measured
 P = "--parallelism."
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
@@ -32,7 +42,10 @@ LAYOUTS = {
     "fsdp, by operation": (2, [*OP, "--ema.enable"]),
     "hsdp, full": (4, [f"{P}data_parallel_replicate_degree=2", *FULL]),
     "tensor": (2, [f"{P}tensor_parallel_degree=2"]),
-    "context, a ring": (2, [f"{P}context_parallel_degree=2", f"{P}context_parallel_rotate_method=alltoall", *FULL]),
+    "context, a ring": (
+        2,
+        [f"{P}context_parallel_degree=2", f"{P}context_parallel_rotate_method=alltoall", *FULL],
+    ),
     "context, gathered": (2, [f"{P}context_parallel_degree=2"]),
     "1F1B": (2, [f"{P}pipeline_parallel_degree=2"]),
     "interleaved, tensor": (
@@ -40,7 +53,10 @@ LAYOUTS = {
         [f"{P}pipeline_parallel_degree=2", f"{P}tensor_parallel_degree=2", *FULL]
         + [f"{P}pipeline_parallel_schedule=Interleaved1F1B"],
     ),
-    "split backward": (2, [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"]),
+    "split backward": (
+        2,
+        [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble"],
+    ),
     "split backward, full": (
         2,
         [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_schedule=ZBVZeroBubble", *FULL],
@@ -51,17 +67,29 @@ LAYOUTS = {
     ),
     "experts": (
         2,
-        ["--model.name=qwen3_moe", "--model.overrides.expert_dim=64", "--debug.moe_force_load_balance"]
+        [
+            "--model.name=qwen3_moe",
+            "--model.overrides.expert_dim=64",
+            "--debug.moe_force_load_balance",
+        ]
         + [f"{P}expert_parallel_degree=2"],
     ),
     "experts, tensor, full": (
         4,
-        ["--model.name=qwen3_moe", "--model.overrides.expert_dim=64", "--debug.moe_force_load_balance"]
+        [
+            "--model.name=qwen3_moe",
+            "--model.overrides.expert_dim=64",
+            "--debug.moe_force_load_balance",
+        ]
         + [f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2", *FULL],
     ),
     "compiled loss, tensor": (
         2,
-        ["--compile.enable", "--compile.components=loss", "--training.mixed_precision_param=bfloat16"]
+        [
+            "--compile.enable",
+            "--compile.components=loss",
+            "--training.mixed_precision_param=bfloat16",
+        ]
         + [f"{P}tensor_parallel_degree=2"],
     ),
     "optimizer in backward": (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0"]),
@@ -72,7 +100,9 @@ REST = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name n
 
 def command(folder, world, extra=()):
     """Arguments of a run that is large enough for its tensors to be what counts."""
-    settings = {f"--{arg.lstrip('-').partition('=')[0]}": arg.partition("=")[2] for arg in arguments(folder)}
+    settings = {
+        f"--{arg.lstrip('-').partition('=')[0]}": arg.partition("=")[2] for arg in arguments(folder)
+    }
     settings |= {f"--model.overrides.{name}": value for name, value in SIZES.items()}
     settings |= {"--training.seq_len": SEQ, "--training.local_batch_size": ROWS}
     settings["--training.global_batch_size"] = -1
@@ -90,8 +120,9 @@ def traced(folder, world, *extra, pp_ranks=(0,), device_type="cuda"):
 def measured_peak(argv):
     """Bytes that PyTorch's CPU allocator holds at most in a step, and this rank's place along `pp`.
 
-    The profiler doesn't see a gloo thread free a message, which happens on a busy machine, and would count that message
-    for ever after. So a step counts from the bytes that are held between steps, and the lowest of several is taken.
+    The profiler doesn't see a gloo thread free a message, which happens on a busy machine, and
+    would count that message for ever after. So a step counts from the bytes that are held between
+    steps, and the lowest of several is taken.
     """
     config = resolve(argv, dist.get_world_size()).config
     gc.collect()  # what earlier tests have left, whose addresses may be used again
@@ -100,7 +131,9 @@ def measured_peak(argv):
     batches = iter(parts.loader)
 
     def step():
-        forward_backward(parts, next(batches), config.training.local_batch_size, config.training.max_norm)
+        forward_backward(
+            parts, next(batches), config.training.local_batch_size, config.training.max_norm
+        )
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
         if parts.average is not None:
@@ -111,9 +144,15 @@ def measured_peak(argv):
     gc.disable()  # as the trainer does
     peaks = []
     for _ in range(STEPS):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
             step()
-        events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+        events = (
+            event
+            for event in profiler.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        )
         changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         peaks.append(max(accumulate(changes)))
     gc.enable()
@@ -138,7 +177,9 @@ def test_peak_is_what_the_allocator_measures(ranks, tmp_path, name):
 
 
 def parameters():
-    d, f, v = SIZES["dim"], SIZES["ffn_dim"], SIZES["vocab_size"]
+    d = SIZES["dim"]
+    f = SIZES["ffn_dim"]
+    v = SIZES["vocab_size"]
     kv = d * SIZES["n_kv_heads"] // SIZES["n_heads"]
     matrices = 2 * d * d + 2 * d * kv + 3 * d * f
     return SIZES["n_layers"], matrices, 2 * d, v * d
@@ -150,29 +191,44 @@ def test_flops_are_the_formulas(tmp_path):
     forward = 2 * tokens * layers * matrices
     (plain,) = traced(tmp_path, 2, "--training.mixed_precision_param=bfloat16")
     assert plain.flops["matmul", "bfloat16"] == 3 * forward + 6 * tokens * ends
-    # Two products forward and five backward over half of the pairs, each of 2 FLOPs for every element of a head.
+    # Two products forward and five backward over half of the pairs, each of 2 FLOPs for every
+    # element of a head.
     attention = layers * 2 * (2 + 5) * ROWS * SIZES["dim"] * SEQ * SEQ / 2
     assert plain.flops["attention", "bfloat16"] == attention
     (full,) = traced(tmp_path, 2, *FULL, "--training.global_batch_size=40")
-    assert full.flops["matmul", "float32"] == 5 * (4 * forward + 6 * tokens * ends)  # five batches, of which three run
+    assert full.flops["matmul", "float32"] == 5 * (
+        4 * forward + 6 * tokens * ends
+    )  # five batches, of which three run
     assert full.flops["attention", "float32"] == 5 * attention * 9 / 7
 
 
 def test_what_reducing_once_costs(tmp_path):
     """At the peak: the whole gradients in fp32 of all that the last backward has not reached."""
-    many = ["--training.global_batch_size=40", "--training.local_batch_size=1", "--training.loss_chunks=8"]
-    once, each = (traced(tmp_path, 2, *many, *more)[0] for more in ([f"{P}fsdp_reduce_once_per_step"], []))
+    many = [
+        "--training.global_batch_size=40",
+        "--training.local_batch_size=1",
+        "--training.loss_chunks=8",
+    ]
+    once, each = (
+        traced(tmp_path, 2, *many, *more)[0] for more in ([f"{P}fsdp_reduce_once_per_step"], [])
+    )
     layers, matrices, norms, ends = parameters()
     whole = 4 * (layers * (matrices + norms) + 2 * ends + SIZES["dim"])
-    assert once.peak_active - each.peak_active == pytest.approx(whole / 2, rel=0.1)  # in place of the shards
-    assert (once.collectives["fsdp"]["reduce_scatter"][0], each.collectives["fsdp"]["reduce_scatter"][0]) == (5, 100)
+    assert once.peak_active - each.peak_active == pytest.approx(
+        whole / 2, rel=0.1
+    )  # in place of the shards
+    assert (
+        once.collectives["fsdp"]["reduce_scatter"][0],
+        each.collectives["fsdp"]["reduce_scatter"][0],
+    ) == (5, 100)
 
 
 def test_context_parallelism_shares_the_attention(tmp_path):
     (whole,) = traced(tmp_path, 1)
     (part,) = traced(tmp_path, 4, f"{P}context_parallel_degree=4")
     assert part.flops["attention", "float32"] == whole.flops["attention", "float32"] / 4
-    layers, kv = SIZES["n_layers"], SIZES["dim"] * SIZES["n_kv_heads"] // SIZES["n_heads"]
+    layers = SIZES["n_layers"]
+    kv = SIZES["dim"] * SIZES["n_kv_heads"] // SIZES["n_heads"]
     both = 2 * ROWS * SEQ * kv * 4  # keys and values of the whole sequence in fp32
     assert part.collectives["cp"] == {
         "all_gather": (2 * layers, 2 * layers * both),
@@ -183,24 +239,34 @@ def test_context_parallelism_shares_the_attention(tmp_path):
 def test_collectives_of_fsdp(tmp_path):
     layers, matrices, norms, ends = parameters()
     (trace,) = traced(tmp_path, 2, "--training.mixed_precision_param=bfloat16")
-    block, root = matrices + norms, 2 * ends + SIZES["dim"]
+    block = matrices + norms
+    root = 2 * ends + SIZES["dim"]
     found = trace.collectives["fsdp"]
-    # In bf16: every block before its forward and again before its backward, but for the last; the root once.
+    # In bf16: every block before its forward and again before its backward, but for the last; the
+    # root once.
     assert found["all_gather"] == (2 * layers - 1 + 1, 2 * ((2 * layers - 1) * block + root))
     assert found["reduce_scatter"] == (layers + 1, 4 * (layers * block + root))
     # Two batches reduce-scatter twice; replicas add up their shards, and are all-reduced once.
     hsdp = [f"{P}data_parallel_replicate_degree=2", "--training.global_batch_size=32"]
     (hybrid,) = traced(tmp_path, 4, *hsdp)
-    assert hybrid.collectives["fsdp"]["reduce_scatter"] == (2 * (layers + 1), 2 * 4 * (layers * block + root))
-    assert hybrid.collectives["dp_replicate"]["all_reduce"] == (layers + 1, 4 * (layers * block + root) // 2)
+    assert hybrid.collectives["fsdp"]["reduce_scatter"] == (
+        2 * (layers + 1),
+        2 * 4 * (layers * block + root),
+    )
+    assert hybrid.collectives["dp_replicate"]["all_reduce"] == (
+        layers + 1,
+        4 * (layers * block + root) // 2,
+    )
 
 
 def test_collectives_of_tensor_parallelism(tmp_path):
     layers = SIZES["n_layers"]
-    (trace,) = traced(tmp_path, 2, f"{P}tensor_parallel_degree=2", "--training.mixed_precision_param=bfloat16")
+    (trace,) = traced(
+        tmp_path, 2, f"{P}tensor_parallel_degree=2", "--training.mixed_precision_param=bfloat16"
+    )
     hidden = 2 * ROWS * SEQ * SIZES["dim"]
-    # A block gathers before attention and feed-forward and scatters after them, and the reverse in the backward; so do
-    # the ends: the embedding scatters, the output gathers.
+    # A block gathers before attention and feed-forward and scatters after them, and the reverse in
+    # the backward; so do the ends: the embedding scatters, the output gathers.
     calls = 4 * layers + 2
     assert trace.collectives["tp"]["all_gather"] == (calls, calls * hidden)
     assert trace.collectives["tp"]["reduce_scatter"] == (calls, calls * hidden)
@@ -210,7 +276,11 @@ def test_collectives_of_a_pipeline(tmp_path):
     first, last = traced(tmp_path, 2, f"{P}pipeline_parallel_degree=2", pp_ranks=(0, 1))
     hidden = SEQ * SIZES["dim"] * 4
     for trace in (first, last):
-        assert trace.collectives["pp"]["send"] == trace.collectives["pp"]["receive"] == (ROWS, ROWS * hidden)
+        assert (
+            trace.collectives["pp"]["send"]
+            == trace.collectives["pp"]["receive"]
+            == (ROWS, ROWS * hidden)
+        )
     assert last.memory["logits"] > 0 == first.memory["logits"]
 
 
@@ -224,12 +294,15 @@ def test_memory_on_cuda(tmp_path):
     assert eager.memory["parameters"] == pytest.approx(4 * shard, rel=1e-3)
     assert eager.memory["optimizer"] == pytest.approx(8 * shard, rel=1e-3)
     (compiled,) = traced(tmp_path, 2, *OP, bf16, "--compile.enable", "--compile.components=model")
-    # Only w2's result is kept for nothing, but not at the peak by the last block, whose backward has begun.
+    # Only w2's result is kept for nothing, but not at the peak by the last block, whose backward
+    # has begun.
     unneeded = 2 * ROWS * SEQ * SIZES["dim"]
     saved = eager.peak_active - compiled.peak_active
     assert (layers - 1) * unneeded <= saved <= layers * unneeded
     (fused,) = traced(tmp_path, 2, *OP, bf16, "--compile.enable")
-    assert fused.memory["logits"] == 4 * ROWS * SEQ * SIZES["vocab_size"]  # themselves and their gradient, in bf16
+    assert (
+        fused.memory["logits"] == 4 * ROWS * SEQ * SIZES["vocab_size"]
+    )  # themselves and their gradient, in bf16
     (offloaded,) = traced(tmp_path, 2, *OP, bf16, "--training.enable_cpu_offload")
     assert offloaded.memory["parameters"] == offloaded.memory["optimizer"] == 0
     assert offloaded.peak_active < eager.peak_active - 11 * shard
@@ -270,7 +343,14 @@ def test_a_large_cluster(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "world"),
     [
-        (["--training.local_batch_size=1", "--training.loss_chunks=8", "--training.global_batch_size=16"], 8),
+        (
+            [
+                "--training.local_batch_size=1",
+                "--training.loss_chunks=8",
+                "--training.global_batch_size=16",
+            ],
+            8,
+        ),
         # Meant for 8 ranks, on 3, which 16 rows don't divide: three batches, padded to 18.
         (
             [
@@ -306,7 +386,13 @@ def test_closed_forms_agree_with_a_trace_of_postponed_backwards(tmp_path, mode):
     shape = ["--model.flavor=8B", "--model.overrides.n_layers=8", "--training.seq_len=4096"]
     pipeline = [f"{P}pipeline_parallel_degree=4", f"{P}pipeline_parallel_schedule_csv={file}"]
     split = [f"{P}pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")]
-    argv = [*shape, *pipeline, *split, "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"]
+    argv = [
+        *shape,
+        *pipeline,
+        *split,
+        "--training.local_batch_size=8",
+        f"--activation_checkpoint.mode={mode}",
+    ]
     config = resolve(argv, 4).config
     setup = preflight(config, output=False)
     (trace,) = trace_ranks(config, 4, [2])
@@ -320,7 +406,12 @@ def test_closed_forms_agree_with_a_trace_of_postponed_backwards(tmp_path, mode):
     [
         ["--training.local_batch_size=4", f"{P}expert_parallel_degree=8"],
         pytest.param(
-            [*OP, "--training.local_batch_size=4", f"{P}expert_parallel_degree=4", f"{P}tensor_parallel_degree=2"],
+            [
+                *OP,
+                "--training.local_batch_size=4",
+                f"{P}expert_parallel_degree=4",
+                f"{P}tensor_parallel_degree=2",
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param([*OP, "--training.local_batch_size=4"], marks=pytest.mark.slow),
@@ -329,7 +420,9 @@ def test_closed_forms_agree_with_a_trace_of_postponed_backwards(tmp_path, mode):
 def test_closed_forms_of_experts_agree_with_a_trace(extra):
     """For 4 layers of Qwen3 30B-A3B: reserved memory nearly, FLOPs and collectives exactly."""
     shape = ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.overrides.n_layers=4"]
-    config = resolve([*shape, "--training.seq_len=4096", *FULL, "--compile.enable", *extra], 16).config
+    config = resolve(
+        [*shape, "--training.seq_len=4096", *FULL, "--compile.enable", *extra], 16
+    ).config
     setup = preflight(config, output=False)
     w = Workload(config, setup.args, setup.stages)
     (trace,) = trace_ranks(config, 16, [0])
@@ -338,13 +431,21 @@ def test_closed_forms_of_experts_agree_with_a_trace(extra):
     made = collectives(w)
     for (axis, operation), calls in made.calls.items():
         size = made.bytes[axis, operation]
-        assert trace.collectives[axis][operation] == pytest.approx((calls, size), rel=1e-3), (axis, operation)
+        assert trace.collectives[axis][operation] == pytest.approx((calls, size), rel=1e-3), (
+            axis,
+            operation,
+        )
 
 
 def test_written_file_trains_as_it_is(ranks, tmp_path, capsys):
     """The best layout of two ranks for a tiny model: planned with a trace, written, and trained."""
     file = tmp_path / "best.toml"
-    argv = [*arguments(tmp_path, steps=2, global_batch=4), "--world=2", "--hardware=h100-sxm", "--search"]
+    argv = [
+        *arguments(tmp_path, steps=2, global_batch=4),
+        "--world=2",
+        "--hardware=h100-sxm",
+        "--search",
+    ]
     assert main([*argv, "--write", str(file)]) == 0
     assert "traced tensors: " in capsys.readouterr().out
     metrics = ranks(2, train, ["--job.config_file", str(file)])[0]["metrics"]

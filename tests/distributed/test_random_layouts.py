@@ -1,5 +1,6 @@
-"""Random legal configurations: each trains two steps on gloo ranks, and must compute what plain PyTorch on one process
-does, or be refused."""
+"""Random legal configurations: each trains two steps on gloo ranks, and must compute what plain
+PyTorch on one process does, or be refused.
+"""
 
 import itertools
 import math
@@ -38,7 +39,11 @@ def sometimes(draw, flags: Flags) -> Flags:
 @st.composite
 def runs(draw, world: int) -> Flags:
     """The flags of a run on `world` ranks. Most are legal."""
-    layouts = [layout for layout in itertools.product(divisors(world), repeat=5) if math.prod(layout) == world]
+    layouts = [
+        layout
+        for layout in itertools.product(divisors(world), repeat=5)
+        if math.prod(layout) == world
+    ]
     degrees = dict(zip(AXES, draw(st.sampled_from(layouts)), strict=True))
     flags: Flags = {f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()}
     flags |= draw(models(degrees["tp"], degrees["pp"])) | draw(low_precision(degrees["tp"]))
@@ -64,7 +69,9 @@ def mixtures(draw, world: int) -> Flags:
         if math.prod(layout) == world
         for ep in divisors(math.prod(layout[2:]))
     ]
-    split = [(layout, ep) for layout, ep in found if 1 < ep < math.prod(layout[2:])]  # FSDP shards what is left
+    split = [
+        (layout, ep) for layout, ep in found if 1 < ep < math.prod(layout[2:])
+    ]  # FSDP shards what is left
     layout, ep = draw(st.sampled_from(pick(draw, split, split, split, found) or found))
     degrees = dict(zip(AXES, layout, strict=True))
     flags: Flags = {f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()}
@@ -81,7 +88,8 @@ def experts(draw, ep: int, shards: int) -> Flags:
     """Experts of which each of `ep` ranks has some, which FSDP shards.
 
     Args:
-        shards: ranks that hold the same experts. They divide the number of experts or the sizes of their matrices.
+        shards: ranks that hold the same experts. They divide the number of experts or the sizes of
+        their matrices.
     """
     own = pick(draw, shards + 1, 1, 2, 3, 5)
     experts = max(2, own * ep)
@@ -89,7 +97,8 @@ def experts(draw, ep: int, shards: int) -> Flags:
     sizes = {
         "n_experts": experts,
         "experts_per_token": chosen,
-        # The normalized weight of a single expert is 1, and its router has no gradient but rounding errors.
+        # The normalized weight of a single expert is 1, and its router has no gradient but rounding
+        # errors.
         "normalize_expert_weights": chosen > 1 and pick(draw, True, False),
         "head_size": pick(draw, 2, 6, 8, 16),
         "dim": shards * pick(draw, 4, 6, 16),
@@ -109,9 +118,14 @@ def experts(draw, ep: int, shards: int) -> Flags:
 @st.composite
 def models(draw, tp: int, pp: int) -> Flags:
     """Heads, widths and vocabularies that the ranks divide unevenly, if at all."""
-    kv_heads, groups, head = tp * pick(draw, 1, 2, 3), pick(draw, 1, 2, 3), pick(draw, 2, 6, 8, 16)
+    kv_heads = tp * pick(draw, 1, 2, 3)
+    groups = pick(draw, 1, 2, 3)
+    head = pick(draw, 2, 6, 8, 16)
     original = pick(draw, 8, 8192)
-    scaling = f"{{factor = 4.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_seq_len = {original}}}"
+    scaling = (
+        f"{{factor = 4.0, low_freq_factor = 1.0, high_freq_factor = 4.0, "
+        f"original_max_seq_len = {original}}}"
+    )
     sizes = {
         "n_kv_heads": kv_heads,
         "n_heads": kv_heads * groups,
@@ -132,10 +146,13 @@ def batches(draw, degrees: dict[str, int], block: int = 1, shortest: int = 2) ->
 
     Args:
         block: the tokens of a row on each context-parallel rank are a multiple of this.
-        shortest: row. Over a single token attention has no gradient, only rounding errors; and of a mixture's rows the
+        shortest: row. Over a single token attention has no gradient, only rounding errors; and of a
+        mixture's rows the
             last quarter doesn't count.
     """
-    cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
+    cp = degrees["cp"]
+    tp = degrees["tp"]
+    pp = degrees["pp"]
     replicas = degrees["dp_replicate"] * degrees["dp_shard"]
     balancer = pick(draw, "headtail", "headtail", "none")
     unit = math.lcm(2 * cp if cp > 1 and balancer == "headtail" else cp, cp * tp, cp * block)
@@ -155,7 +172,9 @@ def batches(draw, degrees: dict[str, int], block: int = 1, shortest: int = 2) ->
         draw,
         {
             "validation.enable": True,
-            "validation.seq_len": draw(st.sampled_from(lengths)) if flags["training.loss_chunks"] == 1 else seq_len,
+            "validation.seq_len": draw(st.sampled_from(lengths))
+            if flags["training.loss_chunks"] == 1
+            else seq_len,
             "validation.local_batch_size": rows * pick(draw, 1, 2),
             "validation.freq": 1,
             "validation.steps": pick(draw, 1, 3),
@@ -172,15 +191,24 @@ def memory(draw, pp: int) -> Flags:
     """What is recomputed, freed, offloaded, compiled, saved."""
     reshard = ["default", "never"] + ["always"] * (pp == 1)
     recomputed = pick(draw, "none", "none", "full", "op", "1", "2")
-    by_block = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": recomputed}
+    by_block = {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": recomputed,
+    }
     compiled = {"compile.enable": True, "compile.backend": "eager"}
     saved = {"checkpoint.enable": True, "checkpoint.interval": 1}
     return (
         {"parallelism.fsdp_reshard_after_forward": pick(draw, *reshard)}
-        | ({"activation_checkpoint.mode": recomputed} if recomputed in ("none", "full") else by_block)
+        | (
+            {"activation_checkpoint.mode": recomputed}
+            if recomputed in ("none", "full")
+            else by_block
+        )
         | sometimes(draw, {"activation_checkpoint.early_stop": True})
         | sometimes(draw, {"training.enable_cpu_offload": True})
-        | sometimes(draw, {**compiled, "compile.components": pick(draw, "model", "loss", "model,loss")})
+        | sometimes(
+            draw, {**compiled, "compile.components": pick(draw, "model", "loss", "model,loss")}
+        )
         | sometimes(draw, {**saved, "checkpoint.async_mode": pick(draw, "disabled", "async")})
     )
 
@@ -204,11 +232,20 @@ def low_precision(draw, tp: int) -> Flags:
     kind = pick(draw, *["none"] * 4, "float8", "gather", "mx")
     if kind == "none":
         return {}
-    heads, unit = 2 * tp, 32 if kind == "mx" else 16
-    sizes = {"n_heads": heads, "n_kv_heads": heads, "dim": heads * unit, "ffn_dim": tp * unit * pick(draw, 1, 3)}
+    heads = 2 * tp
+    unit = 32 if kind == "mx" else 16
+    sizes = {
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "dim": heads * unit,
+        "ffn_dim": tp * unit * pick(draw, 1, 3),
+    }
     flags: Flags = {f"model.overrides.{name}": size for name, size in sizes.items()}
     if kind == "mx":
-        return flags | {"model.converters": "mx", "quantize.linear.mx.recipe_name": "mxfp8_emulated"}
+        return flags | {
+            "model.converters": "mx",
+            "quantize.linear.mx.recipe_name": "mxfp8_emulated",
+        }
     flags |= {"model.converters": "float8", "quantize.linear.float8.emulate": True}
     if kind == "gather":
         precompute = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
@@ -216,7 +253,11 @@ def low_precision(draw, tp: int) -> Flags:
             "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
             precompute: pick(draw, True, False),
         }
-    return flags | {"quantize.linear.float8.recipe_name": pick(draw, "tensorwise", "rowwise", "rowwise_with_gw_hp")}
+    return flags | {
+        "quantize.linear.float8.recipe_name": pick(
+            draw, "tensorwise", "rowwise", "rowwise_with_gw_hp"
+        )
+    }
 
 
 @st.composite
@@ -237,14 +278,19 @@ def pipelines(draw, degree: int) -> Flags:
     flags: Flags = {"schedule": name}
     by_hand = pick(draw, "no", "no", "less", "per stage", "modules")
     if by_hand == "less":
-        flags |= {"first_stage_less_layers": pick(draw, 0, 1), "last_stage_less_layers": pick(draw, 0, 1)}
+        flags |= {
+            "first_stage_less_layers": pick(draw, 0, 1),
+            "last_stage_less_layers": pick(draw, 0, 1),
+        }
     elif by_hand == "per stage":
         flags |= {"layers_per_stage": pick(draw, 1, 2)}
         layers = stages * flags["layers_per_stage"] - 2
     flags = {f"parallelism.pipeline_parallel_{key}": value for key, value in flags.items()}
     if by_hand == "modules":
         starts = [*(f"layers.{i}" for i in range(layers)), "norm", "output"]
-        cuts = draw(st.sets(st.sampled_from(range(len(starts))), min_size=stages - 1, max_size=stages - 1))
+        cuts = draw(
+            st.sets(st.sampled_from(range(len(starts))), min_size=stages - 1, max_size=stages - 1)
+        )
         flags["parallelism.module_fqns_per_model_part"] = ",".join(starts[i] for i in sorted(cuts))
     return flags | {"model.overrides.n_layers": max(1, layers)}
 
@@ -284,12 +330,18 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
 
 
 SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2)]
-REST = [pytest.param(kind, world, 30, marks=pytest.mark.slow) for kind in (runs, mixtures) for world in range(2, 9)]
+REST = [
+    pytest.param(kind, world, 30, marks=pytest.mark.slow)
+    for kind in (runs, mixtures)
+    for world in range(2, 9)
+]
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("kind", "world", "examples"), [*SUITE, *REST], ids=lambda value: getattr(value, "__name__", None)
+    ("kind", "world", "examples"),
+    [*SUITE, *REST],
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_random_layout_equals_one_process_or_is_refused(ranks, tmp_path, kind, world, examples):
     seen: Counter[str] = Counter()

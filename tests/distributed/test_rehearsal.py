@@ -1,4 +1,6 @@
-"""`torchtitan rehearse`: what it checks against real ranks, planted faults, and every shipped configuration."""
+"""`torchtitan rehearse`: what it checks against real ranks, planted faults, and every shipped
+configuration.
+"""
 
 import json
 import re
@@ -40,46 +42,82 @@ WHAT = {
     "skip": (
         "collectives",
         1,
-        r"rank 1 did not enter all_reduce #\d+ of all ranks = dp_shard \(float32 \[4\] sum; ranks 0-1\) during the "
+        r"rank 1 did not enter all_reduce #\d+ of all ranks = dp_shard \(float32 \[4\] sum; ranks 0-1\) during the "  # noqa: E501
         r"report, where rank 0 waits, at {}; its last one there is #\d+ ",
     ),
     "order": (
         "collectives",
         1,
-        r"rank 1 entered all_reduce #\d+ of extra \(float32 \[8\] sum; ranks 0-1\) during the report, at {}, where "
+        r"rank 1 entered all_reduce #\d+ of extra \(float32 \[8\] sum; ranks 0-1\) during the report, at {}, where "  # noqa: E501
         r"rank 0 entered all_reduce \(float32 \[4\] sum\), at {}",
     ),
-    "kind": ("collectives", 1, r"rank 1 entered all_reduce #\d+ .*\(float64 \[4\] sum; ranks 0-1\) .*at {}, where"),
-    "reduction": ("collectives", 1, r"rank 1 entered all_reduce #\d+ .*\(float32 \[4\] max; .*where .* \[4\] sum.*{}"),
-    "root": ("collectives", 1, r"rank 1 entered broadcast #\d+ of all ranks .* of root 1 during the report, at {}"),
-    "group": ("groups", 1, r"rank 1 creates group #\d+ extra \(rank 0\), at {}, where rank 0 creates .*ranks 0-1.*{}"),
+    "kind": (
+        "collectives",
+        1,
+        r"rank 1 entered all_reduce #\d+ .*\(float64 \[4\] sum; ranks 0-1\) .*at {}, where",
+    ),
+    "reduction": (
+        "collectives",
+        1,
+        r"rank 1 entered all_reduce #\d+ .*\(float32 \[4\] max; .*where .* \[4\] sum.*{}",
+    ),
+    "root": (
+        "collectives",
+        1,
+        r"rank 1 entered broadcast #\d+ of all ranks .* of root 1 during the report, at {}",
+    ),
+    "group": (
+        "groups",
+        1,
+        r"rank 1 creates group #\d+ extra \(rank 0\), at {}, where rank 0 creates .*ranks 0-1.*{}",
+    ),
     "data": (
         "data",
         1,
-        r"rank 1 depends on a value of its own data, which it reads at {}: .* barrier #\d+ of all .*{}",
+        r"rank 1 depends on a value of its own data, which it reads at {}: .* barrier #\d+ of all .*{}",  # noqa: E501
     ),
     "raises": ("error", 1, r"rank 1 raised ValueError: boom, at {}"),
-    "loop": ("loop", 1, r"rank 1 loops without end at {}: the loop waits for a tensor's value to change"),
-    "unreceived": ("messages", 1, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives"),
-    "unsent": ("messages", 0, r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends"),
-    "size": ("messages", 0, r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]"),
+    "loop": (
+        "loop",
+        1,
+        r"rank 1 loops without end at {}: the loop waits for a tensor's value to change",
+    ),
+    "unreceived": (
+        "messages",
+        1,
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives",
+    ),
+    "unsent": (
+        "messages",
+        0,
+        r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends",
+    ),
+    "size": (
+        "messages",
+        0,
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]",
+    ),
     "way": (
         "messages",
         0,
-        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, but it is received "
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, but it is received "  # noqa: E501
         r"over the group's communicator, at {}",
     ),
     "circle": (
         "circle",
         0,
-        r"rank 0 waits to send to rank 1 \(float32 \[4\]\) in all ranks = dp_shard, posted at {}; rank 1 waits to send",
+        r"rank 0 waits to send to rank 1 \(float32 \[4\]\) in all ranks = dp_shard, posted at {}; rank 1 waits to send",  # noqa: E501
     ),
     "crossed": (
         "circle",
         0,
-        r"rank 0 waits in barrier #\d+ of all ranks .*, at {}; rank 1 waits to receive from rank 0 .*{}",
+        r"rank 0 waits in barrier #\d+ of all ranks .*, at {}; rank 1 waits to receive from rank 0 .*{}",  # noqa: E501
     ),
-    "experts": ("exchanges", 0, r"rank 0 sends 5 rows to rank 1, which expects 6, in exchange #\d+ .* among ranks 0-1"),
+    "experts": (
+        "exchanges",
+        0,
+        r"rank 0 sends 5 rows to rank 1, which expects 6, in exchange #\d+ .* among ranks 0-1",
+    ),
 }
 """Kind, rank to blame and words of each planted fault; {} is its Python line."""
 SUITE = ("data",)
@@ -90,7 +128,9 @@ def planted(tmp_path, name):
     return rehearse(resolve(argv, 2).config, 2).faults
 
 
-@pytest.mark.parametrize("name", [n if n in SUITE else pytest.param(n, marks=pytest.mark.slow) for n in WHAT])
+@pytest.mark.parametrize(
+    "name", [n if n in SUITE else pytest.param(n, marks=pytest.mark.slow) for n in WHAT]
+)
 def test_a_planted_fault_is_named(tmp_path, name):
     kind, rank, text = WHAT[name]
     (fault,) = planted(tmp_path, name)
@@ -105,13 +145,24 @@ def test_every_fault_is_tried():
 # ---- runs without a fault
 
 NO_FILES = f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"
-CUT = {"llama3_405b": 512, "llama3_70b": 64, "qwen3_moe_235b_a22b": 256, "qwen3_32b": 64, "qwen3_moe_30b_a3b": 64}
+CUT = {
+    "llama3_405b": 512,
+    "llama3_70b": 64,
+    "qwen3_moe_235b_a22b": 256,
+    "qwen3_32b": 64,
+    "qwen3_moe_30b_a3b": 64,
+}
 """Ranks of the larger configurations; the others have 8."""
 
 
 def test_the_command_rehearses_a_small_run(tmp_path, capsys):
     out = tmp_path / "result.json"
-    argv = [str(ROOT / "train_configs/debug_model.toml"), "--training.local_batch_size=2", "--layers", "1"]
+    argv = [
+        str(ROOT / "train_configs/debug_model.toml"),
+        "--training.local_batch_size=2",
+        "--layers",
+        "1",
+    ]
     assert main([*argv, "--world", "2", "--json", str(out)]) == 0
     text = capsys.readouterr().out
     assert "llama3 debugmodel on 2 ranks: dp_shard 2" in text
@@ -121,14 +172,22 @@ def test_the_command_rehearses_a_small_run(tmp_path, capsys):
     assert data["rehearsed"] == [0, 1]
     assert data["faults"] == []
     assert data["checked"]["collectives"] > 50
-    # All that a rank reads of tensors that others may not share; a new place must be shown not to matter.
+    # All that a rank reads of tensors that others may not share; a new place must be shown not to
+    # matter.
     own = {re.sub(r":\d+", "", place["at"]) for place in data["reads"] if not place["shared"]}
     assert own == {"torchtitan/train/step.py in forward_backward"}
 
 
 def test_refuses_what_the_trainer_refuses(tmp_path):
     with pytest.raises(ConfigError, match="but there are 3 ranks"):
-        main([str(ROOT / "train_configs/debug_model.toml"), "--world", "3", f"{P}tensor_parallel_degree=2"])
+        main(
+            [
+                str(ROOT / "train_configs/debug_model.toml"),
+                "--world",
+                "3",
+                f"{P}tensor_parallel_degree=2",
+            ]
+        )
 
 
 def test_doubts_about_the_model_are_shown(monkeypatch, capsys):
@@ -137,7 +196,13 @@ def test_doubts_about_the_model_are_shown(monkeypatch, capsys):
 
     monkeypatch.setattr("torchtitan.commands.rehearse.rehearse", stop)
     with pytest.raises(UserError, match="enough"):
-        main(["qwen3_moe_debug", "--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0"])
+        main(
+            [
+                "qwen3_moe_debug",
+                "--model.overrides.experts_per_token=1",
+                "--moe.global_balance_loss=0",
+            ]
+        )
     assert "warning: model.overrides.normalize_expert_weights: " in capsys.readouterr().err
 
 
@@ -161,7 +226,10 @@ LAYOUTS = {
     "context": (4, [f"{P}context_parallel_degree=2"]),
     "replicas": (4, [f"{P}data_parallel_replicate_degree=2"]),
     "experts": (4, [*EXPERTS, f"{P}expert_parallel_degree=2"]),
-    "experts, tensor": (4, [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2"]),
+    "experts, tensor": (
+        4,
+        [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2"],
+    ),
     "average, Muon": (2, ["--ema.enable", "--optimizer.name=Muon"]),
 }
 
@@ -186,7 +254,15 @@ def test_ranks_that_stand_for_others():
     assert ranks == [0, 4, 7, 16, 24, 31, 32, 63]
     assert all(rank_at(coordinates(rank, degrees), degrees) == rank for rank in range(64))
     cast = Cast(ranks, degrees)
-    assert [cast.stands_for(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [0, 4, 16, 31, 32, 32, 63]
+    assert [cast.stands_for(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [
+        0,
+        4,
+        16,
+        31,
+        32,
+        32,
+        63,
+    ]
     assert all(cast.stands_for(rank) // 32 == rank // 32 for rank in range(64))
 
 
@@ -194,7 +270,9 @@ def test_the_verdict_claims_no_more_than_was_rehearsed():
     config = resolve([f"{P}data_parallel_shard_degree=8", "--training.dataset=demo"], 8).config
 
     def verdict(ranks):
-        records = {rank: Record(rank, groups=[Group(tuple(range(8)), "all ranks", "")]) for rank in ranks}
+        records = {
+            rank: Record(rank, groups=[Group(tuple(range(8)), "all ranks", "")]) for rank in ranks
+        }
         text = as_text(Rehearsal(config, 8, None, records, Counts(), []))
         return text.splitlines()[-1], "every rank" in text
 
@@ -220,7 +298,11 @@ def halve_without_end():
 
 def test_a_loop_that_a_rehearsal_never_ends_is_named():
     recorder = Recorder(0, {"dp_shard": 2}, large=True)
-    with FakeTensorMode(), recorder, pytest.raises(EndlessLoopError, match=r"test_rehearsal.py:\d+ in halve"):
+    with (
+        FakeTensorMode(),
+        recorder,
+        pytest.raises(EndlessLoopError, match=r"test_rehearsal.py:\d+ in halve"),
+    ):
         halve_without_end()
 
 
@@ -228,11 +310,15 @@ def test_a_loop_that_a_rehearsal_never_ends_is_named():
 
 
 def messages(rank, *steps):
-    """A rank that posts batches to the other one, `+` for a send and `-` for a receive, then waits for all."""
+    """A rank that posts batches to the other one, `+` for a send and `-` for a receive, then waits
+    for all.
+    """
     record = Record(rank, groups=[Group((0, 1), "pp", "")])
     for number, step in enumerate(steps):
         batch = tuple(Message(sign == "+", 1 - rank, "float32 [4]", 16) for sign in step)
-        record.events.append(Post(0, number, batch, len(batch) == 1, f"line {number}", "first step"))
+        record.events.append(
+            Post(0, number, batch, len(batch) == 1, f"line {number}", "first step")
+        )
     record.events += [Wait(number, "the end") for number in range(len(steps))]
     return record
 
@@ -260,8 +346,18 @@ def test_order_of_messages(first, second, hangs):
         (["+", "+"], ["-", "-"], None),
         (["++"], ["--"], None),
         (["+-"], ["-+"], None),
-        (["+", "+"], ["--"], "over that of the two ranks, but it is received over the group's communicator, at line 0"),
-        (["++"], ["-", "-"], "over the group's communicator, but it is received over that of the two ranks, at line 0"),
+        (
+            ["+", "+"],
+            ["--"],
+            "over that of the two ranks, but it is received over the group's "
+            "communicator, at line 0",
+        ),
+        (
+            ["++"],
+            ["-", "-"],
+            "over the group's communicator, but it is received over that of the two "
+            "ranks, at line 0",
+        ),
     ],
 )
 def test_a_message_is_sent_and_received_over_the_same_communicator(first, second, text):
@@ -279,7 +375,8 @@ class CountingStore(dist.Store):
 
     def __init__(self, store):
         super().__init__()
-        self.store, self.count = store, 0
+        self.store = store
+        self.count = 0
 
 
 for name in ("set", "get", "wait", "add", "check"):
@@ -296,10 +393,13 @@ def test_operations_on_the_store_are_those_of_real_groups(monkeypatch, lazy):
     """Of gloo groups in threads of this process."""
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ranks, shared = 6, dist.HashStore()
+    ranks = 6
+    shared = dist.HashStore()
     stores = [CountingStore(shared) for _ in range(ranks)]
     threads = [
-        threading.Thread(target=dist.ProcessGroupGloo, args=(store, rank, ranks, timedelta(seconds=30)))
+        threading.Thread(
+            target=dist.ProcessGroupGloo, args=(store, rank, ranks, timedelta(seconds=30))
+        )
         for rank, store in enumerate(stores)
     ]
     for thread in threads:
@@ -308,7 +408,9 @@ def test_operations_on_the_store_are_those_of_real_groups(monkeypatch, lazy):
         thread.join()
     record = Record(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
     record.creations = [Creation(tuple(range(ranks)), "all ranks", "")]
-    config = resolve([f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks).config
+    config = resolve(
+        [f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks
+    ).config
     found = startup(Rehearsal(config, ranks, None, {0: record}, Counts(), []))
     assert sum(store.count for store in stores) == (found.lazy_store if lazy else found.store)
 

@@ -36,7 +36,9 @@ def s3(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = (tmp_path_factory.mktemp("s3") / "log").open("w")
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log
+    )
     env = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "any",
@@ -90,7 +92,9 @@ def test_resume_from_a_bucket_on_other_ranks(ranks, tmp_path, s3, uninterrupted,
     assert not leftovers(storage_path(url))
     assert not (tmp_path / "out/checkpoint").exists()
     other = ["--parallelism.tensor_parallel_degree=2"] if mode == "async" else []
-    run = ranks(2 if other else 1, train_remote, s3, arguments(tmp_path, *extra, *other, steps=8))[0]
+    run = ranks(2 if other else 1, train_remote, s3, arguments(tmp_path, *extra, *other, steps=8))[
+        0
+    ]
     assert [r["step"] for r in run["metrics"]] == list(range(1, 9)), "resumed from step 6"
     assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
 
@@ -102,14 +106,28 @@ def test_retention_damage_and_the_commands(ranks, tmp_path, s3, capsys):
     extra += [f"--checkpoint.folder={url}", "--checkpoint.last_save_in_hf"]
     ranks(2, train_remote, s3, arguments(tmp_path, *extra, steps=4))
     assert sorted(p.name for p in folder.iterdir()) == ["step-3", "step-4", "step-4-hf"]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (folder / "step-4-hf").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (folder / "step-4-hf").iterdir()
+    }
 
     assert ckpt.main(["verify", url]) == 0
     ckpt.main(["to-hf", url, str(tmp_path / "hf"), "--no-check"])
-    assert (tmp_path / "hf/model.safetensors").read_bytes() == (folder / "step-4-hf/model.safetensors").read_bytes()
-    ckpt.main(["from-hf", str(tmp_path / "hf"), "s3://runs/started", "--toml", str(tmp_path / "train.toml")])
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (
+        folder / "step-4-hf/model.safetensors"
+    ).read_bytes()
+    ckpt.main(
+        [
+            "from-hf",
+            str(tmp_path / "hf"),
+            "s3://runs/started",
+            "--toml",
+            str(tmp_path / "train.toml"),
+        ]
+    )
     assert ckpt.main(["diff", f"{url}/step-4", "s3://runs/started", "--only", "tensors"]) == 1
-    assert "model." not in capsys.readouterr().out.split("b: ")[1], "the weights are equal; the optimizer is missing"
+    assert "model." not in capsys.readouterr().out.split("b: ")[1], (
+        "the weights are equal; the optimizer is missing"
+    )
     argv = [f"--config={tmp_path / 'train.toml'}", f"--job.dump_folder={tmp_path / 'started'}"]
     argv = [a for a in arguments(tmp_path, *argv, steps=1) if not a.startswith("--model.")]
     assert ranks(1, train_remote, s3, argv)[0]["progress"]["step"] == 1
@@ -141,7 +159,8 @@ def failing(env, argv):
     import torchtitan.utils.storage as storage
     from torchtitan.train.trainer import Trainer
 
-    storage._ATTEMPTS, storage._PAUSE = 2, 0.01
+    storage._ATTEMPTS = 2
+    storage._PAUSE = 0.01
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     real = type(trainer.checkpointer.folder).open
@@ -165,7 +184,9 @@ def failing(env, argv):
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s3, mode):
     url = f"s3://runs/failing-{mode}"
-    argv = arguments(tmp_path, *SAVE, f"--checkpoint.folder={url}", f"--checkpoint.async_mode={mode}", steps=6)
+    argv = arguments(
+        tmp_path, *SAVE, f"--checkpoint.folder={url}", f"--checkpoint.async_mode={mode}", steps=6
+    )
     for kind, message in ranks(2, failing, s3, argv):
         assert kind == "CheckpointError"
         assert "rank 1: ConnectionError: the server has gone" in message
@@ -177,7 +198,8 @@ def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s
 
 @pytest.mark.slow
 def test_copies_in_a_bucket(ranks, tmp_path, s3, uninterrupted):
-    url, folder = "s3://runs/copies", tmp_path / "out/checkpoint"
+    url = "s3://runs/copies"
+    folder = tmp_path / "out/checkpoint"
     extra = [*SAVE, f"--checkpoint.upload_folder={url}", "--checkpoint.async_mode=async"]
     ranks(2, train_remote, s3, arguments(tmp_path, *extra, steps=6))
     copies = storage_path(url)
@@ -189,7 +211,9 @@ def test_copies_in_a_bucket(ranks, tmp_path, s3, uninterrupted):
 
     shutil.rmtree(folder)
     run = ranks(1, train_remote, s3, arguments(tmp_path, *extra, steps=8))[0]
-    assert [r["step"] for r in run["metrics"]] == list(range(1, 9)), "resumed from the copy of step 6"
+    assert [r["step"] for r in run["metrics"]] == list(range(1, 9)), (
+        "resumed from the copy of step 6"
+    )
     assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
     assert committed_steps(folder) == [8]
     assert committed_steps(copies) == [3, 6, 8]
@@ -201,13 +225,19 @@ def test_copies_in_a_bucket(ranks, tmp_path, s3, uninterrupted):
     before = modified(copies / "step-8")
     assert ckpt.main(["upload", str(folder), url]) == 0
     after = modified(copies / "step-8")
-    assert {name for name in after if after[name] != before.get(name)} == {"__0_0.distcp", "manifest.json"}
+    assert {name for name in after if after[name] != before.get(name)} == {
+        "__0_0.distcp",
+        "manifest.json",
+    }
     assert ckpt.main(["verify", url]) == 0
 
 
 def modified(step):
     """When each object was written."""
-    return {entry["name"].split("/")[-1]: entry["LastModified"] for entry in step.fs.ls(step.path, detail=True)}
+    return {
+        entry["name"].split("/")[-1]: entry["LastModified"]
+        for entry in step.fs.ls(step.path, detail=True)
+    }
 
 
 def train_through_an_outage(env, argv):
@@ -231,7 +261,8 @@ def train_through_an_outage(env, argv):
 
 @pytest.mark.slow
 def test_training_does_not_depend_on_uploads(ranks, tmp_path, s3):
-    url, folder = "s3://runs/outage", tmp_path / "out/checkpoint"
+    url = "s3://runs/outage"
+    folder = tmp_path / "out/checkpoint"
     argv = arguments(tmp_path, *SAVE, f"--checkpoint.upload_folder={url}", steps=6)
     assert ranks(1, train_through_an_outage, s3, argv)[0]["progress"]["step"] == 6
     assert committed_steps(folder) == [3, 6]
@@ -239,8 +270,15 @@ def test_training_does_not_depend_on_uploads(ranks, tmp_path, s3):
     assert leftovers(storage_path(url)) == [storage_path(url) / "step-6"]
     ranks(1, train_remote, s3, argv)
     assert committed_steps(storage_path(url)) == [3, 6], "the next start continues"
-    with pytest.raises(AssertionError, match=r"checkpoint\.upload_folder: can't write to s3://nobucket/run"):
-        ranks(1, train_remote, s3, arguments(tmp_path, *SAVE, "--checkpoint.upload_folder=s3://nobucket/run"))
+    with pytest.raises(
+        AssertionError, match=r"checkpoint\.upload_folder: can't write to s3://nobucket/run"
+    ):
+        ranks(
+            1,
+            train_remote,
+            s3,
+            arguments(tmp_path, *SAVE, "--checkpoint.upload_folder=s3://nobucket/run"),
+        )
 
 
 KILLED = """
@@ -261,7 +299,11 @@ main(sys.argv[1:])
 @pytest.mark.e2e
 def test_kill_during_a_save_leaves_a_good_checkpoint(ranks, tmp_path, s3):
     folder = storage_path("s3://runs/killed")
-    extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.folder=s3://runs/killed"]
+    extra = [
+        "--checkpoint.enable",
+        "--checkpoint.interval=1",
+        "--checkpoint.folder=s3://runs/killed",
+    ]
     argv = arguments(tmp_path, *extra)
     done = subprocess.run([sys.executable, "-c", KILLED, *argv], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -284,7 +326,11 @@ def test_other_urls(ranks, tmp_path):
     ranks(1, train, arguments(tmp_path, *SAVE, *memory))
     again = ranks(1, train, arguments(tmp_path, *SAVE, *memory, "--training.steps=5"))[0]
     assert again["progress"]["step"] == 5
-    start = ["--checkpoint.enable", f"--checkpoint.initial_load_path={file}/step-3", "--checkpoint.folder=new"]
+    start = [
+        "--checkpoint.enable",
+        f"--checkpoint.initial_load_path={file}/step-3",
+        "--checkpoint.folder=new",
+    ]
     ranks(1, train, arguments(tmp_path, *start, "--training.steps=1"))
 
 
@@ -295,7 +341,9 @@ def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3,
             preflight(resolve(argv, world).config)
         return str(error.value)
 
-    assert "checkpoint.folder: unknown storage s4://" in problems("--checkpoint.folder=s4://bucket/run")
+    assert "checkpoint.folder: unknown storage s4://" in problems(
+        "--checkpoint.folder=s4://bucket/run"
+    )
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert "pip install gcsfs" in problems("--checkpoint.folder=gs://bucket/run")
     assert "pip install gcsfs" in problems("--checkpoint.initial_load_path=gs://bucket/run/step-1")
@@ -305,9 +353,12 @@ def test_unusable_storage_is_refused_before_anything_starts(ranks, tmp_path, s3,
     assert "must be a local folder" in problems("--job.dump_folder=s3://runs/out")
     assert not Path("s3:").exists()
     with pytest.raises(
-        AssertionError, match=r"checkpoint.folder: can't write to s3://nobucket/run.*bucket does not exist"
+        AssertionError,
+        match=r"checkpoint.folder: can't write to s3://nobucket/run.*bucket does not exist",
     ):
-        ranks(2, train_remote, s3, arguments(tmp_path, *SAVE, "--checkpoint.folder=s3://nobucket/run"))
+        ranks(
+            2, train_remote, s3, arguments(tmp_path, *SAVE, "--checkpoint.folder=s3://nobucket/run")
+        )
 
 
 class NoCredentialsError(Exception):
@@ -315,7 +366,8 @@ class NoCredentialsError(Exception):
 
 
 def test_transient_errors_pass_and_lasting_ones_do_not(monkeypatch):
-    pauses, path = [], storage_path("memory://x")
+    pauses = []
+    path = storage_path("memory://x")
     monkeypatch.setattr("time.sleep", pauses.append)
     errors = iter([ConnectionError("reset"), TimeoutError("slow"), None])
 

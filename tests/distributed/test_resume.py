@@ -58,13 +58,16 @@ def test_async_modes_write_the_same_checkpoint(ranks, tmp_path, uninterrupted, m
 def test_resume_under_another_layout(ranks, tmp_path, uninterrupted, before, after):
     (world, extra), (new_world, new_extra) = before, after
     ranks(world, train, arguments(tmp_path, *SAVE, SCHEDULE, *extra, steps=4))
-    run = ranks(new_world, train, arguments(tmp_path, *SAVE, SCHEDULE, *new_extra, steps=8), timeout=120)[0]
+    run = ranks(
+        new_world, train, arguments(tmp_path, *SAVE, SCHEDULE, *new_extra, steps=8), timeout=120
+    )[0]
     assert_continues(run, uninterrupted)
 
 
 def test_finished_run_has_nothing_to_do(ranks, tmp_path):
     argv = arguments(tmp_path, *SAVE)
-    first, again = ranks(1, train, argv)[0], ranks(1, train, argv)[0]
+    first = ranks(1, train, argv)[0]
+    again = ranks(1, train, argv)[0]
     assert again["progress"] == first["progress"]
     assert len(again["metrics"]) == len(first["metrics"])
 
@@ -73,9 +76,14 @@ def test_load_step_and_exclude_from_loading(ranks, tmp_path):
     whole = ranks(1, train, arguments(tmp_path, *SAVE, steps=6))[0]
     again = ranks(1, train, arguments(tmp_path, *SAVE, "--checkpoint.load_step=3", steps=6))[0]
     assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
-    extra = ["--checkpoint.load_step=3", "--checkpoint.exclude_from_loading=model,dataloader,lr_scheduler,optimizer"]
+    extra = [
+        "--checkpoint.load_step=3",
+        "--checkpoint.exclude_from_loading=model,dataloader,lr_scheduler,optimizer",
+    ]
     fresh = ranks(1, train, arguments(tmp_path, *SAVE, *extra, steps=6))[0]
-    assert losses(fresh)[3] == pytest.approx(losses(whole)[0], rel=1e-6), "a new model on the first batch"
+    assert losses(fresh)[3] == pytest.approx(losses(whole)[0], rel=1e-6), (
+        "a new model on the first batch"
+    )
     assert fresh["progress"]["step"] == 6
     with pytest.raises(AssertionError, match="has no step 4"):
         ranks(1, train, arguments(tmp_path, *SAVE, "--checkpoint.load_step=4", steps=6))
@@ -94,9 +102,15 @@ def test_old_checkpoints_are_deleted_but_not_the_last_resumable(ranks, tmp_path)
     ranks(2, train, arguments(tmp_path, *extra, *keep, steps=5))
     folder = tmp_path / "out/checkpoint"
     assert committed_steps(folder) == [2, 4, 5]
-    assert sorted(p.name for p in folder.iterdir()) == ["step-2", "step-4", "step-5"], "nothing half-deleted"
+    assert sorted(p.name for p in folder.iterdir()) == ["step-2", "step-4", "step-5"], (
+        "nothing half-deleted"
+    )
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
-    deleted = [(event["step"], event["steps"], event["message"]) for event in events if event["kind"] == "deleted"]
+    deleted = [
+        (event["step"], event["steps"], event["message"])
+        for event in events
+        if event["kind"] == "deleted"
+    ]
     why = "older than the newest 2, and not multiples of 2"
     assert deleted == [(3, [1], f"Deleted step-1: {why}"), (5, [3], f"Deleted step-3: {why}")]
     manifest = json.loads((folder / "step-5/manifest.json").read_text())
@@ -106,9 +120,17 @@ def test_old_checkpoints_are_deleted_but_not_the_last_resumable(ranks, tmp_path)
 
 
 def test_model_only_export_is_plain_dcp_in_the_dtype_asked_for(ranks, tmp_path):
-    extra = ["--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16"]
+    extra = [
+        "--checkpoint.enable",
+        "--checkpoint.last_save_model_only",
+        "--checkpoint.export_dtype=bfloat16",
+    ]
     run = ranks(2, train, arguments(tmp_path, *extra))[0]
-    state = {"model": {name: torch.empty_like(w, dtype=torch.bfloat16) for name, w in run["weights"].items()}}
+    state = {
+        "model": {
+            name: torch.empty_like(w, dtype=torch.bfloat16) for name, w in run["weights"].items()
+        }
+    }
     dcp.load(state, checkpoint_id=tmp_path / "out/checkpoint/step-4", no_dist=True)
     for name, weight in run["weights"].items():
         assert torch.equal(state["model"][name], weight.to(torch.bfloat16)), name
@@ -123,7 +145,11 @@ def test_start_from_another_runs_weights(ranks, tmp_path):
         assert torch.equal(run["initial"][name], weight), name
     assert run["progress"]["step"] == 2
     full_argv = ["--checkpoint.enable", source, "--checkpoint.initial_load_model_only=false"]
-    run = ranks(1, train, arguments(tmp_path, *full_argv, f"--job.dump_folder={tmp_path / 'third'}", steps=6))[0]
+    run = ranks(
+        1,
+        train,
+        arguments(tmp_path, *full_argv, f"--job.dump_folder={tmp_path / 'third'}", steps=6),
+    )[0]
     assert [r["step"] for r in run["metrics"]] == [5, 6]
 
 
@@ -132,7 +158,9 @@ def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     extra = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
     run = ranks(2, train, arguments(tmp_path, *extra))[0]
     folder = tmp_path / "out/checkpoint/step-4-hf"
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {p.name for p in folder.iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {
+        p.name for p in folder.iterdir()
+    }
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     argv = arguments(tmp_path)
     setup = preflight(resolve(argv, 1).config)
@@ -158,10 +186,12 @@ def recorded(argv):
     """Train; also returns the rows of every step, in the global order."""
     from torchtitan.train import step as module
 
-    steps, real = [], module.forward_backward
+    steps = []
+    real = module.forward_backward
 
     def recording(parts, batch, *rest, **options):
-        mesh, boxes = parts.mesh, [None] * dist.get_world_size()
+        mesh = parts.mesh
+        boxes = [None] * dist.get_world_size()
         dist.all_gather_object(boxes, (mesh.dp_rank, batch.tokens, batch.labels))
         by_rank = {rank: (tokens, labels) for rank, tokens, labels in boxes}
         for rank, tokens, labels in boxes:  # pipeline, context and tensor ranks read the same rows
@@ -176,32 +206,50 @@ def recorded(argv):
 
 CHAIN = {
     "dp 4": (4, ["--training.local_batch_size=2"]),
-    "pp 2 x tp 2": (4, ["--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"]),
+    "pp 2 x tp 2": (
+        4,
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"],
+    ),
     "cp 2 x dp_replicate 2": (
         4,
-        ["--parallelism.context_parallel_degree=2", "--parallelism.data_parallel_replicate_degree=2"],
+        [
+            "--parallelism.context_parallel_degree=2",
+            "--parallelism.data_parallel_replicate_degree=2",
+        ],
     ),
     "one process": (1, []),
     "pp 2 x dp_shard 2": (
         4,
-        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        ],
     ),
 }
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("disabled", marks=pytest.mark.slow), "async_with_pinned_mem"]
+)
 def test_one_curve_and_the_same_rows_from_layout_to_layout(ranks, tmp_path, mode):
     """Each layout resumes from the previous one; together they equal one uninterrupted run.
 
     The average is that of the weights which the layouts end with, bit for bit.
     """
-    size = ["--model.overrides.n_layers=4", "--lr_scheduler.total_steps=10", f"--checkpoint.async_mode={mode}"]
+    size = [
+        "--model.overrides.n_layers=4",
+        "--lr_scheduler.total_steps=10",
+        f"--checkpoint.async_mode={mode}",
+    ]
     size += [*AVERAGE, "--ema.start_step=2", "--ema.every=2"]
     whole_argv = [*size, f"--job.dump_folder={tmp_path / 'whole'}"]
     whole = ranks(1, recorded, arguments(tmp_path, *whole_argv, steps=10, local_batch=8))[0]
-    rows, oracle = [], TorchAverage(0.8)
+    rows = []
+    oracle = TorchAverage(0.8)
     for i, (world, layout) in enumerate(CHAIN.values(), 1):
-        argv = arguments(tmp_path, *SAVE, *size, "--checkpoint.interval=2", *layout, steps=2 * i, local_batch=4)
+        argv = arguments(
+            tmp_path, *SAVE, *size, "--checkpoint.interval=2", *layout, steps=2 * i, local_batch=4
+        )
         run = ranks(world, recorded, argv, timeout=100)[0]
         assert len(run["rows"]) == 2
         rows += run["rows"]
@@ -226,13 +274,24 @@ EXPERT_CHAIN = [
 
 
 def test_experts_move_between_ranks(ranks, tmp_path):
-    """A step in each layout: the curve, rows, loads, routing biases, weights and average of one process."""
-    extra = [*EXPERTS, "--lr_scheduler.total_steps=5", "--moe.global_balance_loss=0.1"]  # by the load of the last step
+    """A step in each layout: the curve, rows, loads, routing biases, weights and average of one
+    process.
+    """
+    extra = [
+        *EXPERTS,
+        "--lr_scheduler.total_steps=5",
+        "--moe.global_balance_loss=0.1",
+    ]  # by the load of the last step
     extra += AVERAGE
-    whole = ranks(1, recorded, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'whole'}", steps=5))[0]
-    rows, oracle = [], TorchAverage(0.8)
+    whole = ranks(
+        1, recorded, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'whole'}", steps=5)
+    )[0]
+    rows = []
+    oracle = TorchAverage(0.8)
     for step, (world, degrees) in enumerate(EXPERT_CHAIN, 1):
-        layout = [f"--parallelism.{kind}_parallel_degree={degree}" for kind, degree in degrees.items()]
+        layout = [
+            f"--parallelism.{kind}_parallel_degree={degree}" for kind, degree in degrees.items()
+        ]
         argv = arguments(tmp_path, *SAVE, *extra, *layout, steps=step)
         run = ranks(world, recorded, argv, timeout=100)[0]
         rows += run["rows"]
@@ -254,8 +313,14 @@ def test_experts_move_between_ranks(ranks, tmp_path):
 
 def test_an_optimizer_in_the_backward_resumes_as_a_plain_one_and_back(ranks, tmp_path):
     plain = ["--training.max_norm=0", "--lr_scheduler.total_steps=6"]
-    early = [*plain, "--optimizer.early_step_in_backward", "--checkpoint.async_mode=async_with_pinned_mem"]
-    argv = arguments(tmp_path, *plain, f"--job.dump_folder={tmp_path / 'whole'}", steps=6, local_batch=4)
+    early = [
+        *plain,
+        "--optimizer.early_step_in_backward",
+        "--checkpoint.async_mode=async_with_pinned_mem",
+    ]
+    argv = arguments(
+        tmp_path, *plain, f"--job.dump_folder={tmp_path / 'whole'}", steps=6, local_batch=4
+    )
     whole = ranks(2, train, argv)[0]
     for steps, extra in ((2, early), (4, plain), (6, early)):
         run = ranks(2, train, arguments(tmp_path, *SAVE, *extra, steps=steps, local_batch=4))[0]
@@ -277,15 +342,27 @@ def test_hugging_face_weights_go_in_and_out_of_layouts(ranks, tmp_path, layouts)
     folder = tmp_path / "out/checkpoint/step-2-hf"
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 4
     for i, (world, layout) in enumerate(CHAIN[name] for name in layouts):
-        back = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--model.overrides.n_layers=4", *layout]
-        more = [f"--checkpoint.initial_load_path={folder}", f"--job.dump_folder={tmp_path / str(i)}"]
-        again = ranks(world, train, arguments(tmp_path, *back, *more, steps=1, local_batch=4), timeout=100)[0]
+        back = [
+            "--checkpoint.enable",
+            "--checkpoint.initial_load_in_hf",
+            "--model.overrides.n_layers=4",
+            *layout,
+        ]
+        more = [
+            f"--checkpoint.initial_load_path={folder}",
+            f"--job.dump_folder={tmp_path / str(i)}",
+        ]
+        again = ranks(
+            world, train, arguments(tmp_path, *back, *more, steps=1, local_batch=4), timeout=100
+        )[0]
         for name, weight in run["weights"].items():
             assert torch.equal(again["initial"][name], weight), name
 
 
 def test_a_copy_waits_for_the_update(monkeypatch):
-    """On CUDA the optimizer's step is only enqueued when a save begins; another stream would copy the old weights."""
+    """On CUDA the optimizer's step is only enqueued when a save begins; another stream would copy
+    the old weights.
+    """
     stager = Stager(StagingOptions(*[False] * 4))
     order = []
     stager._staging_stream = SimpleNamespace(wait_stream=order.append)
@@ -315,7 +392,13 @@ def train_with_swapped_names(argv):
 
 def test_a_wrong_export_at_the_end_of_a_run_is_deleted(ranks, tmp_path):
     pytest.importorskip("transformers")
-    extra = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_kv_heads=4"]
+    extra = [
+        "--checkpoint.enable",
+        "--checkpoint.last_save_in_hf",
+        "--model.overrides.n_kv_heads=4",
+    ]
     for text in ranks(2, train_with_swapped_names, arguments(tmp_path, *extra, steps=2)):
-        assert text.startswith("can't export to Hugging Face: rank 0: transformers computes other logits")
+        assert text.startswith(
+            "can't export to Hugging Face: rank 0: transformers computes other logits"
+        )
     assert [path.name for path in (tmp_path / "out/checkpoint").iterdir()] == ["step-2"]

@@ -1,4 +1,6 @@
-"""Texts written during training: against plain forwards of the trained weights, in every layout, without a trace."""
+"""Texts written during training: against plain forwards of the trained weights, in every layout,
+without a trace.
+"""
 
 import json
 
@@ -12,7 +14,11 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
 PROMPTS = ["a model reads", "7: every rank", "", "own part one"]
-ASKED = [f"--sampling.prompts={json.dumps(PROMPTS)}", "--sampling.freq=3", "--sampling.max_new_tokens=5"]
+ASKED = [
+    f"--sampling.prompts={json.dumps(PROMPTS)}",
+    "--sampling.freq=3",
+    "--sampling.max_new_tokens=5",
+]
 
 
 def samples(folder):
@@ -31,7 +37,9 @@ def continuation(model, ids, tokenizer):
     return tokenizer.decode(ids[start:])
 
 
-CP, TP, PP = (f"--parallelism.{axis}_parallel_degree=2" for axis in ("context", "tensor", "pipeline"))
+CP, TP, PP = (
+    f"--parallelism.{axis}_parallel_degree=2" for axis in ("context", "tensor", "pipeline")
+)
 LAYOUTS = [
     (1, ["--training.loss_chunks=2", "--training.document_mask"]),
     (2, ["--training.local_batch_size=1"]),
@@ -47,12 +55,16 @@ LAYOUTS = [
 def test_greedy_texts_are_those_of_plain_forwards(ranks, tmp_path, world, layout):
     run = ranks(world, train, arguments(tmp_path, *ASKED, *layout), timeout=240)[0]
     found = samples(tmp_path / "out")
-    assert [(step, prompt) for step, prompt, *_ in found] == [(s, p) for s in (3, 4) for p in PROMPTS]
+    assert [(step, prompt) for step, prompt, *_ in found] == [
+        (s, p) for s in (3, 4) for p in PROMPTS
+    ]
     setup = preflight(resolve(arguments(tmp_path), 1).config)
     model = setup.spec.build(setup.args, attention_backend("cpu"))
     model.load_state_dict(run["weights"])
     for _, prompt, text, _ in found[-len(PROMPTS) :]:
-        assert text == continuation(model, setup.tokenizer.encode(prompt, bos=True), setup.tokenizer)
+        assert text == continuation(
+            model, setup.tokenizer.encode(prompt, bos=True), setup.tokenizer
+        )
 
 
 COMPILED = pytest.param(["--compile.enable", "--compile.backend=aot_eager"], marks=pytest.mark.slow)
@@ -60,10 +72,14 @@ COMPILED = pytest.param(["--compile.enable", "--compile.backend=aot_eager"], mar
 
 @pytest.mark.parametrize("extra", [["--sampling.temperature=1.5"], COMPILED])
 def test_training_is_the_same_bit_for_bit(ranks, tmp_path, extra):
-    expected = losses(ranks(2, train, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'plain'}"))[0])
+    expected = losses(
+        ranks(2, train, arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'plain'}"))[0]
+    )
     texts = []
     for name in ("one", "two"):
-        run = ranks(2, train, arguments(tmp_path, *ASKED, *extra, f"--job.dump_folder={tmp_path / name}"))[0]
+        run = ranks(
+            2, train, arguments(tmp_path, *ASKED, *extra, f"--job.dump_folder={tmp_path / name}")
+        )[0]
         assert losses(run) == expected
         texts.append(samples(tmp_path / name))
     assert texts[0] == texts[1]
@@ -76,7 +92,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
 
 
 def test_texts_reach_tensorboard(ranks, tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     asked = [*ASKED, "--metrics.enable_tensorboard", "--metrics.save_tb_folder=tb"]
     ranks(1, train, arguments(tmp_path, *asked, steps=1))
     (events,) = (tmp_path / "out/tb").rglob("events.*")
@@ -93,6 +111,10 @@ def test_a_mixture_of_experts_writes_the_same(ranks, tmp_path):
     texts = []
     for world, layout in ((1, []), (2, ["--parallelism.expert_parallel_degree=2"])):
         folder = tmp_path / str(world)
-        ranks(world, train, arguments(tmp_path, *EXPERTS, *ASKED, *layout, f"--job.dump_folder={folder}"))
+        ranks(
+            world,
+            train,
+            arguments(tmp_path, *EXPERTS, *ASKED, *layout, f"--job.dump_folder={folder}"),
+        )
         texts.append(samples(folder))
     assert texts[0] == texts[1]

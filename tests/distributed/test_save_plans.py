@@ -1,4 +1,6 @@
-"""What ranks send each other to save: the same number of messages for any number of ranks, and plans only once."""
+"""What ranks send each other to save: the same number of messages for any number of ranks, and
+plans only once.
+"""
 
 import contextlib
 import pickle
@@ -37,7 +39,9 @@ class Collectives(TorchDispatchMode):
 
 
 class Objects:
-    """Replaces the exchange of objects on a fake world, whose other ranks have none; keeps rank 0's."""
+    """Replaces the exchange of objects on a fake world, whose other ranks have none; keeps rank
+    0's.
+    """
 
     def __init__(self):
         self.sent = []
@@ -68,16 +72,26 @@ def fake_world(size):
 
 
 def saves(folder, world):
-    """What rank 0 of a world exchanges in each of three saves: objects, and collectives of tensors."""
-    objects, found = Objects(), []
+    """What rank 0 of a world exchanges in each of three saves: objects, and collectives of
+    tensors.
+    """
+    objects = Objects()
+    found = []
     with fake_world(world), contextlib.ExitStack() as stack:
-        for name in ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object"):
+        for name in (
+            "gather_object",
+            "scatter_object_list",
+            "broadcast_object_list",
+            "all_gather_object",
+        ):
             stack.enter_context(mock.patch.object(dist, name, getattr(objects, name)))
         stack.enter_context(mock.patch.object(dist, "new_group", return_value=None))
         stack.enter_context(mock.patch.object(CommittingWriter, "finish"))
         # Copies of rank 0's parts don't fill the tensors.
         plan = mock.patch.object(
-            DefaultSavePlanner, "_create_global_plan", lambda _, plans: (plans, Metadata({"a" * 10_000: None}))
+            DefaultSavePlanner,
+            "_create_global_plan",
+            lambda _, plans: (plans, Metadata({"a" * 10_000: None})),
         )
         stack.enter_context(plan)
         model = nn.Sequential(*(nn.Linear(world, world) for _ in range(3)))
@@ -103,11 +117,16 @@ def test_a_save_costs_the_same_messages_on_any_number_of_ranks(tmp_path, world):
     first, second, third = saves(tmp_path, world)
     for sent, tensors in (first, second, third):
         assert [name for name, _ in sent] == [
-            "gather_object", "scatter_object_list", "gather_object", "broadcast_object_list"
-        ]  # fmt: skip
+            "gather_object",
+            "scatter_object_list",
+            "gather_object",
+            "broadcast_object_list",
+        ]
         assert not tensors, "optimizer state is saved as it is sharded"
     plan = first[0][0][1]
-    assert len(plan.items) == 6 * 4, "three linear layers with bias: the weights, two moments and a counter"
+    assert len(plan.items) == 6 * 4, (
+        "three linear layers with bias: the weights, two moments and a counter"
+    )
     assert all(len(plans) == world and plans[0].items for plans in [first[0][1][1]])
     for sent, _ in (second, third):
         assert not sent[0][1].items, "the plan has not changed"
@@ -119,7 +138,9 @@ def test_a_save_costs_the_same_messages_on_any_number_of_ranks(tmp_path, world):
 
 def save_changing(folder):
     """Save states that change in between, with plans that are kept. Called by both ranks."""
-    plans, usable, out = Plans(), [], []
+    plans = Plans()
+    usable = []
+    out = []
     create = DefaultSavePlanner.create_global_plan
 
     def counted(self, all_plans):
@@ -128,22 +149,33 @@ def save_changing(folder):
 
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    a, b = (dist.tensor.distribute_tensor(torch.rand(5, 3), mesh, [dist.tensor.Shard(0)]) for _ in range(2))
+    a, b = (
+        dist.tensor.distribute_tensor(torch.rand(5, 3), mesh, [dist.tensor.Shard(0)])
+        for _ in range(2)
+    )
     c = torch.rand(3)
     own = {f"rank {dist.get_rank()}": torch.rand(2)}
-    states = [{"a": a, "c": c}, {"a": a + 1, "c": c}, {"a": a + 2, "c": c, "b": b}, {"b": b + 1, "c": c}]
+    states = [
+        {"a": a, "c": c},
+        {"a": a + 1, "c": c},
+        {"a": a + 2, "c": c, "b": b},
+        {"b": b + 1, "c": c},
+    ]
     states += [{"b": b, **own}, {"b": b + 1, **own}, {"b": b, "more": c}, {"b": b, "more": c}]
     if dist.get_rank() == 1:
         states[-1] = states[-1] | {"of rank 1": torch.ones(2)}
     with mock.patch.object(DefaultSavePlanner, "create_global_plan", counted):
         for step, state in enumerate(states, 1):
             writer = CommittingWriter(
-                folder / f"step-{step}", {"step": step, "model_only": True, "train_state": None, **ABOUT}
+                folder / f"step-{step}",
+                {"step": step, "model_only": True, "train_state": None, **ABOUT},
             )
             dcp.save({"model": dict(state)}, storage_writer=writer, planner=plans.planner("all"))
             target = {name: torch.zeros_like(value) for name, value in state.items()}
             dcp.load({"model": target}, checkpoint_id=folder / f"step-{step}", no_dist=True)
-            out.append([torch.equal(whole(target[name]), whole(value)) for name, value in state.items()])
+            out.append(
+                [torch.equal(whole(target[name]), whole(value)) for name, value in state.items()]
+            )
     plans.forget()
     return usable, out
 
@@ -187,7 +219,11 @@ def after_a_failure(folder):
 
 def test_a_failed_save_forgets_the_plans(ranks, tmp_path):
     assert ranks(2, after_a_failure, tmp_path / "checkpoint") == [4, 4]
-    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3", "step-4"]
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == [
+        "step-1",
+        "step-3",
+        "step-4",
+    ]
 
 
 def test_metadata_that_is_not_sent_is_still_written():

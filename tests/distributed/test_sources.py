@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, read_metrics, train, write_corpus
+from tests.runs import (
+    SAVE,
+    SCHEDULE,
+    arguments,
+    assert_continues,
+    read_metrics,
+    train,
+    write_corpus,
+)
 from torchtitan.config import resolve
 from torchtitan.data.order.rows import IGNORE_INDEX
 
@@ -27,7 +35,9 @@ def mixture(folder, *extra, **sizes):
 
 
 def first_losses(argv):
-    """Loss of each source in the first step, by a plain forward of the initial model; and what the run reports."""
+    """Loss of each source in the first step, by a plain forward of the initial model; and what the
+    run reports.
+    """
     from torchtitan.train.preflight import preflight
     from torchtitan.train.trainer import Trainer
 
@@ -42,8 +52,13 @@ def first_losses(argv):
         for i, name in enumerate("ab"):
             own = batch.sources == i
             labels = batch.labels[own]
-            loss = F.cross_entropy(logits[own].flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX)
-            expected |= {f"loss/{name}": loss.item(), f"bytes_per_token/{name}": lengths[labels].double().mean().item()}
+            loss = F.cross_entropy(
+                logits[own].flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX
+            )
+            expected |= {
+                f"loss/{name}": loss.item(),
+                f"bytes_per_token/{name}": lengths[labels].double().mean().item(),
+            }
         trainer.train()
     finally:
         trainer.close()
@@ -64,7 +79,11 @@ def test_the_loss_of_each_source(ranks, tmp_path):
         assert mean == pytest.approx(record["loss"], rel=1e-5)
     rates = [record["lr"] for record in records]
     (tmp_path / "four").mkdir()
-    flags = [f"{P}pipeline_parallel_degree=2", f"{P}context_parallel_degree=2", "--training.loss_chunks=4"]
+    flags = [
+        f"{P}pipeline_parallel_degree=2",
+        f"{P}context_parallel_degree=2",
+        "--training.loss_chunks=4",
+    ]
     flags += [f"{P}pipeline_parallel_microbatch_size=2"]
     run = ranks(4, train, mixture(tmp_path / "four", *flags, steps=5, local_batch=4))[0]
     assert [record["lr"] for record in run["metrics"]] == rates
@@ -78,7 +97,9 @@ def test_a_mixture_resumes_on_another_layout(ranks, tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     ranks(2, train, mixture(folder, *SAVE, SCHEDULE, steps=3))
-    resumed = ranks(2, train, mixture(folder, *SAVE, SCHEDULE, f"{P}tensor_parallel_degree=2", steps=8))[0]
+    resumed = ranks(
+        2, train, mixture(folder, *SAVE, SCHEDULE, f"{P}tensor_parallel_degree=2", steps=8)
+    )[0]
     assert_continues(resumed, whole)
     for start in json.loads((folder / "out/run.json").read_text())["starts"]:
         assert start["data"]["weights"] == {"a": 3.0, "b": 1.0}
@@ -99,7 +120,10 @@ def train_in_pieces(argv):
 
 def test_a_run_is_saved_within_a_long_document(ranks, tmp_path):
     """The uninterrupted run encodes the document as a whole."""
-    lines = [json.loads(line)["text"] for line in write_corpus(tmp_path / "corpus.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["text"]
+        for line in write_corpus(tmp_path / "corpus.jsonl").read_text().splitlines()
+    ]
     (tmp_path / "long.txt").write_text("\n".join(lines))
 
     def argv(name, *extra, steps):

@@ -1,7 +1,8 @@
-"""What a step asks of the device: host waits, passes over gradients, process groups. Traced on a device without memory.
+"""What a step asks of the device: host waits, passes over gradients, process groups. Traced on a
+device without memory.
 
-The numbers of a step are compared to one process elsewhere; here, the update that the host doesn't wait for is compared
-to the one that a policy has to approve.
+The numbers of a step are compared to one process elsewhere; here, the update that the host doesn't
+wait for is compared to the one that a policy has to approve.
 """
 
 import math
@@ -29,12 +30,18 @@ from torchtitan.train.trainer import Trainer
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 P = "--parallelism."
-SMALL = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.dataloader.pin_memory"]
+SMALL = [
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+    "--training.dataloader.pin_memory",
+]
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """`alone(function, *args)` runs `function` in a process of its own: a fake process group leaves traces."""
+    """`alone(function, *args)` runs `function` in a process of its own: a fake process group leaves
+    traces.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
@@ -58,15 +65,20 @@ def test_a_step_of_one_rank_and_of_eight(alone):
     waits, judged = alone(traced, 8, [], True)
     assert len(waits) == 1, waits
     assert judged["clip"]["_foreach_mul_"] == 1  # a policy judges the norm before the update
-    assert kernels["update"]["_fused_adamw_"] == judged["update"]["_fused_adamw_"] == 2  # with and without decay
-    # Where a factor is set, FSDP divides the gradients of a single rank by it in an extra pass per unit, even by 1.
+    assert (
+        kernels["update"]["_fused_adamw_"] == judged["update"]["_fused_adamw_"] == 2
+    )  # with and without decay
+    # Where a factor is set, FSDP divides the gradients of a single rank by it in an extra pass per
+    # unit, even by 1.
     assert kernels["backward"]["div"] == judged["backward"]["div"]
 
 
 def test_the_host_waits_once_for_sliced_rows_documents_and_experts(alone):
     """The loads of experts are counted on the device."""
     experts = ["--model.name=qwen3_moe", "--moe.balance_bias_rate=0.001"]
-    waits, _ = alone(traced, 8, [*experts, "--training.document_mask", f"{P}context_parallel_degree=2"], False)
+    waits, _ = alone(
+        traced, 8, [*experts, "--training.document_mask", f"{P}context_parallel_degree=2"], False
+    )
     assert len(waits) == 1, waits
     assert waits[0].startswith("train/step.py")
 
@@ -77,9 +89,16 @@ def group_counts(layouts):
     counts = []
     for world, degrees in layouts:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-        config = Config(parallelism=Parallelism(**{DEGREE_KEYS[axis]: degree for axis, degree in degrees.items()}))
+        config = Config(
+            parallelism=Parallelism(
+                **{DEGREE_KEYS[axis]: degree for axis, degree in degrees.items()}
+            )
+        )
         build_mesh(derive(config, world)[0], "cpu")
-        ranks = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
+        ranks = [
+            tuple(dist.get_process_group_ranks(group))
+            for group in dist.distributed_c10d._world.pg_map
+        ]
         assert len(ranks) == len(set(ranks)), f"{degrees}: two groups of the same ranks"
         counts.append(len(ranks))
         dist.destroy_process_group()
@@ -105,13 +124,16 @@ POISON = {3: "forward", 5: "gradients"}
 
 
 def advance(argv, agree):
-    """Loss, norm and whether weights changed, weights, experts' biases and loads, and optimizer state of each step."""
+    """Loss, norm and whether weights changed, weights, experts' biases and loads, and optimizer
+    state of each step.
+    """
     config = resolve(argv, dist.get_world_size()).config
     parts = build(config, preflight(config), torch.device("cpu"))
     (model,), batches, seen = parts.models, iter(parts.loader), []
 
     def poison(_, args):
-        hidden, what = args[0], POISON.get(len(seen) + 1) if dist.get_rank() == 1 else None
+        hidden = args[0]
+        what = POISON.get(len(seen) + 1) if dist.get_rank() == 1 else None
         if what == "gradients":
             hidden.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
         return (torch.full_like(hidden, math.nan) if what == "forward" else hidden, *args[1:])
@@ -129,28 +151,39 @@ def advance(argv, agree):
         )
         parts.schedule.advance()
         states = {name: parts.optimizer.state[param] for name, param in model.named_parameters()}
-        tensors = {f"{name}.{slot}": full(value) for name, state in states.items() for slot, value in state.items()}
+        tensors = {
+            f"{name}.{slot}": full(value)
+            for name, state in states.items()
+            for slot, value in state.items()
+        }
         tensors |= {name: full(value) for name, value in model.state_dict().items()}
         seen.append((result.loss, result.grad_norm, result.updated, tensors))
     parts.loader.close()
     return seen
 
 
-@pytest.mark.parametrize("extra", [[], [f"{P}tensor_parallel_degree=2"], EXPERTS], ids=["fsdp", "tp", "experts"])
+@pytest.mark.parametrize(
+    "extra", [[], [f"{P}tensor_parallel_degree=2"], EXPERTS], ids=["fsdp", "tp", "experts"]
+)
 def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
-    """The same as after a policy has judged it. Every step is clipped; one that isn't finite changes nothing: neither
-    weights and optimizer state nor the biases and loads of experts."""
+    """The same as after a policy has judged it. Every step is clipped; one that isn't finite
+    changes nothing: neither weights and optimizer state nor the biases and loads of experts.
+    """
     argv = arguments(tmp_path, f"--training.max_norm={MAX_NORM}", *extra, steps=6)
     (ahead, _), (judged, _) = ranks(2, advance, argv, False), ranks(2, advance, argv, True)
     first = torch.stack([x.norm() for name, x in ahead[0][-1].items() if name.endswith("exp_avg")])
-    assert first.norm().item() == pytest.approx(0.1 * MAX_NORM, rel=1e-4)  # (1 - beta1) times the clipped gradient
+    assert first.norm().item() == pytest.approx(
+        0.1 * MAX_NORM, rel=1e-4
+    )  # (1 - beta1) times the clipped gradient
     for step, (mine, theirs) in enumerate(zip(ahead, judged, strict=True), 1):
         assert mine[:2] == pytest.approx(theirs[:2], rel=1e-6, nan_ok=True)
         assert mine[2] is theirs[2] is (step not in POISON)
         assert math.isnan(mine[0]) is (POISON.get(step) == "forward")
         assert step in POISON or mine[1] > 2 * MAX_NORM
         for name, value in mine[-1].items():
-            of_experts = name.endswith((".expert_bias", ".router.load"))  # a token may go to another expert
+            of_experts = name.endswith(
+                (".expert_bias", ".router.load")
+            )  # a token may go to another expert
             if name.endswith((".exp_avg", ".exp_avg_sq", ".step")):
                 assert_rounds(value, theirs[-1][name], of=f"step {step}: {name}")
             elif not of_experts:
@@ -164,7 +197,9 @@ def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
 def gradients(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    forward_backward(trainer.parts, next(iter(trainer.parts.loader)), config.training.local_batch_size, 0.0)
+    forward_backward(
+        trainer.parts, next(iter(trainer.parts.loader)), config.training.local_batch_size, 0.0
+    )
     found = {name: full(param.grad) for name, param in trainer.parts.models[0].named_parameters()}
     trainer.close()
     return found
@@ -176,7 +211,9 @@ def exact(ranks, tmp_path_factory):
     return ranks(1, gradients, arguments(tmp_path_factory.mktemp("exact"), local_batch=8))[0]
 
 
-@pytest.mark.parametrize("layout", [[], [f"{P}data_parallel_replicate_degree=2"]], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "layout", [[], [f"{P}data_parallel_replicate_degree=2"]], ids=["fsdp", "ddp"]
+)
 @pytest.mark.parametrize("batches", [1, 4])
 def test_reduction_in_bfloat16(ranks, exact, tmp_path, layout, batches):
     """One batch is rounded to bf16. Several add up in fp32, so most sums don't fit into bf16."""
@@ -184,6 +221,8 @@ def test_reduction_in_bfloat16(ranks, exact, tmp_path, layout, batches):
     found = ranks(2, gradients, arguments(tmp_path, *extra, local_batch=4 // batches))[0]
     for name, gradient in found.items():
         assert 0 < (gradient - exact[name]).norm() / exact[name].norm() < 2**-8
-    blocks = torch.cat([gradient.flatten() for name, gradient in found.items() if name.startswith("layers.")])
+    blocks = torch.cat(
+        [gradient.flatten() for name, gradient in found.items() if name.startswith("layers.")]
+    )
     representable = (blocks == blocks.bfloat16()).float().mean()
     assert representable == 1 if batches == 1 else representable < 0.5, representable

@@ -43,7 +43,9 @@ def shapes_of_a_step(argv):
     config = resolve(argv, dist.get_world_size()).config
     parts = build(config, preflight(config), torch.device("cpu"))
     embedded = []
-    parts.models[0].tok_embeddings.register_forward_hook(lambda *a: embedded.append((type(a[2]).__name__, a[2].shape)))
+    parts.models[0].tok_embeddings.register_forward_hook(
+        lambda *a: embedded.append((type(a[2]).__name__, a[2].shape))
+    )
     with Shapes() as shapes:
         forward_backward(parts, next(iter(parts.loader)), config.training.local_batch_size, 1.0)
     parts.loader.close()
@@ -57,7 +59,8 @@ def test_whole_logits_and_whole_hidden_states_never_exist_on_a_rank(ranks, tmp_p
     assert not [s for s in shapes if s[-1:] == (VOCABULARY,) and torch.Size(s).numel() > VOCABULARY]
     assert (VOCABULARY // 2, 64) in shapes  # the embedding's gradient
     assert (VOCABULARY, 64) not in shapes
-    # Between the matrices the sequence is split; only inside attention and feed-forward is it whole.
+    # Between the matrices the sequence is split; only inside attention and feed-forward is it
+    # whole.
     assert embedded == (3, SEQ_LEN // 2, 64)
     # torch 2.13 loses the gradient of an asynchronous tensor that enters a compiled block.
     assert kind == "Tensor"
@@ -65,7 +68,9 @@ def test_whole_logits_and_whole_hidden_states_never_exist_on_a_rank(ranks, tmp_p
 
 def test_without_loss_parallel_they_do(ranks, tmp_path):
     """Shows that the test above can fail."""
-    argv = arguments(tmp_path, *TP, "--parallelism.disable_loss_parallel", global_batch=3, local_batch=3)
+    argv = arguments(
+        tmp_path, *TP, "--parallelism.disable_loss_parallel", global_batch=3, local_batch=3
+    )
     shapes, _, _ = ranks(2, shapes_of_a_step, argv)[0]
     assert [s for s in shapes if s[-1:] == (VOCABULARY,) and torch.Size(s).numel() > VOCABULARY]
 
@@ -73,8 +78,12 @@ def test_without_loss_parallel_they_do(ranks, tmp_path):
 @pytest.mark.parametrize("extra", [[], ["--parallelism.disable_loss_parallel"]])
 def test_tied_embeddings(ranks, tmp_path, extra):
     tied = ["--model.overrides.tie_embeddings=true"]
-    one = ranks(1, train, arguments(tmp_path, *tied, f"--job.dump_folder={tmp_path / 'a'}", local_batch=8))[0]
-    two = ranks(2, train, arguments(tmp_path, *tied, *TP, *extra, f"--job.dump_folder={tmp_path / 'b'}"))[0]
+    one = ranks(
+        1, train, arguments(tmp_path, *tied, f"--job.dump_folder={tmp_path / 'a'}", local_batch=8)
+    )[0]
+    two = ranks(
+        2, train, arguments(tmp_path, *tied, *TP, *extra, f"--job.dump_folder={tmp_path / 'b'}")
+    )[0]
     assert "output.weight" not in two["weights"]
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     for name, weight in one["weights"].items():
@@ -92,7 +101,8 @@ def test_every_matrix_is_split(ranks, tmp_path):
     whole = ranks(1, local_sizes, arguments(tmp_path, global_batch=8, local_batch=8))[0]
     for rank in ranks(2, local_sizes, arguments(tmp_path, *TP)):
         for name, shape in rank.items():
-            full, own = torch.Size(whole[name]).numel(), torch.Size(shape).numel()
+            full = torch.Size(whole[name]).numel()
+            own = torch.Size(shape).numel()
             assert own * (1 if "norm" in name else 2) == full, name
 
 
@@ -102,8 +112,14 @@ def incomplete_plan():
     with torch.device("meta"):
         model = spec.build(args, attention_backend("cpu"))
     config = resolve(TP, 2).config
-    plan = {pattern: style for pattern, style in spec.tensor_parallel_styles.items() if "w2" not in pattern}
-    apply_tensor_parallel(model, build_mesh(config, "cpu").tp, plan, sharded_loss=True, float8=False)
+    plan = {
+        pattern: style
+        for pattern, style in spec.tensor_parallel_styles.items()
+        if "w2" not in pattern
+    }
+    apply_tensor_parallel(
+        model, build_mesh(config, "cpu").tp, plan, sharded_loss=True, float8=False
+    )
 
 
 def test_a_plan_that_forgets_a_weight_is_an_error(ranks):

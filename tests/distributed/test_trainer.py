@@ -35,7 +35,11 @@ def validation_arguments(folder, *extra):
 
 
 def validations(run):
-    return [(r["step"], r["validation_loss"], r["validation_tokens"]) for r in run["metrics"] if "validation_loss" in r]
+    return [
+        (r["step"], r["validation_loss"], r["validation_tokens"])
+        for r in run["metrics"]
+        if "validation_loss" in r
+    ]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -53,15 +57,23 @@ def test_validation_is_the_token_weighted_loss_of_the_whole_set(ranks, tmp_path,
     with torch.no_grad():
         for inputs, labels in rows:
             loss += F.cross_entropy(
-                model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+                model(inputs).flatten(0, 1),
+                labels.flatten(),
+                ignore_index=IGNORE_INDEX,
+                reduction="sum",
             ).item()
             tokens += int((labels != IGNORE_INDEX).sum())
     _, measured, counted = validations(run)[-1]
     assert measured == pytest.approx(loss / tokens, rel=1e-5)
     assert counted == tokens
     lines = (tmp_path / "held-out.jsonl").read_text().splitlines()
-    documents = [build_tokenizer("./tests/assets/tokenizer").encode_document(json.loads(x)["text"]) for x in lines]
-    assert sum(map(len, documents)) - tokens <= batch * 2, "only each lane's very first token is not predicted"
+    documents = [
+        build_tokenizer("./tests/assets/tokenizer").encode_document(json.loads(x)["text"])
+        for x in lines
+    ]
+    assert sum(map(len, documents)) - tokens <= batch * 2, (
+        "only each lane's very first token is not predicted"
+    )
 
 
 def all_rows(argv, world):
@@ -97,7 +109,12 @@ dataset_path = "{tmp_path / "code.jsonl"}"
 steps = 3
 '''
     (tmp_path / "sets.toml").write_text(sets)
-    asked = ["--validation.enable", "--validation.seq_len=32", "--validation.freq=2", "--validation.local_batch_size=4"]
+    asked = [
+        "--validation.enable",
+        "--validation.seq_len=32",
+        "--validation.freq=2",
+        "--validation.local_batch_size=4",
+    ]
     found = []
     for i, (world, layout) in enumerate(LAYOUTS):
         argv = arguments(tmp_path, *asked, f"--{layout}", f"--job.dump_folder={tmp_path / str(i)}")
@@ -111,21 +128,33 @@ steps = 3
                 for key in ("loss", "bits_per_byte"):
                     key = f"validation_{key}/{name}"
                     assert one[key] == pytest.approx(first[key], rel=1e-5)
-    assert found[0][0]["validation_tokens/code"] == 3 * 8 * 32, "three batches of training.global_batch_size rows"
+    assert found[0][0]["validation_tokens/code"] == 3 * 8 * 32, (
+        "three batches of training.global_batch_size rows"
+    )
     assert found[0][0]["validation_tokens/prose"] < 60 * 32
 
 
 def test_bits_per_byte_are_those_of_the_text(ranks, tmp_path):
-    """The whole set's loss in bits, over the bytes of its files; only each lane's first token isn't predicted."""
+    """The whole set's loss in bits, over the bytes of its files; only each lane's first token isn't
+    predicted.
+    """
     argv = validation_arguments(tmp_path, "--validation.global_batch_size=1")
     record = next(r for r in ranks(1, train, argv)[0]["metrics"] if "validation_loss" in r)
-    texts = [json.loads(line)["text"] for line in (tmp_path / "held-out.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in (tmp_path / "held-out.jsonl").read_text().splitlines()
+    ]
     bits = record["validation_loss"] * record["validation_tokens"] / math.log(2)
-    assert record["validation_bits_per_byte"] == pytest.approx(bits / sum(len(t.encode()) for t in texts), rel=1e-9)
+    assert record["validation_bits_per_byte"] == pytest.approx(
+        bits / sum(len(t.encode()) for t in texts), rel=1e-9
+    )
 
 
 def test_validation_steps_limit_the_batches(ranks, tmp_path):
-    extra = ["--validation.local_batch_size=2", "--validation.steps=2", "--validation.global_batch_size=4"]
+    extra = [
+        "--validation.local_batch_size=2",
+        "--validation.steps=2",
+        "--validation.global_batch_size=4",
+    ]
     run = ranks(2, train, validation_arguments(tmp_path, *extra))[0]
     assert validations(run)[0][2] == 2 * 4 * 32
 
@@ -133,18 +162,30 @@ def test_validation_steps_limit_the_batches(ranks, tmp_path):
 def test_a_save_after_validation_holds_whole_weights(ranks, tmp_path):
     """Gathered weights that a forward leaves behind must not reach a checkpoint."""
     extra = ["--checkpoint.enable", "--checkpoint.interval=2"]
-    whole = ranks(2, train, validation_arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'a'}"))[0]
+    whole = ranks(
+        2, train, validation_arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'a'}")
+    )[0]
     again = ["--checkpoint.load_step=2", f"--job.dump_folder={tmp_path / 'a'}"]
-    run = ranks(4, train, validation_arguments(tmp_path, *extra, *again, "--training.local_batch_size=1"))[0]
+    run = ranks(
+        4, train, validation_arguments(tmp_path, *extra, *again, "--training.local_batch_size=1")
+    )[0]
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
 
 
 def test_profiler_traces_are_written_on_schedule(ranks, tmp_path):
-    extra = ["--profiling.enable_profiling", "--profiling.profile_freq=3", "--profiling.profiler_warmup=1"]
+    extra = [
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=3",
+        "--profiling.profiler_warmup=1",
+    ]
     ranks(2, train, arguments(tmp_path, *extra, steps=6))
-    traces = sorted(str(p.relative_to(tmp_path / "out/profile_traces")) for p in tmp_path.rglob("*trace.json"))
+    traces = sorted(
+        str(p.relative_to(tmp_path / "out/profile_traces")) for p in tmp_path.rglob("*trace.json")
+    )
     assert traces == [f"step_{s}/rank{r}_trace.json" for s in (3, 6) for r in (0, 1)]
-    events = json.loads((tmp_path / "out/profile_traces/step_3/rank0_trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "out/profile_traces/step_3/rank0_trace.json").read_text())[
+        "traceEvents"
+    ]
     assert any("scaled_dot_product" in str(event.get("name")) for event in events)
 
 
@@ -154,7 +195,9 @@ def gradients_after_one_backward(argv, max_norm):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     parts = trainer.parts
-    result = forward_backward(parts, next(iter(parts.loader)), config.training.local_batch_size, max_norm)
+    result = forward_backward(
+        parts, next(iter(parts.loader)), config.training.local_batch_size, max_norm
+    )
     grads = {name: full(param.grad) for name, param in parts.models[0].named_parameters()}
     trainer.close()
     return result.grad_norm, grads
@@ -164,7 +207,9 @@ def gradients_after_one_backward(argv, max_norm):
 def test_gradient_norm_and_clipping_are_global(ranks, tmp_path, world):
     argv = arguments(tmp_path, "--training.local_batch_size=2")
     norm, raw = ranks(world, gradients_after_one_backward, argv, 0.0)[0]
-    assert norm == pytest.approx(torch.cat([g.flatten() for g in raw.values()]).double().norm().item(), rel=1e-5)
+    assert norm == pytest.approx(
+        torch.cat([g.flatten() for g in raw.values()]).double().norm().item(), rel=1e-5
+    )
     _, clipped = ranks(world, gradients_after_one_backward, argv, norm / 4)[0]
     for name, grad in raw.items():
         torch.testing.assert_close(clipped[name], grad / 4, rtol=1e-4, atol=1e-8)
@@ -172,7 +217,11 @@ def test_gradient_norm_and_clipping_are_global(ranks, tmp_path, world):
 
 def test_effective_config_reproduces_the_run(ranks, tmp_path):
     first = ranks(2, train, arguments(tmp_path))[0]
-    again = ["--config", str(tmp_path / "out/config.toml"), f"--job.dump_folder={tmp_path / 'again'}"]
+    again = [
+        "--config",
+        str(tmp_path / "out/config.toml"),
+        f"--job.dump_folder={tmp_path / 'again'}",
+    ]
     assert losses(ranks(2, train, again)[0]) == losses(first)
     assert [r["step"] for r in read_metrics(tmp_path / "again")] == [1, 2, 3, 4]
 
@@ -185,7 +234,9 @@ def limits_of_groups():
     for seconds in (77, 300):
         limit_groups(seconds)
         groups = set(dist.distributed_c10d._world.pg_map) - earlier
-        found.append({g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups})
+        found.append(
+            {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups}
+        )
     return found
 
 

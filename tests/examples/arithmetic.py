@@ -29,5 +29,8 @@ class Arithmetic:
 
     def __getitem__(self, index: int) -> str:
         draw = random.Random(index)
-        pairs = [(draw.randint(0, self.keys.largest), draw.randint(0, self.keys.largest)) for _ in range(8)]
+        pairs = [
+            (draw.randint(0, self.keys.largest), draw.randint(0, self.keys.largest))
+            for _ in range(8)
+        ]
         return "\n".join(f"{a} + {b} = {a + b}" for a, b in pairs)

@@ -24,7 +24,8 @@ class Characters(Tokenizer):
         self.characters = keys.alphabet
         self.ids = {character: i for i, character in enumerate(keys.alphabet)}
         self.fingerprint = f"characters {keys.alphabet}"
-        self.bos_id, self.eos_id = None, len(keys.alphabet)
+        self.bos_id = None
+        self.eos_id = len(keys.alphabet)
         self.vocab_size = len(keys.alphabet) + 1
 
     def _ids(self, text: str) -> list[int]:

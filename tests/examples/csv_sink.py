@@ -18,7 +18,8 @@ class Keys(Section):
 @metric_sinks.register("csv_file", Keys)
 class CsvFile:
     def __init__(self, dump_folder: Path, start_step: int, keys: Keys):
-        self.path, self.columns = dump_folder / "metrics.csv", keys.columns
+        self.path = dump_folder / "metrics.csv"
+        self.columns = keys.columns
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
@@ -30,7 +31,9 @@ class CsvFile:
     def log(self, record: dict[str, Any]) -> None:
         if all(column in record for column in self.columns):
             with self.path.open("a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerow([record[column] for column in self.columns])
+                csv.writer(file, lineterminator="\n").writerow(
+                    [record[column] for column in self.columns]
+                )
 
     def close(self) -> None:
         pass

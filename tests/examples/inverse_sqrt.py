@@ -1,6 +1,8 @@
-"""The learning rate falls with the square root of the step (Vaswani et al., arXiv:1706.03762), without an end.
+"""The learning rate falls with the square root of the step (Vaswani et al., arXiv:1706.03762),
+without an end.
 
-torchtitan train CONFIG.toml --experimental.custom_import inverse_sqrt --lr_scheduler.name inverse_sqrt
+torchtitan train CONFIG.toml --experimental.custom_import inverse_sqrt --lr_scheduler.name
+inverse_sqrt
 """
 
 import math

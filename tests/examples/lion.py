@@ -1,6 +1,8 @@
-"""Lion (Chen et al., arXiv:2302.06675): every weight moves by the learning rate, in the direction of a running mean.
+"""Lion (Chen et al., arXiv:2302.06675): every weight moves by the learning rate, in the direction
+of a running mean.
 
-torchtitan train CONFIG.toml --experimental.custom_import lion --optimizer.name lion --optimizer.lr 1e-4
+torchtitan train CONFIG.toml --experimental.custom_import lion --optimizer.name lion --optimizer.lr
+1e-4
 """
 
 from typing import Any
@@ -33,7 +35,11 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     state["mean"] = torch.zeros_like(param)
-                weight, gradient, mean = local(param), local(param.grad), local(state["mean"])
+                weight = local(param)
+                gradient = local(param.grad)
+                mean = local(state["mean"])
                 direction = mean.lerp(gradient, 1 - self.keys.beta1).sign_()
-                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    direction, alpha=-group["lr"]
+                )
                 mean.lerp_(gradient, 1 - self.keys.beta2)

@@ -1,5 +1,6 @@
-"""Qwen3-MoE with other blocks: attention without positions (Kazemnejad et al., arXiv:2305.19466), and experts with
-squared ReLUs (So et al., arXiv:2109.08668), whose networks have two matrices instead of three.
+"""Qwen3-MoE with other blocks: attention without positions (Kazemnejad et al., arXiv:2305.19466),
+and experts with squared ReLUs (So et al., arXiv:2109.08668), whose networks have two matrices
+instead of three.
 
 torchtitan train CONFIG.toml --experimental.custom_import relu_squared --model.name qwen3_moe_relu2
 """

@@ -1,4 +1,5 @@
-"""Cross entropy with a z-loss, which keeps the logits small (Chowdhery et al., arXiv:2204.02311, section 5).
+"""Cross entropy with a z-loss, which keeps the logits small (Chowdhery et al., arXiv:2204.02311,
+section 5).
 
 torchtitan train CONFIG.toml --experimental.custom_import z_loss --training.loss z_loss
 """
@@ -23,7 +24,9 @@ def z_loss(keys: Keys) -> RowLoss:
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits = logits.float()
-        entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        entropy = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
         log_z = unsharded(logits.logsumexp(dim=-1))
         z_loss = coefficient * log_z.square() * (labels != IGNORE_INDEX)
         return (unsharded(entropy).view_as(labels) + z_loss).sum(dim=1)

@@ -1,4 +1,6 @@
-"""Faults for runs through the real launcher: `--experimental.custom_import=tests.faults.hang_faults`, FAULT=<name>."""
+"""Faults for runs through the real launcher:
+`--experimental.custom_import=tests.faults.hang_faults`, FAULT=<name>.
+"""
 
 import os
 import signal
@@ -16,7 +18,8 @@ def kill():
 if os.environ.get("RANK") == "1":
     from torchtitan.train.forward import Compute
 
-    forward_backward, calls = Compute.forward_backward, []
+    forward_backward = Compute.forward_backward
+    calls = []
 
     def faulty(*args, **kwargs):
         calls.append(0)

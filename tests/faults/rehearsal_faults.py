@@ -1,6 +1,8 @@
-"""Faults for rehearsals: `--experimental.custom_import=tests.faults.rehearsal_faults`, job.description names one.
+"""Faults for rehearsals: `--experimental.custom_import=tests.faults.rehearsal_faults`,
+job.description names one.
 
-Each happens where a step is reported. `LAST` is the rank at fault; messages are between ranks 0 and 1.
+Each happens where a step is reported. `LAST` is the rank at fault; messages are between ranks 0 and
+1.
 """
 
 import torch
@@ -91,7 +93,9 @@ def circle(trainer):
 
 
 def crossed(trainer):
-    """Each rank waits for a message before it enters a collective that the other has to enter first."""
+    """Each rank waits for a message before it enters a collective that the other has to enter
+    first.
+    """
     if dist.get_rank() == 0:
         dist.barrier()
         dist.send(torch.zeros(4), 1)

@@ -2,9 +2,10 @@
 
     python -m tests.faults.soak --faults 25
 
-Ranks are killed, stopped for seconds and continued; the run is asked to stop; the launcher is killed and a shard of the
-newest checkpoint damaged. Every start has another number of ranks and another layout. In the end loss curve and weights
-must be those of one process that nobody disturbed.
+Ranks are killed, stopped for seconds and continued; the run is asked to stop; the launcher is
+killed and a shard of the newest checkpoint damaged. Every start has another number of ranks and
+another layout. In the end loss curve and weights must be those of one process that nobody
+disturbed.
 """
 
 import argparse
@@ -43,7 +44,13 @@ LAYOUTS = [
     ),
     (3, []),
     (4, []),
-    (4, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]),
+    (
+        4,
+        [
+            "--parallelism.data_parallel_replicate_degree=2",
+            "--parallelism.data_parallel_shard_degree=2",
+        ],
+    ),
 ]
 LEARNING_RATE = 1e-3
 BATCH = 12
@@ -51,7 +58,9 @@ BATCH = 12
 
 
 def command(folder: Path, steps: int, *extra: str) -> list[str]:
-    """Arguments of the run. The learning rate is low: rounding, which differs by layout, must not grow over the run."""
+    """Arguments of the run. The learning rate is low: rounding, which differs by layout, must not
+    grow over the run.
+    """
     argv = arguments(folder, steps=steps, global_batch=BATCH, local_batch=1)
     return [*argv, f"--optimizer.lr={LEARNING_RATE}", "--lr_scheduler.warmup_steps=20", *extra]
 
@@ -93,11 +102,24 @@ class Soak:
         save = ["--checkpoint.enable", "--checkpoint.interval=10", "--checkpoint.keep_latest_k=3"]
         watch = ["--guard.weight_hash_freq=10", f"--checkpoint.async_mode={mode}"]
         restarts = self.random.choice([0, 1])
-        launch = ["-m", "torchtitan", "train", f"--nproc-per-node={world}", f"--max-restarts={restarts}", "--"]
-        self.say(f"start {self.starts}: {world} ranks {' '.join(layout)} {mode}, {restarts} restarts")
+        launch = [
+            "-m",
+            "torchtitan",
+            "train",
+            f"--nproc-per-node={world}",
+            f"--max-restarts={restarts}",
+            "--",
+        ]
+        self.say(
+            f"start {self.starts}: {world} ranks {' '.join(layout)} {mode}, {restarts} restarts"
+        )
         with self.log.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, *launch, *command(self.folder, self.steps, *save, *watch, *layout)],
+                [
+                    sys.executable,
+                    *launch,
+                    *command(self.folder, self.steps, *save, *watch, *layout),
+                ],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
@@ -108,7 +130,9 @@ class Soak:
             while process.poll() is None:
                 if self.let_it_step(process) and self.faults:
                     expected |= self.make(self.faults.pop(0), process)
-            assert process.returncode in expected, f"exit {process.returncode}, not {expected}\n{self.tail()}"
+            assert process.returncode in expected, (
+                f"exit {process.returncode}, not {expected}\n{self.tail()}"
+            )
             if self.made and self.made[-1] == "damage" and process.returncode:
                 self.flip_a_bit()
         finally:
@@ -117,23 +141,34 @@ class Soak:
 
     def let_it_step(self, process: subprocess.Popen) -> bool:
         """Wait for some more steps; whether they came before the end."""
-        before, seen, since = self.step(), self.step(), time.monotonic()
+        before = self.step()
+        seen = self.step()
+        since = time.monotonic()
         # Spread over the steps that are left, and never so that some remain to be made at the end.
-        wanted = before + self.random.randint(2, max(2, 2 * (self.steps - before) // (len(self.faults) + 2)))
+        wanted = before + self.random.randint(
+            2, max(2, 2 * (self.steps - before) // (len(self.faults) + 2))
+        )
         while process.poll() is None:
             now = self.step()
             if now != seen:
-                seen, since = now, time.monotonic()
+                seen = now
+                since = time.monotonic()
             if now >= wanted or now < before:  # it went back: a new start is under way
                 return now >= wanted
-            assert time.monotonic() - since < self.patience, f"no step for {self.patience} s\n{self.tail()}"
+            assert time.monotonic() - since < self.patience, (
+                f"no step for {self.patience} s\n{self.tail()}"
+            )
             time.sleep(0.05)
         return False
 
     def make(self, kind: str, process: subprocess.Popen) -> set[int]:
         """Make a fault; statuses that the launcher may then end with."""
         launcher = psutil.Process(process.pid)
-        ranks = [p for p in launcher.children(recursive=True) if "torchtitan.train" in " ".join(p.cmdline())]
+        ranks = [
+            p
+            for p in launcher.children(recursive=True)
+            if "torchtitan.train" in " ".join(p.cmdline())
+        ]
         victim = self.random.choice(ranks or [launcher])
         self.made.append(kind)
         self.say(f"step {self.step()}: {kind}")
@@ -159,9 +194,13 @@ class Soak:
         checkpoints = self.dump / "checkpoint"
         steps = committed_steps(checkpoints)
         if len(steps) > 1:
-            shard = max((checkpoints / f"step-{steps[-1]}").glob("*.distcp"), key=lambda p: p.stat().st_size)
+            shard = max(
+                (checkpoints / f"step-{steps[-1]}").glob("*.distcp"), key=lambda p: p.stat().st_size
+            )
             with shard.open("r+b") as file:
-                place = self.random.randrange(shard.stat().st_size)  # the same one again would restore it
+                place = self.random.randrange(
+                    shard.stat().st_size
+                )  # the same one again would restore it
                 file.seek(place)
                 byte = file.read(1)
                 file.seek(place)
@@ -180,7 +219,9 @@ class Soak:
 def final_weights(dump: Path, steps: int) -> dict[str, torch.Tensor]:
     folder = dump / f"checkpoint/step-{steps}"
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {name: torch.empty(meta.size) for name, meta in stored.items() if name.startswith("model.")}
+    state = {
+        name: torch.empty(meta.size) for name, meta in stored.items() if name.startswith("model.")
+    }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
 
@@ -190,14 +231,20 @@ def undisturbed(folder: Path, steps: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     argv = command(folder, steps, "--checkpoint.enable", f"--checkpoint.interval={steps}")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "torchtitan.train", *argv], check=True, cwd=ROOT, env=environment,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", *argv],
+        check=True,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
     return folder / "out"
 
 
 def assert_same(dump: Path, reference: Path, steps: int) -> tuple[float, float]:
     """The largest relative difference of the losses, and the largest difference of the weights."""
-    own, expected = read_metrics(dump), read_metrics(reference)
+    own = read_metrics(dump)
+    expected = read_metrics(reference)
     assert [r["step"] for r in own] == [r["step"] for r in expected] == list(range(1, steps + 1))
     assert [r["tokens"] for r in own] == [r["tokens"] for r in expected]
     loss = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(own, expected, strict=True))
@@ -211,7 +258,9 @@ def assert_same(dump: Path, reference: Path, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=25)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -223,10 +272,15 @@ def main() -> None:
     soak = Soak(folder / "soak", options.steps, faults, options.seed)
     soak.run()
     minutes = (time.monotonic() - began) / 60
-    loss, weight = assert_same(soak.dump, undisturbed(folder / "reference", options.steps), options.steps)
+    loss, weight = assert_same(
+        soak.dump, undisturbed(folder / "reference", options.steps), options.steps
+    )
     made = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(soak.made).items()))
     print(f"{options.steps} steps in {minutes:.1f} minutes, {soak.starts} starts, faults: {made}")
-    print(f"largest differences to an undisturbed run: loss {loss:.1e} (relative), weight {weight:.1e}")
+    print(
+        f"largest differences to an undisturbed run: loss {loss:.1e} (relative), weight "
+        f"{weight:.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Whatever is wrong with a checkpoint is refused by name, and every rank falls back to the one before."""
+"""Whatever is wrong with a checkpoint is refused by name, and every rank falls back to the one
+before.
+"""
 
 import json
 import os
@@ -47,7 +49,9 @@ def without(key):
 
 
 def state(part, **changes):
-    return lambda step: change(step, train_state=train_state(2) | {part: train_state(2)[part] | changes})
+    return lambda step: change(
+        step, train_state=train_state(2) | {part: train_state(2)[part] | changes}
+    )
 
 
 def position(**entries):
@@ -56,7 +60,9 @@ def position(**entries):
 
 
 def file_entry(name, **entry):
-    return lambda step: change(step, files=manifest(step)["files"] | {name: {"bytes": 1, "crc32": 1} | entry})
+    return lambda step: change(
+        step, files=manifest(step)["files"] | {name: {"bytes": 1, "crc32": 1} | entry}
+    )
 
 
 def tensor(change_it):
@@ -102,8 +108,12 @@ DAMAGES = {
     "cut manifest": cut(MANIFEST),
     "sealed list": lambda step: seal(step, "[1"),
     "sealed nesting": lambda step: seal(step, '{"format": 3, "data": {"a": ' + DEEP),
-    "checksum removed": lambda step: (step / MANIFEST).write_text(json.dumps(manifest(step), indent=1)),
-    "format 1": lambda step: (step / MANIFEST).write_text(json.dumps(manifest(step) | {"format": 1}, indent=1)),
+    "checksum removed": lambda step: (step / MANIFEST).write_text(
+        json.dumps(manifest(step), indent=1)
+    ),
+    "format 1": lambda step: (step / MANIFEST).write_text(
+        json.dumps(manifest(step) | {"format": 1}, indent=1)
+    ),
     "manifest is a folder": instead_of(MANIFEST, Path.mkdir),
     "manifest is a pipe": instead_of(MANIFEST, os.mkfifo),
     "manifest is a link": instead_of(MANIFEST, to_copy),
@@ -139,14 +149,27 @@ DAMAGES = {
     "NaN in the window": state("guard", windows={"loss": [float("nan")]}),
     "a range of three": state("guard", skipped=[[1, 2, 3]]),
     "lane missing": state(
-        "data", sources={"a": {"contents": "x", "rows": 1, "lane_count": 2, "lanes": {"0": lane(0), "2": lane(2)}}}
+        "data",
+        sources={
+            "a": {
+                "contents": "x",
+                "rows": 1,
+                "lane_count": 2,
+                "lanes": {"0": lane(0), "2": lane(2)},
+            }
+        },
     ),
     "too few lanes": state(
-        "data", sources={"a": {"contents": "x", "rows": 1, "lane_count": 10**12, "lanes": {"0": lane(0)}}}
+        "data",
+        sources={"a": {"contents": "x", "rows": 1, "lane_count": 10**12, "lanes": {"0": lane(0)}}},
     ),
     "no position": state("data", sources=None),
-    "shares of another source": state("data", shares={"weights": {"a": 1}, "rows": 0, "counts": {"b": 0}}),
-    "shares without a weight": state("data", shares={"weights": {"a": 0}, "rows": 0, "counts": {"a": 0}}),
+    "shares of another source": state(
+        "data", shares={"weights": {"a": 1}, "rows": 0, "counts": {"b": 0}}
+    ),
+    "shares without a weight": state(
+        "data", shares={"weights": {"a": 0}, "rows": 0, "counts": {"a": 0}}
+    ),
     "shard missing": lambda step: (step / SHARD).unlink(),
     "cut shard": cut(SHARD),
     "shard is a pipe": instead_of(SHARD, os.mkfifo),
@@ -173,11 +196,17 @@ DAMAGES = {
     "tensors are text": lambda step: replace_tensors(step, b"\x80\x02X\x02\x00\x00\x00hi."),
     "tensors are garbage": lambda step: replace_tensors(step, b"garbage"),
 }
-UNSEEN = [name for name in DAMAGES if name in ("manifest is a folder", "manifest is a pipe", "manifest is a device")]
+UNSEEN = [
+    name
+    for name in DAMAGES
+    if name in ("manifest is a folder", "manifest is a pipe", "manifest is a device")
+]
 
 
 def resume_each(folder, names):
-    """What every rank makes of each damage to the newest of two checkpoints, and of the same one alone."""
+    """What every rank makes of each damage to the newest of two checkpoints, and of the same one
+    alone.
+    """
     on_rank_0(shutil.rmtree, folder, True)
     save_steps(folder / "good", 1, 2)
     out = {}
@@ -190,13 +219,28 @@ def resume_each(folder, names):
 
 
 FEW = (
-    "nested", "checksum removed", "manifest is a pipe", "manifest is a link", "no state", "step of another", "no files",
-    "name above", "lane missing", "config of dots", "shard missing", "shard is a pipe", "index unlisted",
-    "shard unlisted", "beyond the end", "tensors are text",
-)  # fmt: skip
+    "nested",
+    "checksum removed",
+    "manifest is a pipe",
+    "manifest is a link",
+    "no state",
+    "step of another",
+    "no files",
+    "name above",
+    "lane missing",
+    "config of dots",
+    "shard missing",
+    "shard is a pipe",
+    "index unlisted",
+    "shard unlisted",
+    "beyond the end",
+    "tensors are text",
+)
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(DAMAGES), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(tuple(DAMAGES), marks=pytest.mark.slow)], ids=["few", "all"]
+)
 def test_every_rank_falls_back(ranks, tmp_path, names):
     first, second = ranks(2, resume_each, tmp_path, names)
     assert first.keys() == set(names)
@@ -227,7 +271,11 @@ def test_the_tools_refuse_or_report(checkpoint, tmp_path, capsys, name):
     DAMAGES[name](step)
     began = time.process_time()  # a load on the machine doesn't count
     problems = []
-    for argv in (["verify", str(step)], ["inspect", str(step)], ["diff", str(checkpoint), str(step)]):
+    for argv in (
+        ["verify", str(step)],
+        ["inspect", str(step)],
+        ["diff", str(checkpoint), str(step)],
+    ):
         try:
             ckpt.main(argv)
         except UserError as error:
@@ -288,7 +336,8 @@ def test_another_model_is_no_damage(ranks, tmp_path):
 def late(folder, reads):
     """Rank 1 sees the manifest only after `reads` attempts."""
     save_steps(folder, 1)
-    real, count = resume.manifest_bytes, 0
+    real = resume.manifest_bytes
+    count = 0
 
     def read(path):
         nonlocal count
@@ -297,7 +346,10 @@ def late(folder, reads):
             raise FileNotFoundError(path)
         return real(path)
 
-    with mock.patch.object(resume, "manifest_bytes", read), mock.patch.object(resume, "VISIBLE_WITHIN", 0.5):
+    with (
+        mock.patch.object(resume, "manifest_bytes", read),
+        mock.patch.object(resume, "VISIBLE_WITHIN", 0.5),
+    ):
         found = outcome(folder)
         count = 0
         checkpointer = small_checkpointer(folder)

@@ -22,9 +22,15 @@ ELASTIC = ["--fault_tolerance.elastic", "--checkpoint.enable", "--lr_scheduler.t
 
 @pytest.mark.parametrize("batch", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_continues_the_same_run(ranks, tmp_path, batch):
-    """3 ranks divide neither batch, 2 ranks one of them: some get rows without labels. HSDP is given up on the way."""
-    argv = arguments(tmp_path, *ELASTIC, "--parallelism.data_parallel_replicate_degree=2", global_batch=batch)
-    whole = ranks(1, train, [*argv, "--training.steps=8", f"--job.dump_folder={tmp_path / 'whole'}"])[0]
+    """3 ranks divide neither batch, 2 ranks one of them: some get rows without labels. HSDP is
+    given up on the way.
+    """
+    argv = arguments(
+        tmp_path, *ELASTIC, "--parallelism.data_parallel_replicate_degree=2", global_batch=batch
+    )
+    whole = ranks(
+        1, train, [*argv, "--training.steps=8", f"--job.dump_folder={tmp_path / 'whole'}"]
+    )[0]
     for world, steps in ((4, 2), (3, 4), (1, 6), (2, 8)):
         run = ranks(world, train, [*argv, f"--training.steps={steps}"])[0]
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
@@ -33,10 +39,16 @@ def test_any_number_of_ranks_continues_the_same_run(ranks, tmp_path, batch):
 
 @pytest.mark.slow
 def test_padding_under_a_pipeline_and_workers(ranks, tmp_path):
-    """A pipeline has microbatches of one size; and a rank's rows are shared among its worker processes."""
+    """A pipeline has microbatches of one size; and a rank's rows are shared among its worker
+    processes.
+    """
     argv = arguments(tmp_path, *ELASTIC, "--training.dataloader.num_workers=2", global_batch=3)
     whole = ranks(1, train, [*argv, f"--job.dump_folder={tmp_path / 'whole'}"])[0]
-    run = ranks(4, train, [*argv, "--parallelism.pipeline_parallel_degree=2", f"--job.dump_folder={tmp_path / 'pp'}"])
+    run = ranks(
+        4,
+        train,
+        [*argv, "--parallelism.pipeline_parallel_degree=2", f"--job.dump_folder={tmp_path / 'pp'}"],
+    )
     assert losses(run[0]) == pytest.approx(losses(whole), rel=1e-5)
 
 
@@ -53,19 +65,28 @@ if "RANK" in os.environ:
 
 def start(log, module, argv, folder):
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"} | SECRET
-    return subprocess.Popen([sys.executable, "-m", *module, *argv], env=env, stdout=log, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-m", *module, *argv], env=env, stdout=log, stderr=subprocess.STDOUT
+    )
 
 
 class Run:
     """A slow run in `folder`, watched through its files."""
 
     def __init__(self, folder, *extra, seconds=0.1):
-        self.folder, self.dump = folder, folder / "out"
+        self.folder = folder
+        self.dump = folder / "out"
         (folder / "slow_steps.py").write_text(SLOW.format(seconds=seconds))
         self.argv = arguments(
-            folder, *ELASTIC, "--checkpoint.interval=4", "--optimizer.lr=1e-3",
-            "--experimental.custom_import=slow_steps", *extra, steps=100000, global_batch=3,
-        )  # fmt: skip
+            folder,
+            *ELASTIC,
+            "--checkpoint.interval=4",
+            "--optimizer.lr=1e-3",
+            "--experimental.custom_import=slow_steps",
+            *extra,
+            steps=100000,
+            global_batch=3,
+        )
         self.log = (folder / "log").open("w+")
         self.processes = []
 
@@ -89,7 +110,9 @@ class Run:
     def wait(self, what, condition, timeout=150):
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"{what}: {self.starts()}\n{(self.folder / 'log').read_text()[-4000:]}"
+            assert time.monotonic() < deadline, (
+                f"{what}: {self.starts()}\n{(self.folder / 'log').read_text()[-4000:]}"
+            )
             time.sleep(0.1)
 
     def wait_for_ranks(self, world, starts, steps=3):
@@ -98,7 +121,9 @@ class Run:
         def trains():
             last = (self.starts() or [{"ranks": 0, "step": 0, "resumed_step": 0}])[-1]
             return (
-                len(self.starts()) >= starts and last["ranks"] == world and last["step"] >= last["resumed_step"] + steps
+                len(self.starts()) >= starts
+                and last["ranks"] == world
+                and last["step"] >= last["resumed_step"] + steps
             )
 
         self.wait(f"{world} ranks", trains)
@@ -121,9 +146,15 @@ def rank_processes(launcher):
 
 LAUNCHERS = {
     "own": ["torchtitan", "train", "--nproc-per-node=2", "--max-restarts=1", "--"],
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m",
-                 "torchtitan.train"],
-}  # fmt: skip
+    "torchrun": [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "-m",
+        "torchtitan.train",
+    ],
+}
 
 
 @pytest.mark.e2e
@@ -145,7 +176,9 @@ def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(ranks, tmp_path,
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
-    """Two launchers stand for two nodes, the first of which holds the rendezvous. Two ranks don't divide the batch."""
+    """Two launchers stand for two nodes, the first of which holds the rendezvous. Two ranks don't
+    divide the batch.
+    """
     (port,) = free_ports(1)
     node = [
         "torchtitan",
@@ -186,7 +219,9 @@ def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_the_node_that_holds_the_rendezvous_is_killed_twice(ranks, tmp_path):
-    """The second launcher takes over; the first comes back, joins it there, and takes over from it in turn."""
+    """The second launcher takes over; the first comes back, joins it there, and takes over from it
+    in turn.
+    """
     endpoints = ",".join(f"127.0.0.{2 + node}:{port}" for node, port in enumerate(free_ports(3)))
     node = ["torchtitan", "train", "--nnodes=1:2", f"--rdzv-endpoint={endpoints}"]
     with Run(tmp_path) as run:
@@ -203,7 +238,11 @@ def test_the_node_that_holds_the_rendezvous_is_killed_twice(ranks, tmp_path):
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=100) == os.EX_TEMPFAIL
         log = (tmp_path / "log").read_text()
-        assert log.count("The rendezvous at 127.0.0.2:") == log.count("The rendezvous at 127.0.0.3:") == 1
+        assert (
+            log.count("The rendezvous at 127.0.0.2:")
+            == log.count("The rendezvous at 127.0.0.3:")
+            == 1
+        )
         assert "Traceback" not in log, log
         assert [s["ranks"] for s in run.starts()] == [1, 2, 1, 2, 1]
         run.check(ranks)
@@ -222,18 +261,34 @@ def free_ports(number):
 @pytest.mark.parametrize(
     ("nodes", "extra", "text"),
     [
-        ("1:2", ["--training.global_batch_size=4"], "1:2 nodes need fault_tolerance.elastic = true"),
-        ("1:4", [*ELASTIC, "--parallelism.pipeline_parallel_degree=2"], "with 1 of 4 nodes: parallelism.pipeline_par"),
+        (
+            "1:2",
+            ["--training.global_batch_size=4"],
+            "1:2 nodes need fault_tolerance.elastic = true",
+        ),
+        (
+            "1:4",
+            [*ELASTIC, "--parallelism.pipeline_parallel_degree=2"],
+            "with 1 of 4 nodes: parallelism.pipeline_par",
+        ),
         ("3:1", [], "'3:1' is neither a number of nodes nor MIN:MAX"),
         ("x", [], "'x' is neither a number of nodes nor MIN:MAX"),
     ],
 )
 def test_node_counts_that_cannot_work_are_refused(tmp_path, nodes, extra, text):
-    argv = [f"--nnodes={nodes}", "--rdzv-endpoint=localhost:1", "--", *arguments(tmp_path, *extra, global_batch=6)]
+    argv = [
+        f"--nnodes={nodes}",
+        "--rdzv-endpoint=localhost:1",
+        "--",
+        *arguments(tmp_path, *extra, global_batch=6),
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "torchtitan", "train", *argv], env=os.environ | {"PYTHONPATH": str(ROOT)} | SECRET,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-m", "torchtitan", "train", *argv],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | SECRET,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr

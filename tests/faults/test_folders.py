@@ -66,7 +66,10 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(ranks, tmp_path
     unfinished.touch()
     (folder / NAME).write_text(other_run)
     argv = arguments(tmp_path, *SAVE, f"--checkpoint.folder={tmp_path / 'shared'}")
-    with pytest.raises(AssertionError, match=rf"ConfigError: {key}: {folder} is in use by another run: process \d+ on"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"ConfigError: {key}: {folder} is in use by another run: process \d+ on",
+    ):
         ranks(2, train, argv)
     assert unfinished.exists()
     assert not (tmp_path / "out/metrics.jsonl").exists()

@@ -17,22 +17,38 @@ from torchtitan.train.trainer import Trainer
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=4"]
 WATCH = ["--guard.window=8", "--guard.warmup_steps=0", "--guard.grad_norm_threshold=0"]
-HSDP = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+HSDP = [
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=2",
+]
 PP = ["--parallelism.pipeline_parallel_degree=2"]
 LAYOUTS = {
     "hsdp": HSDP,
     "pp x tp": [*PP, "--parallelism.tensor_parallel_degree=2"],
-    "dp_replicate x cp": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.context_parallel_degree=2"],
+    "dp_replicate x cp": [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.context_parallel_degree=2",
+    ],
     "fsdp x tp": ["--parallelism.tensor_parallel_degree=2"],
-    "cp x tp": ["--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"],
+    "cp x tp": [
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.tensor_parallel_degree=2",
+    ],
     "hsdp x ep": [*EXPERTS, *HSDP, "--parallelism.expert_parallel_degree=2"],
-    "tp x ep": [*EXPERTS, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=4"],
+    "tp x ep": [
+        *EXPERTS,
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.expert_parallel_degree=4",
+    ],
 }
 
 
 def spoiled(argv, bad=(), drop=(), factor=400.0):
-    """Train on the batches that are not in `drop`; those in `bad` reach the last rank's logits multiplied."""
-    real, now = StepLoader.__iter__, {}
+    """Train on the batches that are not in `drop`; those in `bad` reach the last rank's logits
+    multiplied.
+    """
+    real = StepLoader.__iter__
+    now = {}
 
     def batches(self):
         for index, batch in enumerate(real(self)):
@@ -71,16 +87,24 @@ def events(folder):
 
 def assert_same(run, folder, other, other_folder, rel=1e-6):
     assert [r["step"] for r in metrics(folder)] == [r["step"] for r in metrics(other_folder)]
-    assert losses({"metrics": metrics(folder)}) == pytest.approx(losses({"metrics": metrics(other_folder)}), rel=rel)
+    assert losses({"metrics": metrics(folder)}) == pytest.approx(
+        losses({"metrics": metrics(other_folder)}), rel=rel
+    )
     for kind in ("weights", "average"):
         assert run[kind].keys() == other[kind].keys()
         for name, value in other[kind].items():
             assert_trained_alike(run[kind][name], value, LR, 14, name)
 
 
-@pytest.mark.parametrize(("world", "layout", "factor"), [(4, HSDP, 400.0), (2, PP, float("nan"))], ids=["hsdp", "pp"])
-def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(ranks, tmp_path, world, layout, factor):
-    """Back from step 11 to the checkpoint of step 8: batches 8 to 10, counted from 0, have no part in the weights."""
+@pytest.mark.parametrize(
+    ("world", "layout", "factor"), [(4, HSDP, 400.0), (2, PP, float("nan"))], ids=["hsdp", "pp"]
+)
+def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(
+    ranks, tmp_path, world, layout, factor
+):
+    """Back from step 11 to the checkpoint of step 8: batches 8 to 10, counted from 0, have no part
+    in the weights.
+    """
     common = [*SAVE, *layout, "--lr_scheduler.total_steps=14", "--ema.enable"]
     argv = arguments(tmp_path, *common, *WATCH, "--guard.policy=rewind", steps=14)
     run = ranks(world, spoiled, argv, bad=[10], factor=factor)[0]
@@ -90,7 +114,9 @@ def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(ranks, tmp_
     (event,) = events(tmp_path / "out")
     assert (event["step"], event["back_to"], event["rows"]) == (11, 8, [8 * 8, 11 * 8])
     assert event["reason"].startswith("loss ")
-    happened = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    happened = [
+        json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()
+    ]
     kinds = [(event["kind"], event["step"]) for event in happened]
     saved = [("saved", step) for step in (4, 8, 12, 14)]
     assert kinds == [("started", 0), *saved[:2], ("rewound", 11), *saved[2:], ("finished", 14)]
@@ -113,7 +139,13 @@ def test_a_run_that_rewound_resumes_with_the_data_that_come_next(ranks, tmp_path
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_spike_with_no_checkpoint_to_go_back_to_is_skipped(ranks, tmp_path, policy):
-    extra = [*WATCH, f"--guard.policy={policy}", "--checkpoint.enable", "--checkpoint.interval=50", "--ema.enable"]
+    extra = [
+        *WATCH,
+        f"--guard.policy={policy}",
+        "--checkpoint.enable",
+        "--checkpoint.interval=50",
+        "--ema.enable",
+    ]
     run = ranks(2, spoiled, arguments(tmp_path, *extra, steps=12), bad=[9])[0]
     assert run["progress"]["skipped"] == 1
     (event,) = events(tmp_path / "out")
@@ -124,7 +156,12 @@ def test_a_spike_with_no_checkpoint_to_go_back_to_is_skipped(ranks, tmp_path, po
 
 
 def test_weights_that_are_changed_already_are_not_called_left_out(ranks, tmp_path):
-    extra = [*WATCH, "--guard.policy=rewind", "--checkpoint.enable", "--optimizer.early_step_in_backward"]
+    extra = [
+        *WATCH,
+        "--guard.policy=rewind",
+        "--checkpoint.enable",
+        "--optimizer.early_step_in_backward",
+    ]
     argv = arguments(tmp_path, *extra, "--training.max_norm=0", steps=12, local_batch=4)
     for answer in ranks(2, spoiled, argv, bad=[9], factor=float("nan")):
         assert answer.startswith("GuardError: step 10: loss nan")
@@ -132,7 +169,9 @@ def test_weights_that_are_changed_already_are_not_called_left_out(ranks, tmp_pat
 
 
 def test_warnings_change_nothing(ranks, tmp_path):
-    run = ranks(2, spoiled, arguments(tmp_path, *WATCH, "--guard.policy=warn", steps=11), bad=[9])[0]
+    run = ranks(2, spoiled, arguments(tmp_path, *WATCH, "--guard.policy=warn", steps=11), bad=[9])[
+        0
+    ]
     plain = arguments(tmp_path, f"--job.dump_folder={tmp_path / 'plain'}", steps=11)
     assert_same(run, tmp_path / "out", ranks(2, spoiled, plain, bad=[9])[0], tmp_path / "plain")
     (event,) = events(tmp_path / "out")
@@ -174,7 +213,9 @@ def corrupted(argv, rank, name):
 SLOW = ("hsdp", "dp_replicate x cp", "fsdp x tp", "tp x ep")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS]
+)
 def test_copies_stay_equal_bit_for_bit_in_every_layout(ranks, tmp_path, layout):
     extra = [*LAYOUTS[layout], "--guard.weight_hash_freq=1"]
     assert ranks(4, corrupted, arguments(tmp_path, *extra, steps=4), rank=-1, name="") == ["ok"] * 4
@@ -192,11 +233,21 @@ def test_experts_without_copies_are_not_compared(ranks, tmp_path):
         ("hsdp", 2, "layers.0.attention.wq.weight", "along dp_replicate: rank 0 against rank 2"),
         ("pp x tp", 1, "layers.0.attention_norm.weight", "along tp: rank 0 against rank 1"),
         ("hsdp x ep", 3, "layers.0.moe.experts.w1", "along dp_replicate: rank 1 against rank 3"),
-        ("hsdp x ep", 3, "layers.1.moe.router.expert_bias", "along dp_shard: rank 2 against rank 3"),
+        (
+            "hsdp x ep",
+            3,
+            "layers.1.moe.router.expert_bias",
+            "along dp_shard: rank 2 against rank 3",
+        ),
     ],
 )
 def test_one_flipped_bit_is_found_before_it_is_saved(ranks, tmp_path, layout, rank, name, where):
-    extra = [*LAYOUTS[layout], "--guard.weight_hash_freq=3", "--checkpoint.enable", "--checkpoint.interval=3"]
+    extra = [
+        *LAYOUTS[layout],
+        "--guard.weight_hash_freq=3",
+        "--checkpoint.enable",
+        "--checkpoint.interval=3",
+    ]
     for answer in ranks(4, corrupted, arguments(tmp_path, *extra, steps=6), rank=rank, name=name):
         assert answer.startswith("GuardError: after step 3: ranks hold different copies: ")
         assert f"{name} differs {where}" in answer

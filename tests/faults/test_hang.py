@@ -40,9 +40,13 @@ pytestmark = pytest.mark.clock
 
 @contextmanager
 def watched(folder, degrees=None):
-    """A watch that loses patience after 5 s, longer than a first step on a busy machine takes, and its folder."""
+    """A watch that loses patience after 5 s, longer than a first step on a busy machine takes, and
+    its folder.
+    """
     before = watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS
-    watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS = 0.05, 100, 3
+    watching.PATIENCE = 0.05
+    watching.SAVE_SECONDS = 100
+    watching.ANSWER_SECONDS = 3
     watch = Watch(Comm(), str(folder), degrees or {})
     watch.limit = Comm().train_timeout_seconds
     try:
@@ -63,7 +67,9 @@ def until_diagnosed(folder, seconds=30):
 
 
 def train_with(argv, fault):
-    """Train under a watch; `fault(trainer, folder)` breaks something first. The sentence, and what training gave."""
+    """Train under a watch; `fault(trainer, folder)` breaks something first. The sentence, and what
+    training gave.
+    """
     config = resolve(argv, dist.get_world_size()).config
     folder = config.job.dump_folder
     trainer = Trainer(config, preflight(config))
@@ -98,7 +104,9 @@ def hang_in_sleep(argv):
 
 
 def test_a_rank_that_does_not_enter_a_collective(ranks, tmp_path, capsys, caplog):
-    """Of 2 x 2 ranks one sleeps: its tensor-parallel partner waits for it, and the others for that one."""
+    """Of 2 x 2 ranks one sleeps: its tensor-parallel partner waits for it, and the others for that
+    one.
+    """
     argv = arguments(tmp_path, "--parallelism.tensor_parallel_degree=2")
     sentence, step = ranks(4, hang_in_sleep, argv)[0]
     assert sentence.startswith("rank 3 did not enter reduce_scatter #")
@@ -112,10 +120,14 @@ def test_a_rank_that_does_not_enter_a_collective(ranks, tmp_path, capsys, caplog
 
     if torch_is_before_2_13():
         return  # its analyzer knows no gloo
-    from torch.distributed.flight_recorder import fr_trace  # torch's own analyzer takes the same files
+    from torch.distributed.flight_recorder import (
+        fr_trace,
+    )  # torch's own analyzer takes the same files
 
     fr_trace.main([str(tmp_path / "out/comm_traces"), "-p", "rank_"])
-    assert "missing ranks: {3}" in capsys.readouterr().err + "".join(r.getMessage() for r in caplog.records)
+    assert "missing ranks: {3}" in capsys.readouterr().err + "".join(
+        r.getMessage() for r in caplog.records
+    )
 
 
 def starve(trainer, folder):
@@ -124,7 +136,8 @@ def starve(trainer, folder):
         reader = source.reader
 
         def slow(*args):
-            lanes, count = reader(*args), []
+            lanes = reader(*args)
+            count = []
             read = lanes.read
 
             def starving(*args):
@@ -145,7 +158,9 @@ def hang_in_data(argv):
 
 def test_a_rank_that_waits_for_data(ranks, tmp_path):
     sentence, step = ranks(2, hang_in_data, arguments(tmp_path))[0]
-    assert sentence.startswith(f"rank 1 has been waiting for data from {tmp_path}/corpus.jsonl for ")
+    assert sentence.startswith(
+        f"rank 1 has been waiting for data from {tmp_path}/corpus.jsonl for "
+    )
     assert f"in step 4, at {HERE}:" in sentence, "where the reading thread is, not who waits for it"
     assert ", and did not enter all_reduce #" in sentence
     assert sentence.endswith("where rank 0 waits")
@@ -153,8 +168,11 @@ def test_a_rank_that_waits_for_data(ranks, tmp_path):
 
 
 def wrong_splits(trainer, folder, change):
-    """Let `change` spoil the splits that rank 1 computes in step 2; those of its first layer, on the way to experts."""
-    real, done = expert._splits, []
+    """Let `change` spoil the splits that rank 1 computes in step 2; those of its first layer, on
+    the way to experts.
+    """
+    real = expert._splits
+    done = []
 
     def splits(*args):
         theirs, ours = real(*args)
@@ -182,8 +200,8 @@ MIXTURE = [*EXPERTS, "--parallelism.expert_parallel_degree=2"]
 def test_a_rank_that_does_not_exchange_rows_with_experts(ranks, tmp_path):
     sentence, step = ranks(2, late_exchange, arguments(tmp_path, *MIXTURE))[0]
     found = re.search(
-        r"^rank 1 did not enter all_to_all #\d+ of all ranks = dp_shard = ep \(Float \[128, 64\]; ranks 0-1\), where "
-        r"rank 0 waits \(rank 0 sends (\d+), (\d+) rows to these ranks and expects (\d+), \d+ from them\): it has ",
+        r"^rank 1 did not enter all_to_all #\d+ of all ranks = dp_shard = ep \(Float \[128, 64\]; ranks 0-1\), where "  # noqa: E501
+        r"rank 0 waits \(rank 0 sends (\d+), (\d+) rows to these ranks and expects (\d+), \d+ from them\): it has ",  # noqa: E501
         sentence,
     )
     assert found, sentence
@@ -205,18 +223,22 @@ def uneven_exchange(argv):
             trainer.train()
         except RuntimeError as error:
             watch.failed(error)
-            until_diagnosed(config.job.dump_folder)  # the pool kills the ranks soon after the first error
+            until_diagnosed(
+                config.job.dump_folder
+            )  # the pool kills the ranks soon after the first error
             raise
 
 
 def test_ranks_that_disagree_about_the_rows_they_exchange(ranks, tmp_path):
-    """The receiver waits for rows that don't come (NCCL), or continues without them (gloo): one sentence for both."""
+    """The receiver waits for rows that don't come (NCCL), or continues without them (gloo): one
+    sentence for both.
+    """
     with pytest.raises(RankError):
         ranks(2, uneven_exchange, arguments(tmp_path, *MIXTURE))
     sentence = until_diagnosed(tmp_path / "out")
     found = re.match(
-        r"rank 0 sends (\d+) rows to rank 1, which expects (\d+), in the exchange #17 of experts' rows among ranks 0-1"
-        r"; rank 1 raised RuntimeError in step 2 while running forward and backward of batch 1 of 2, at torchtitan/",
+        r"rank 0 sends (\d+) rows to rank 1, which expects (\d+), in the exchange #17 of experts' rows among ranks 0-1"  # noqa: E501
+        r"; rank 1 raised RuntimeError in step 2 while running forward and backward of batch 1 of 2, at torchtitan/",  # noqa: E501
         sentence,
     )
     assert found, sentence
@@ -242,10 +264,15 @@ def hang_in_pipeline(argv):
 
 def test_a_pipeline_stage_that_never_sends(ranks, tmp_path):
     """gloo records neither sends nor receives."""
-    argv = arguments(tmp_path, "--parallelism.pipeline_parallel_degree=2", global_batch=4, local_batch=4)
+    argv = arguments(
+        tmp_path, "--parallelism.pipeline_parallel_degree=2", global_batch=4, local_batch=4
+    )
     sentence, step = ranks(2, hang_in_pipeline, argv)[0]
     assert sentence.startswith("rank 0 did not enter a send or receive")
-    assert "where rank 1 waits: it has been running stage 0, from the forward of microbatch 2 for " in sentence
+    assert (
+        "where rank 1 waits: it has been running stage 0, from the forward of microbatch 2 for "
+        in sentence
+    )
     assert f"in step 1, at {HERE}:" in sentence
     assert step == 4
 
@@ -269,7 +296,9 @@ def hang_in_save(argv):
 
 
 def test_a_save_that_is_stuck(ranks, tmp_path):
-    sentence, step = ranks(2, hang_in_save, arguments(tmp_path, "--checkpoint.enable", "--checkpoint.interval=2"))[0]
+    sentence, step = ranks(
+        2, hang_in_save, arguments(tmp_path, "--checkpoint.enable", "--checkpoint.interval=2")
+    )[0]
     assert sentence.startswith("rank 1 did not enter ")
     assert " of checkpoint (" in sentence
     assert "it has been saving for " in sentence
@@ -278,7 +307,9 @@ def test_a_save_that_is_stuck(ranks, tmp_path):
 
 
 def slow(trainer, folder):
-    trainer.parts.models[0].layers["0"].register_forward_pre_hook(in_step(2, trainer, lambda: until_diagnosed(folder)))
+    trainer.parts.models[0].layers["0"].register_forward_pre_hook(
+        in_step(2, trainer, lambda: until_diagnosed(folder))
+    )
 
 
 def all_slow(argv):
@@ -295,7 +326,9 @@ def test_ranks_that_are_only_slow_are_called_so(ranks, tmp_path):
 def interrupted(trainer, folder):
     if dist.get_rank() == 1:
         block = trainer.parts.models[0].layers["0"]
-        block.register_forward_pre_hook(in_step(2, trainer, lambda: os.kill(os.getpid(), signal.SIGUSR2)))
+        block.register_forward_pre_hook(
+            in_step(2, trainer, lambda: os.kill(os.getpid(), signal.SIGUSR2))
+        )
     block = trainer.parts.models[0].layers["1"]
     block.register_forward_pre_hook(in_step(3, trainer, lambda: until_diagnosed(folder)))
 
@@ -312,7 +345,9 @@ def test_sigusr2_lets_all_ranks_write_and_changes_nothing(ranks, tmp_path):
     case = read_case(tmp_path / "out/comm_traces")
     assert case.why == "SIGUSR2"
     assert sorted(case.witnesses) == [0, 1]
-    assert all(witness.collectives and witness.state["step"] >= 2 for witness in case.witnesses.values())
+    assert all(
+        witness.collectives and witness.state["step"] >= 2 for witness in case.witnesses.values()
+    )
 
 
 def small_group():
@@ -327,7 +362,9 @@ def skip_one(folder):
     with watched(folder):
         group = small_group()
         if dist.get_rank() != 1:
-            with pytest.raises(RuntimeError):  # a timeout: its own, or one of a peer that then closes the connection
+            with pytest.raises(
+                RuntimeError
+            ):  # a timeout: its own, or one of a peer that then closes the connection
                 dist.all_reduce(torch.ones(8), group=group)
         else:
             parts = [torch.empty(4) for _ in range(3)]
@@ -339,7 +376,9 @@ def skip_one(folder):
 def test_a_rank_that_skips_a_collective(ranks, tmp_path):
     """It is one ahead, and its next one meets the others' last."""
     sentence = ranks(3, skip_one, tmp_path)[0]
-    assert sentence.startswith(f"rank 1 entered all_gather #2 of tp (Float [4]; ranks 0-2), at {HERE}:")
+    assert sentence.startswith(
+        f"rank 1 entered all_gather #2 of tp (Float [4]; ranks 0-2), at {HERE}:"
+    )
     assert f", where ranks 0, 2 entered all_reduce (Float [8]), at {HERE}:" in sentence
 
 
@@ -364,7 +403,9 @@ def test_a_rank_that_raises(ranks, tmp_path):
     sentence, files = ranks(3, raise_one, tmp_path)[0]
     assert sentence.startswith(f"rank 1 raised ValueError: boom, in step 7, at {HERE}:")
     assert sentence.endswith("in raise_one")
-    assert {"rank_0", "rank_1", "rank_2", "state-0.json", "state-1.json", "state-2.json"} <= set(files)
+    assert {"rank_0", "rank_1", "rank_2", "state-0.json", "state-1.json", "state-2.json"} <= set(
+        files
+    )
 
 
 def stop_one(folder):
@@ -388,7 +429,10 @@ def stop_one(folder):
 def test_a_rank_that_is_stopped(ranks, tmp_path):
     sentence, pid = ranks(2, stop_one, tmp_path)[0]
     assert sentence.startswith(f"rank 1 is stopped by a signal (process {pid} on ")
-    assert "and did not enter all_reduce #2 of tp (Float [8]; ranks 0-1), where rank 0 waits" in sentence
+    assert (
+        "and did not enter all_reduce #2 of tp (Float [8]; ranks 0-1), where rank 0 waits"
+        in sentence
+    )
 
 
 def launched(tmp_path, fault):
@@ -413,7 +457,9 @@ def test_the_launcher_ends_with_the_sentence(tmp_path):
     assert f"error: {sentence}" in lines[1:-1], "and by rank 0, whoever started it"
     assert "Traceback" not in "".join(lines)
     told = subprocess.run(
-        [sys.executable, "-m", "torchtitan", "doctor", str(tmp_path / "out")], capture_output=True, text=True
+        [sys.executable, "-m", "torchtitan", "doctor", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
     )
     assert told.stdout.splitlines()[0] == sentence, told.stderr
 

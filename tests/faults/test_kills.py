@@ -1,4 +1,6 @@
-"""SIGKILL at any moment: saved checkpoints survive, none looks complete but isn't, and the loss curve continues."""
+"""SIGKILL at any moment: saved checkpoints survive, none looks complete but isn't, and the loss
+curve continues.
+"""
 
 import os
 import shutil
@@ -113,7 +115,8 @@ def killed(argv, moment):
     ],
 )
 def test_a_killed_rank_loses_no_checkpoint(ranks, tmp_path, uninterrupted, moment, left):
-    extra, folder = [*SAVE, SCHEDULE], tmp_path / "out/checkpoint"
+    extra = [*SAVE, SCHEDULE]
+    folder = tmp_path / "out/checkpoint"
     if moment == "between_the_renames":  # a checkpoint of the same step is replaced
         ranks(2, train, arguments(tmp_path, *extra, steps=6))
         extra.append("--checkpoint.load_step=3")
@@ -123,7 +126,9 @@ def test_a_killed_rank_loses_no_checkpoint(ranks, tmp_path, uninterrupted, momen
     with pytest.raises(AssertionError, match="the process died"):
         ranks(2, killed, arguments(tmp_path, *extra, steps=steps), moment)
     assert committed_steps(folder) == left
-    assert not [problem for path in folder.glob("step-*") for problem in damage(path, read_manifest(path))]
+    assert not [
+        problem for path in folder.glob("step-*") for problem in damage(path, read_manifest(path))
+    ]
     run = ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))[0]
     assert_continues(run, uninterrupted)
     assert not list(folder.glob(".step-*"))
@@ -136,8 +141,12 @@ def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, delay):
     argv = [*arguments(tmp_path, steps=500), "--checkpoint.enable", "--checkpoint.interval=1"]
     folder = tmp_path / "out/checkpoint"
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "torchtitan.train", *argv], stdout=log, stderr=log)
-        wait_for(lambda: committed_steps(folder) and list(folder.glob(".step-*.tmp")), process, tmp_path)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.train", *argv], stdout=log, stderr=log
+        )
+        wait_for(
+            lambda: committed_steps(folder) and list(folder.glob(".step-*.tmp")), process, tmp_path
+        )
         time.sleep(delay)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -146,7 +155,10 @@ def test_kill_during_a_save_leaves_a_good_checkpoint(tmp_path, delay):
     assert all((folder / f"step-{step}/.metadata").is_file() for step in steps)
     more = [*arguments(tmp_path, steps=steps[-1] + 2), "--checkpoint.enable"]
     done = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", *more], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "torchtitan.train", *more],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert f"Resumed from {folder / f'step-{steps[-1]}'}" in done.stdout

@@ -1,4 +1,6 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one rank: all ranks save after the same step and end with 75."""
+"""SIGTERM, SIGUSR1 and Ctrl-C, to the launcher or to one rank: all ranks save after the same step
+and end with 75.
+"""
 
 import json
 import os
@@ -22,18 +24,25 @@ from torchtitan.train.trainer import Trainer
 from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest
 
 ROOT = Path(__file__).parents[2]
-ENV = os.environ | {"PYTHONPATH": str(ROOT), "TORCHTITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+ENV = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "TORCHTITAN_PYTHON": sys.executable,
+    "OMP_NUM_THREADS": "1",
+}
 
 
 # ---- agreement, on ranks of the pool
 
 
 class AskedAt(StopRequest):
-    """A rank that is asked to stop while it computes a certain step; -1: before it is ready to train."""
+    """A rank that is asked to stop while it computes a certain step; -1: before it is ready to
+    train.
+    """
 
     def __init__(self, step: int):
         super().__init__()
-        self.looks, self.step = 0, step
+        self.looks = 0
+        self.step = step
 
     @property
     def requested(self) -> bool:
@@ -58,17 +67,27 @@ def train_until_asked(argv, rank, step):
 LAYOUTS = {
     "tensor": (4, ["--parallelism.tensor_parallel_degree=2"]),
     "pipeline": (4, ["--parallelism.pipeline_parallel_degree=2"]),
-    "async save in flight": (2, ["--checkpoint.interval=3", "--checkpoint.async_mode=async_with_pinned_mem"]),
-    "validation is due": (2, ["--validation.enable", "--validation.freq=4", "--validation.dataset=demo_validation"]),
+    "async save in flight": (
+        2,
+        ["--checkpoint.interval=3", "--checkpoint.async_mode=async_with_pinned_mem"],
+    ),
+    "validation is due": (
+        2,
+        ["--validation.enable", "--validation.freq=4", "--validation.dataset=demo_validation"],
+    ),
 }
 
 
 SLOW = ("tensor", "validation is due")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS]
+)
 def test_the_last_rank_is_asked_and_all_save_the_same_step(ranks, tmp_path, layout):
-    """In step 3, so that the others learn of it in step 4. Then the run goes on as if nothing had been."""
+    """In step 3, so that the others learn of it in step 4. Then the run goes on as if nothing had
+    been.
+    """
     world, extra = LAYOUTS[layout]
     argv = arguments(tmp_path, *extra, "--checkpoint.enable", steps=6)
     whole = ranks(world, train, [*argv, f"--job.dump_folder={tmp_path / 'whole'}"])[0]
@@ -151,13 +170,17 @@ def finish(process):
 
 def slow(folder, *extra):
     """Enough steps to be interrupted, which then don't decide the learning rate."""
-    return arguments(folder, "--checkpoint.enable", "--lr_scheduler.total_steps=20", *extra, steps=100000)
+    return arguments(
+        folder, "--checkpoint.enable", "--lr_scheduler.total_steps=20", *extra, steps=100000
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(ranks, tmp_path):
-    """Restarts are allowed, but not asked for here. Data comes from worker processes, which signals must not end."""
+    """Restarts are allowed, but not asked for here. Data comes from worker processes, which signals
+    must not end.
+    """
     extra = [f"--config={ROOT}/train_configs/debug_model.toml", "--validation.enable=false"]
     argv = slow(tmp_path, "--training.dataloader.num_workers=1", "--validation.enable=false")
     launcher = launch(ROOT / "run_train.sh", *argv, NGPU="2", MAX_RESTARTS="2")
@@ -171,14 +194,23 @@ def test_a_signal_to_one_rank_ends_the_launcher_with_75_and_its_command_goes_on(
     assert "Traceback" not in err
     assert "torch/distributed" not in err, "torchrun's warnings"
     (command,) = [line for line in err.splitlines() if "run_train.sh" in line]
-    assert command.strip().startswith(f"NGPU=2 MAX_RESTARTS=2 {ROOT}/run_train.sh --job.dump_folder=")
+    assert command.strip().startswith(
+        f"NGPU=2 MAX_RESTARTS=2 {ROOT}/run_train.sh --job.dump_folder="
+    )
     more = subprocess.run(
-        f"{command} --training.steps={step + 2}", shell=True, env=ENV, capture_output=True, text=True, timeout=200
+        f"{command} --training.steps={step + 2}",
+        shell=True,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert more.returncode == 0, more.stderr
     extra += ["--lr_scheduler.total_steps=20", f"--job.dump_folder={tmp_path / 'whole'}"]
     whole = ranks(2, train, arguments(tmp_path, *extra, steps=step + 2))[0]
-    assert losses({"metrics": read_metrics(tmp_path / "out")}) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses({"metrics": read_metrics(tmp_path / "out")}) == pytest.approx(
+        losses(whole), rel=1e-5
+    )
 
 
 @pytest.mark.e2e
@@ -208,7 +240,9 @@ libc.pthread_mutex_lock(lock), libc.pthread_mutex_lock(lock)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_before_training_a_blocked_rank_leaves_at_once(number):
-    """As in a rendezvous that waits for another node: the main thread never runs a Python handler."""
+    """As in a rendezvous that waits for another node: the main thread never runs a Python
+    handler.
+    """
     process = launch(sys.executable, "-c", BLOCKED)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
@@ -217,7 +251,9 @@ def test_before_training_a_blocked_rank_leaves_at_once(number):
 
 @pytest.mark.e2e
 def test_a_signal_while_ranks_start(tmp_path):
-    launcher = launch(sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", "--", *slow(tmp_path))
+    launcher = launch(
+        sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", "--", *slow(tmp_path)
+    )
     deadline = time.monotonic() + 60
     while len(psutil.Process(launcher.pid).children()) < 2:
         assert time.monotonic() < deadline
@@ -231,7 +267,11 @@ def test_a_signal_while_ranks_start(tmp_path):
 def handles_sigterm(process):
     """Whether SIGTERM no longer simply ends the process."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk:", "SigCgt:"))]
+    masks = [
+        int(line.split()[1], 16)
+        for line in status.splitlines()
+        if line.startswith(("SigBlk:", "SigCgt:"))
+    ]
     return any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
@@ -258,7 +298,9 @@ def test_a_signal_in_the_first_moments(tmp_path, seconds):
 @pytest.mark.e2e
 @pytest.mark.parametrize("ranks_", [1, 2])
 def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, ranks_):
-    """One rank by the shell script; two, each in a session of its own, by the launcher, which must wait for them."""
+    """One rank by the shell script; two, each in a session of its own, by the launcher, which must
+    wait for them.
+    """
     command = [ROOT / "run_train.sh"]
     if ranks_ == 2:
         command = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node=2", "--"]
@@ -300,7 +342,11 @@ def stuck(lr_scheduler):
 def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path, ranks_):
     """In a step that never ends, the eighth, after a save of the sixth."""
     (tmp_path / "stuck.py").write_text(STUCK)
-    flags = ["--experimental.custom_import=stuck", "--lr_scheduler.name=stuck", "--checkpoint.interval=3"]
+    flags = [
+        "--experimental.custom_import=stuck",
+        "--lr_scheduler.name=stuck",
+        "--checkpoint.interval=3",
+    ]
     module = [sys.executable, "-m", "torchtitan", "train", "--nproc-per-node", ranks_, "--"]
     argv = slow(tmp_path, *flags)
     launcher = launch(*module, *argv, PYTHONPATH=f"{ROOT}:{tmp_path}", STUCK=f"{tmp_path}/stuck")
@@ -332,7 +378,12 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path, ranks_):
         (40, 40, "no finished step is lost. To resume after step 40:"),
         (0, None, "no finished step is lost. To start again:"),
         (3, 0, "steps 1 to 3 are lost. To start again:"),
-        (3, None, "steps 1 to 3 are lost, as checkpoint.enable = false or load_only = true. To start again:"),
+        (
+            3,
+            None,
+            "steps 1 to 3 are lost, as checkpoint.enable = false or load_only = true. To "
+            "start again:",
+        ),
     ],
 )
 def test_what_a_second_ctrl_c_loses(step, saved, text):

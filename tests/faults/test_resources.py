@@ -19,16 +19,21 @@ from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.logging import logger
 
-PP = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part=layers.1"]
+PP = [
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.module_fqns_per_model_part=layers.1",
+]
 
 
 def poisoned(argv, step_to_poison, what):
-    """Train with `what` of rank 1, activations or their gradients, made NaN in one step; whether weights and optimizer
-    stayed as they were."""
+    """Train with `what` of rank 1, activations or their gradients, made NaN in one step; whether
+    weights and optimizer stayed as they were.
+    """
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     block = list(trainer.parts.models[0].layers.values())[-1]
-    before, kept = None, []
+    before = None
+    kept = []
 
     def state():
         params = [p for model in trainer.parts.models for p in model.parameters()]
@@ -72,7 +77,9 @@ def test_nan_on_one_rank_or_stage_stops_all_before_the_update(ranks, tmp_path, l
     argv = arguments(tmp_path, *SAVE, *layout, steps=6)
     for kind, message, unchanged in ranks(2, poisoned, argv, 5, what):
         assert kind == "NonFiniteError"
-        assert re.match(rf"step 5: loss {loss}, gradient norm nan\. The weights were not updated", message), message
+        assert re.match(
+            rf"step 5: loss {loss}, gradient norm nan\. The weights were not updated", message
+        ), message
         assert "step-3" in message
         assert "training.on_nonfinite" in message
         assert unchanged
@@ -80,7 +87,9 @@ def test_nan_on_one_rank_or_stage_stops_all_before_the_update(ranks, tmp_path, l
 
 def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
     """By an optimizer that can't skip on the device."""
-    argv = arguments(tmp_path, "--training.on_nonfinite=skip", "--optimizer.implementation=foreach", steps=6)
+    argv = arguments(
+        tmp_path, "--training.on_nonfinite=skip", "--optimizer.implementation=foreach", steps=6
+    )
     for kind, progress, unchanged in ranks(2, poisoned, argv, 4, "gradients"):
         assert unchanged
         assert kind == "ok"
@@ -88,7 +97,9 @@ def test_nonfinite_step_can_be_skipped(ranks, tmp_path):
 
 
 def starved(argv):
-    """Train where rank 1 gets no more memory from step 3 on: the limit is real, and so is the allocator's error."""
+    """Train where rank 1 gets no more memory from step 3 on: the limit is real, and so is the
+    allocator's error.
+    """
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -96,7 +107,9 @@ def starved(argv):
     def limit(_):
         if trainer.progress.step == 3 and dist.get_rank() == 1:
             trainer.parts.models[0].norm.register_forward_hook(lambda *_: torch.empty(1 << 30))
-            resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1]))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1])
+            )
 
     trainer.after_step = (*trainer.after_step, limit)
     try:
@@ -127,11 +140,14 @@ def slowed(argv, done):
     """Train while rank 1 is stopped nine tenths of the time; what was logged."""
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    lines, brakes = [], []
+    lines = []
+    brakes = []
 
     def slow(_):
         if trainer.progress.step == 2 and dist.get_rank() == 1:
-            brakes.append(subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(done)]))
+            brakes.append(
+                subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(done)])
+            )
 
     trainer.after_step = (*trainer.after_step, slow)
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):

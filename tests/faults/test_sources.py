@@ -36,7 +36,8 @@ def failing(real, times, after):
 
 def breaking(times, after):
     """Make streams fail `times` times in a row, first after `after` rows."""
-    real, left = datasets.IterableDataset.__iter__, [times]
+    real = datasets.IterableDataset.__iter__
+    left = [times]
 
     def rows(self):
         for i, row in enumerate(real(self)):
@@ -52,7 +53,9 @@ def break_reads(kind, monkeypatch, times, after=5):
     if kind == "tokens":
         monkeypatch.setattr(os, "pread", failing(os.pread, times, after))
     elif kind == "jsonl":
-        monkeypatch.setattr(LocalDocuments, "__getitem__", failing(LocalDocuments.__getitem__, times, after))
+        monkeypatch.setattr(
+            LocalDocuments, "__getitem__", failing(LocalDocuments.__getitem__, times, after)
+        )
     else:
         monkeypatch.setattr(datasets.IterableDataset, "__iter__", breaking(times, after))
 
@@ -61,7 +64,9 @@ def break_reads(kind, monkeypatch, times, after=5):
 def test_a_few_failed_reads_change_nothing(corpora, monkeypatch, kind):  # noqa: F811
     sound = take(open_kind(kind, corpora), 12)
     break_reads(kind, monkeypatch, times=3)
-    for (tokens, labels, state), expected in zip(take(open_kind(kind, corpora, **QUICK), 12), sound, strict=True):
+    for (tokens, labels, state), expected in zip(
+        take(open_kind(kind, corpora, **QUICK), 12), sound, strict=True
+    ):
         assert torch.equal(tokens, expected[0])
         assert torch.equal(labels, expected[1])
         assert state == expected[2]
@@ -94,7 +99,9 @@ def test_token_files_truncated_or_overwritten_during_training(corpora, tmp_path)
     folder = shutil.copytree(corpora["tokens"], tmp_path / "others")
     for file in folder.glob("*.bin"):
         file.write_bytes(b"\xff" * file.stat().st_size)
-    with pytest.raises(UserError, match=r"has id 65535 at token \d+, but the tokenizer has only 2048"):
+    with pytest.raises(
+        UserError, match=r"has id 65535 at token \d+, but the tokenizer has only 2048"
+    ):
         take(loader(folder, retries=0), 1)
 
 
@@ -120,7 +127,8 @@ def test_a_stream_of_something_else_is_an_error_at_once(tmp_path, case, caplog):
 
 def stalled(argv):
     """Train while reads on rank 1 hang after 30 documents."""
-    real, calls = LocalDocuments.__getitem__, 0
+    real = LocalDocuments.__getitem__
+    calls = 0
 
     def hang(self, index):
         nonlocal calls
@@ -136,7 +144,12 @@ def stalled(argv):
 
 @pytest.mark.clock
 def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, tmp_path):
-    argv = arguments(tmp_path, "--training.dataloader.timeout_seconds=2", "--comm.init_timeout_seconds=20", steps=500)
+    argv = arguments(
+        tmp_path,
+        "--training.dataloader.timeout_seconds=2",
+        "--comm.init_timeout_seconds=20",
+        steps=500,
+    )
     with pytest.raises(AssertionError, match=r"rank 1 of 2 failed") as error:
         ranks(2, stalled, argv)
     assert "UserError: training.dataset: no data for 2 s from " in str(error.value)

@@ -34,7 +34,8 @@ def truncate(shard):
 
 def told(argv):
     """Train; also returns the log."""
-    lines, level = [], logger.level
+    lines = []
+    level = logger.level
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         logger.setLevel("INFO")
         run = train(argv)
@@ -42,8 +43,12 @@ def told(argv):
     return run | {"log": "\n".join(lines)}
 
 
-@pytest.mark.parametrize(("harm", "what"), [(flip_a_bit, "has a wrong checksum"), (truncate, "bytes instead of")])
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded(ranks, tmp_path, uninterrupted, harm, what):
+@pytest.mark.parametrize(
+    ("harm", "what"), [(flip_a_bit, "has a wrong checksum"), (truncate, "bytes instead of")]
+)
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded(
+    ranks, tmp_path, uninterrupted, harm, what
+):
     ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=6))
     folder = tmp_path / "out/checkpoint"
     shard = max((folder / "step-6").glob("*.distcp"), key=lambda p: p.stat().st_size)
@@ -80,7 +85,9 @@ def test_no_rank_makes_a_folder_that_rank_0_may_be_about_to_delete(ranks, tmp_pa
 
 
 def full_disk(argv):
-    """Train with a limit of 100 kB per file, which fails like a full disk, with an error of the operating system."""
+    """Train with a limit of 100 kB per file, which fails like a full disk, with an error of the
+    operating system.
+    """
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -134,7 +141,9 @@ def test_a_state_that_fits_no_manifest_is_called_a_bug(ranks, tmp_path):
 
 
 def set_file_user(uid):
-    """Drop root's right to write everywhere, which tests in a container often have, or restore it."""
+    """Drop root's right to write everywhere, which tests in a container often have, or restore
+    it.
+    """
     if os.geteuid() == 0:
         ctypes.CDLL(None).setfsuid(uid)
 
@@ -188,7 +197,9 @@ def test_a_read_only_folder_is_refused_before_anything_starts(public):
     (public / "locked").chmod(0o555)
     set_file_user(65534)
     try:
-        with pytest.raises(ConfigError, match=r"job.dump_folder: can't write to .*Permission denied"):
+        with pytest.raises(
+            ConfigError, match=r"job.dump_folder: can't write to .*Permission denied"
+        ):
             preflight(config)
     finally:
         set_file_user(0)

@@ -1,4 +1,6 @@
-"""Copies of checkpoints in object storage: resumable, never in the way of training, and good enough to resume from."""
+"""Copies of checkpoints in object storage: resumable, never in the way of training, and good enough
+to resume from.
+"""
 
 import shutil
 import time
@@ -7,7 +9,15 @@ from unittest import mock
 
 import pytest
 
-from tests.checkpoints import change, flip, manifest, outcome, save_steps, small_checkpointer, train_state
+from tests.checkpoints import (
+    change,
+    flip,
+    manifest,
+    outcome,
+    save_steps,
+    small_checkpointer,
+    train_state,
+)
 from torchtitan.checkpoint import upload
 from torchtitan.checkpoint.commit import committed_steps, leftovers
 from torchtitan.checkpoint.sums import crc32
@@ -70,7 +80,8 @@ def failing(*names):
 
 def test_nothing_is_sent_twice(folders):
     folder, url = folders
-    step, copy = folder / "step-1", url / "step-1"
+    step = folder / "step-1"
+    copy = url / "step-1"
     with failing("__1_0.distcp"), pytest.raises(ConnectionError):
         send(step, copy)
     assert committed_steps(url) == []
@@ -79,7 +90,11 @@ def test_nothing_is_sent_twice(folders):
     assert ".metadata" in there
     (copy / "__0_0.distcp").write_bytes(b"half of it")
     missing = manifest(step)["files"]
-    left = missing["__1_0.distcp"]["bytes"] + missing["tensors.json"]["bytes"] + missing["__0_0.distcp"]["bytes"]
+    left = (
+        missing["__1_0.distcp"]["bytes"]
+        + missing["tensors.json"]["bytes"]
+        + missing["__0_0.distcp"]["bytes"]
+    )
     assert send(step, copy) == left
     assert same(step, copy)
     assert send(step, copy) == 0
@@ -97,7 +112,8 @@ def save_again(step, position):
 def test_a_step_that_was_saved_again_replaces_its_copy(folders):
     """As after a rewind, whether the copy of the first was complete or not."""
     folder, url = folders
-    step, copy = folder / "step-1", url / "step-1"
+    step = folder / "step-1"
+    copy = url / "step-1"
     send(step, copy)
     save_again(step, 700)
     with failing("tensors.json"), pytest.raises(ConnectionError):
@@ -132,7 +148,8 @@ def test_foreign_files_are_left_alone(folders):
 
 def test_ranks_send_their_share_in_any_order(folders):
     folder, url = folders
-    step, copy = folder / "step-1", url / "step-1"
+    step = folder / "step-1"
+    copy = url / "step-1"
     assert send(step, copy, 1, 2) is None, "rank 0 begins"
     assert send(step, copy, 0, 2) is None, "and waits for the others"
     assert committed_steps(url) == []
@@ -177,8 +194,14 @@ def test_uploads_survive_whatever_the_storage_does(folders, monkeypatch):
     uploader.finish()
     assert committed_steps(url) == [1, 2, 3]
     text = [line.getMessage() for line in lines]
-    assert f"Can't upload to {url}: the server has gone; trying again at the next save, or in 1 min 00 s" in text
-    assert "Uploads are behind: 3 checkpoints (step-1, step-2, step-3) wait; the newest is sent first" in text
+    assert (
+        f"Can't upload to {url}: the server has gone; trying again at the next save, or "
+        "in 1 min 00 s" in text
+    )
+    assert (
+        "Uploads are behind: 3 checkpoints (step-1, step-2, step-3) wait; the newest is sent first"
+        in text
+    )
     order = [line.split()[1] for line in text if line.startswith("Uploaded ")]
     assert order == [f"{url}/step-{step}" for step in (3, 2, 1)]
 
@@ -229,13 +252,18 @@ def test_a_stop_leaves_the_rest_to_the_next_start(folders, monkeypatch):
         uploader = Uploader(folder, url, 0, 1)
         uploader.stop()
     assert committed_steps(url) == []
-    assert any(x.getMessage() == "Not uploaded yet: 1 checkpoint (step-1); the next start continues" for x in lines)
+    assert any(
+        x.getMessage() == "Not uploaded yet: 1 checkpoint (step-1); the next start continues"
+        for x in lines
+    )
     Uploader(folder, url, 0, 1).finish()
     assert committed_steps(url) == [1]
 
 
 def saving(folder, mode):
-    """Save with copies, lose the folder, resume from the copies, and save again. Called by one rank."""
+    """Save with copies, lose the folder, resume from the copies, and save again. Called by one
+    rank.
+    """
     url = f"memory://resumed-{mode}"
     settings = {"upload_folder": url, "async_mode": mode}
     checkpointer = small_checkpointer(folder, **settings)

@@ -1,4 +1,6 @@
-"""Checkpoints are verified while they are loaded: every byte is read once, and none that is damaged is used."""
+"""Checkpoints are verified while they are loaded: every byte is read once, and none that is damaged
+is used.
+"""
 
 import io
 import random
@@ -27,7 +29,8 @@ SIZE = 300
 def test_sums_of_the_end_are_those_of_zlib():
     content = random.Random(0).randbytes(1 << 16)
     for cut in (0, 1, 2, 7, 4096, 65535, 65536):
-        whole, before = zlib.crc32(content), zlib.crc32(content[:cut])
+        whole = zlib.crc32(content)
+        before = zlib.crc32(content[:cut])
         assert crc32_of_end(before, whole, len(content) - cut) == zlib.crc32(content[cut:])
     file = SummedFile(io.BytesIO())
     for piece in (content[:5], content[5:70], content[70:]):
@@ -45,7 +48,9 @@ class Counted(io.BytesIO):
     count = 0
 
     def readinto(self, buffer):
-        count = super().readinto(memoryview(buffer)[:50_000])  # a disk may return less than was asked for
+        count = super().readinto(
+            memoryview(buffer)[:50_000]
+        )  # a disk may return less than was asked for
         self.count += count
         return count
 
@@ -54,9 +59,11 @@ class Counted(io.BytesIO):
 def test_a_part_reads_as_a_file_and_knows_its_sum(length):
     content = random.Random(length).randbytes(length + 20)
     part = SummedPart(Counted(content), 10, length)
-    expected, draw = io.BytesIO(content[10:-10]), random.Random(1)
+    expected = io.BytesIO(content[10:-10])
+    draw = random.Random(1)
     for _ in range(20):
-        position, count = draw.randrange(length + 5), draw.randrange(length + 5)
+        position = draw.randrange(length + 5)
+        count = draw.randrange(length + 5)
         part.seek(position)
         expected.seek(position)
         assert part.read(count) == expected.read(count)
@@ -107,7 +114,8 @@ def contents(checkpointer):
 
 
 def save(folder, *steps):
-    checkpointer, saved = sharded(folder), {}
+    checkpointer = sharded(folder)
+    saved = {}
     for step in steps:
         fill(checkpointer, step)
         checkpointer.save(step, train_state(step))
@@ -122,7 +130,8 @@ def resume(folder, **settings):
 
     class Counting:
         def __init__(self, path, file):
-            self.path, self.file = path, file
+            self.path = path
+            self.file = file
 
         def readinto(self, view):
             return self.count(self.file.readinto(view))
@@ -149,7 +158,10 @@ def resume(folder, **settings):
         return Counting(path, open_regular(path, **options))
 
     checkpointer = sharded(folder, load_only=True, **settings)
-    with mock.patch.object(dcp_storage, "open_regular", opened), mock.patch.object(sums, "open_regular", opened):
+    with (
+        mock.patch.object(dcp_storage, "open_regular", opened),
+        mock.patch.object(sums, "open_regular", opened),
+    ):
         resumed = checkpointer.resume()
     return resumed.step, contents(checkpointer), read
 
@@ -184,8 +196,15 @@ def test_every_byte_is_read_once(ranks, tmp_path):
     sizes = {path.name: path.stat().st_size for path in step.glob("*.distcp")}
     assert len(sizes) == 2
     places = [part for about in index(step).values() for part in about["parts"]]
-    assert sum(length for *_, length in places) == sum(sizes.values()), "the sums of the parts cover the files"
-    counters = sum(length for name, about in index(step).items() if "step" in name for *_, length in about["parts"])
+    assert sum(length for *_, length in places) == sum(sizes.values()), (
+        "the sums of the parts cover the files"
+    )
+    counters = sum(
+        length
+        for name, about in index(step).items()
+        if "step" in name
+        for *_, length in about["parts"]
+    )
     for saved, new, old in results:
         assert new[0] == old[0] == 1
         assert equal(new[1], saved)
@@ -196,9 +215,13 @@ def test_every_byte_is_read_once(ranks, tmp_path):
 
 
 def resume_damaged(folder, damages, seed):
-    """What all ranks resume from of two checkpoints, the newer with a bit flipped somewhere, each of several times."""
+    """What all ranks resume from of two checkpoints, the newer with a bit flipped somewhere, each
+    of several times.
+    """
     saved = save(folder, 1, 2)
-    step, draw, found = folder / "step-2", random.Random(seed), []
+    step = folder / "step-2"
+    draw = random.Random(seed)
+    found = []
     sizes = {path.name: path.stat().st_size for path in sorted(step.glob("*.distcp"))}
     dist.barrier()
     for _ in range(damages):
@@ -213,7 +236,9 @@ def resume_damaged(folder, damages, seed):
 
 @pytest.mark.parametrize("damages", [8, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("old", [False, True])
-def test_whichever_bit_is_flipped_everything_comes_from_the_checkpoint_before(ranks, tmp_path, damages, old):
+def test_whichever_bit_is_flipped_everything_comes_from_the_checkpoint_before(
+    ranks, tmp_path, damages, old
+):
     def run(*args):
         return ranks(2, resume_old_damaged if old else resume_damaged, *args)
 
@@ -246,7 +271,10 @@ def refusals(folder):
 def test_the_error_names_the_place(ranks, tmp_path):
     for text in ranks(2, refusals, tmp_path / "checkpoint"):
         assert text.startswith("CheckpointError: no checkpoint can be resumed")
-        assert f"{tmp_path}/checkpoint/step-1 is damaged: __1_0.distcp has a wrong checksum in bytes " in text
+        assert (
+            f"{tmp_path}/checkpoint/step-1 is damaged: __1_0.distcp has a wrong checksum in bytes "
+            in text
+        )
 
 
 def on_one_rank(folder):
@@ -270,7 +298,8 @@ def test_other_numbers_of_ranks(ranks, tmp_path):
 def damaged_url(url):
     """From remote storage, on one rank: the bytes read, and a fallback."""
     save(url, 1, 2)
-    folder, read = storage_path(url), []
+    folder = storage_path(url)
+    read = []
     fetch = folder.fs.cat_file
 
     def counted(path, **options):

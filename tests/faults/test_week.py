@@ -1,4 +1,6 @@
-"""The week, with somebody watching: the live page shows each event, and at the end what the files hold."""
+"""The week, with somebody watching: the live page shows each event, and at the end what the files
+hold.
+"""
 
 import json
 import time
@@ -14,9 +16,12 @@ from torchtitan.tools.reports.serve import Server, serving
 
 STEPS_PER_DAY = 24
 SHOWN = {
-    "preempted": "preempted", "resumed": "resumed at step", "rewound": "rewind", "stage": "stage of data",
+    "preempted": "preempted",
+    "resumed": "resumed at step",
+    "rewound": "rewind",
+    "stage": "stage of data",
     "finished": "completed",
-}  # fmt: skip
+}
 """Kind of event to what the page's table calls it."""
 
 
@@ -38,7 +43,9 @@ def test_a_week_is_shown_as_it_happens(tmp_path):
         deadline = time.monotonic() + 30
         tables = "[...document.querySelectorAll('table')].map(table => table.textContent).join(' ')"
         while (text := tab.evaluate(tables)).count(SHOWN[kind]) < happened[kind]:
-            assert time.monotonic() < deadline, f"{kind} for the {happened[kind]}. time is not in\n{text}"
+            assert time.monotonic() < deadline, (
+                f"{kind} for the {happened[kind]}. time is not in\n{text}"
+            )
             time.sleep(0.2)
 
     week = Week(tmp_path, STEPS_PER_DAY, look)
@@ -48,7 +55,9 @@ def test_a_week_is_shown_as_it_happens(tmp_path):
         while tab.evaluate("report.runs[0].state") != "completed":
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        shown = tab.evaluate("[report.runs[0].axes.step, report.runs[0].metrics.loss, report.runs[0].starts.length]")
+        shown = tab.evaluate(
+            "[report.runs[0].axes.step, report.runs[0].metrics.loss, report.runs[0].starts.length]"
+        )
         own = [url for url in tab.problems if not url.startswith("http://127.0.0.1")]
     records = [record for record in week.lines("metrics.jsonl") if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, 7 * STEPS_PER_DAY + 1))

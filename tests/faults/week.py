@@ -1,9 +1,10 @@
-"""A week in the life of a run, in minutes: preemptions, faults, a rewind, other layouts, a second stage of data.
+"""A week in the life of a run, in minutes: preemptions, faults, a rewind, other layouts, a second
+stage of data.
 
     python -m tests.faults.week outputs/week --steps-per-day 100
 
-One event a day, and a start after it if the event ended the run. `torchtitan watch outputs/week` shows it meanwhile;
-the pictures of `docs/reports.md` are made from what it leaves behind.
+One event a day, and a start after it if the event ended the run. `torchtitan watch outputs/week`
+shows it meanwhile; the pictures of `docs/reports.md` are made from what it leaves behind.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def train_one(self, batches):
         hook.remove()
 
 Trainer._train_one = train_one
-"""
+"""  # noqa: E501
 CONFIG = """
 [job]
 description = "a week"
@@ -93,15 +94,24 @@ custom_import = "spike"
 
 
 class Week:
-    """The run in `folder`. `happened` is called with the kind of each event once it is on record."""
+    """The run in `folder`. `happened` is called with the kind of each event once it is on
+    record.
+    """
 
     def __init__(self, folder: Path, steps_per_day: int, happened: Callable[[str], object]):
-        self.folder, self.dump, self.day, self.happened = folder, folder / "run", steps_per_day, happened
+        self.folder = folder
+        self.dump = folder / "run"
+        self.day = steps_per_day
+        self.happened = happened
         self.awaited: Counter[str] = Counter()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spike.py").write_text(SPIKE.format(step=self.day * 5 // 2))
         places = {"dump": self.dump, "root": ROOT}
-        steps = {"steps": 7 * self.day, "stage": 4 * self.day + 1, "interval": max(self.day // 4, 1)}
+        steps = {
+            "steps": 7 * self.day,
+            "stage": 4 * self.day + 1,
+            "interval": max(self.day // 4, 1),
+        }
         (folder / "week.toml").write_text(CONFIG.format(**places, **steps))
 
     def run(self) -> None:
@@ -135,7 +145,13 @@ class Week:
     # ---- what happens to it
 
     def start(self, world: int, *layout: str) -> subprocess.Popen:
-        command = ["-m", "torchtitan", "train", str(self.folder / "week.toml"), f"--nproc-per-node={world}"]
+        command = [
+            "-m",
+            "torchtitan",
+            "train",
+            str(self.folder / "week.toml"),
+            f"--nproc-per-node={world}",
+        ]
         overrides = ["--model.name=qwen3_moe", *MODEL, *layout]
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(
@@ -193,7 +209,9 @@ def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps-per-day", type=int, default=100)
     options = parser.parse_args()

@@ -19,7 +19,15 @@ from torchtitan.parallel.activation_checkpoint import (
 from torchtitan.parallel.compile import apply_compile
 
 SPEC = get_spec("llama3")
-TINY = {"vocab_size": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
+TINY = {
+    "vocab_size": 64,
+    "dim": 32,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "max_seq_len": 16,
+}
 TOKENS = torch.arange(32).view(2, 16)
 PER_BLOCK = 7  # wq, wk, wv, wo, w1, w2, w3
 
@@ -31,7 +39,9 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.matmuls += operation is torch.ops.aten.mm.default
-        self.attentions += "scaled_dot_product" in str(operation) and "backward" not in str(operation)
+        self.attentions += "scaled_dot_product" in str(operation) and "backward" not in str(
+            operation
+        )
         return operation(*args, **(kwargs or {}))
 
 
@@ -48,7 +58,12 @@ def run(model):
     with Counter() as counter:
         loss.backward()
     own = 2 * (PER_BLOCK * TINY["n_layers"] + 1)  # of each product: by its input, by its weight
-    return loss.detach(), [p.grad for p in model.parameters()], counter.matmuls - own, counter.attentions
+    return (
+        loss.detach(),
+        [p.grad for p in model.parameters()],
+        counter.matmuls - own,
+        counter.attentions,
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +100,9 @@ def test_what_is_recomputed(options, matmuls, attentions):
 
 
 def test_what_is_kept_by_name_exists_under_that_name():
-    """A misspelt operation would be recomputed without a word, and most of these never run on the CPU."""
+    """A misspelt operation would be recomputed without a word, and most of these never run on the
+    CPU.
+    """
     import torch.distributed._functional_collectives
     import torch.nn.attention.flex_attention
     import torch.nn.attention.varlen

@@ -18,7 +18,8 @@ from torchtitan.tools.planner.memory import memory_of, offloaded_per_block
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
-ROWS, SEQ = 2, 256
+ROWS = 2
+SEQ = 256
 SHAPE = [
     f"--training.seq_len={SEQ}",
     f"--training.local_batch_size={ROWS}",
@@ -28,14 +29,23 @@ SHAPE = [
 MODES = {
     "none": ["--activation_checkpoint.mode=none"],
     "full": ["--activation_checkpoint.mode=full"],
-    "op": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
-    "compiled": ["--activation_checkpoint.mode=none", "--compile.enable", "--compile.backend=aot_eager"],
+    "op": [
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ],
+    "compiled": [
+        "--activation_checkpoint.mode=none",
+        "--compile.enable",
+        "--compile.backend=aot_eager",
+    ],
 }
 
 
 def run(mode, blocks):
     """Loss and gradients of two batches, and the bytes that were copied to the host."""
-    config = load_config([*SHAPE, *MODES[mode], f"--activation_checkpoint.offload_blocks={blocks}"]).config
+    config = load_config(
+        [*SHAPE, *MODES[mode], f"--activation_checkpoint.offload_blocks={blocks}"]
+    ).config
     torch.manual_seed(0)
     spec = get_spec("llama3")
     model = spec.build(spec.args("8B", SIZES, max_seq_len=SEQ), attention_backend("cpu"))
@@ -52,7 +62,9 @@ def run(mode, blocks):
     return loss.detach(), [p.grad for p in model.parameters()], offload.moved
 
 
-@pytest.mark.parametrize(("mode", "blocks"), [*itertools.product(MODES, [-1]), ("none", 1), ("full", 3)])
+@pytest.mark.parametrize(
+    ("mode", "blocks"), [*itertools.product(MODES, [-1]), ("none", 1), ("full", 3)]
+)
 def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
     loss, gradients, none = run(mode, 0)
     own_loss, own_gradients, moved = run(mode, blocks)
@@ -61,10 +73,13 @@ def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
     for own, other in zip(own_gradients, gradients, strict=True):
         assert torch.equal(own, other)
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is _Copy], "copies outlive the backward"
+    assert not [thing for thing in gc.get_objects() if type(thing) is _Copy], (
+        "copies outlive the backward"
+    )
     if mode != "compiled":  # what a compiler keeps is its own choice
         of_block = offloaded_per_block(workload("--model.flavor=8B", *SHAPE, *MODES[mode]))
-        if mode == "none" and torch_is_before_2_13():  # torch's two RMSNorms keep their results before the weight too
+        # torch's two RMSNorms keep their results before the weight too
+        if mode == "none" and torch_is_before_2_13():
             of_block += 2 * ROWS * SEQ * SIZES["dim"] * 4
         assert moved == 2 * (4 if blocks < 0 else blocks) * of_block
 
@@ -76,7 +91,8 @@ def test_parts_of_one_tensor_have_copies_of_their_own():
         first, second = x.chunk(2)
         return first * first.sin() + second.cos() * second
 
-    offload, gradients = Offload(), []
+    offload = Offload()
+    gradients = []
     x = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     for own in (forward, offload.wrap(forward, first=True, away=True)):
         gradients += torch.autograd.grad(own(torch.nn.Identity(), x * 1.0).sum(), x)
@@ -85,16 +101,25 @@ def test_parts_of_one_tensor_have_copies_of_their_own():
 
 
 def test_planned_memory_has_two_blocks_on_their_way():
-    argv = ["--model.flavor=8B", "--training.seq_len=8192", "--training.local_batch_size=1", *MODES["none"]]
+    argv = [
+        "--model.flavor=8B",
+        "--training.seq_len=8192",
+        "--training.local_batch_size=1",
+        *MODES["none"],
+    ]
     kept, away = (
-        memory_of(workload(*argv, f"--activation_checkpoint.offload_blocks={n}"), 0).parts["activations"]
+        memory_of(workload(*argv, f"--activation_checkpoint.offload_blocks={n}"), 0).parts[
+            "activations"
+        ]
         for n in (0, -1)
     )
     assert kept - away == 30 * offloaded_per_block(workload(*argv))
 
 
 def test_copies_return_one_block_ahead(monkeypatch):
-    events, fetch, take = [], _Copy.fetch, _Copy.take
+    events = []
+    fetch = _Copy.fetch
+    take = _Copy.take
 
     def noted(kind, function, copy):
         events.append((kind, id(copy)))

@@ -12,7 +12,14 @@ from tests.positions import saved
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.sources import DataSpec
-from torchtitan.data.text.contents import Contents, DataFile, base_of, changes, parse_lists, render_lists
+from torchtitan.data.text.contents import (
+    Contents,
+    DataFile,
+    base_of,
+    changes,
+    parse_lists,
+    render_lists,
+)
 from torchtitan.data.text.records import LONG
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.token_files import write_token_file
@@ -25,7 +32,10 @@ def loader(*paths, on_changed="stop", section="training"):
     names = ["data"] if len(paths) == 1 else [f"s{i}" for i in range(len(paths))]
     return build_loader(
         DataSpec(
-            sources=[Source(name=name, dataset_path=str(path)) for name, path in zip(names, paths, strict=True)],
+            sources=[
+                Source(name=name, dataset_path=str(path))
+                for name, path in zip(names, paths, strict=True)
+            ],
             tokenizer=TOKENIZER,
             seq_len=16,
             rows_per_step=4,
@@ -39,11 +49,16 @@ def loader(*paths, on_changed="stop", section="training"):
 
 
 def steps(reading, count=2):
-    """The rows of some steps, and the position after them with the list of files, as a checkpoint has them."""
+    """The rows of some steps, and the position after them with the list of files, as a checkpoint
+    has them.
+    """
     iterator = iter(reading)
     found = [next(iterator) for _ in range(count)]
     reading.close()
-    return torch.cat([batch.tokens for batch in found]), (saved(reading, found[-1].position), reading.record.lists())
+    return torch.cat([batch.tokens for batch in found]), (
+        saved(reading, found[-1].position),
+        reading.record.lists(),
+    )
 
 
 def resume(reading, checkpoint):
@@ -53,7 +68,10 @@ def resume(reading, checkpoint):
 
 
 def write_lines(path, seed, count=40):
-    rows = [" ".join(f"{(seed * 7919 + i * 31 + j * 17) % 9973:04d}" for j in range(12)) for i in range(count)]
+    rows = [
+        " ".join(f"{(seed * 7919 + i * 31 + j * 17) % 9973:04d}" for j in range(12))
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
 
@@ -93,13 +111,37 @@ def in_place(folder):
 
 
 CHANGES = {
-    "other contents": (text, lambda d: write_lines(d / "b.jsonl", 9), "b.jsonl has other contents of the same size"),
-    "two files swapped": (text, swap, "a.jsonl has the contents that b.jsonl had, b.jsonl has the contents that a"),
-    "token file renamed": (tokens, rename, "a.bin is now called z.bin, and files are read in the order of their names"),
-    "tokens replaced": (tokens, lambda d: write_tokens(d / "a.bin", 5, 700), "a.bin has other contents of the same"),
+    "other contents": (
+        text,
+        lambda d: write_lines(d / "b.jsonl", 9),
+        "b.jsonl has other contents of the same size",
+    ),
+    "two files swapped": (
+        text,
+        swap,
+        "a.jsonl has the contents that b.jsonl had, b.jsonl has the contents that a",
+    ),
+    "token file renamed": (
+        tokens,
+        rename,
+        "a.bin is now called z.bin, and files are read in the order of their names",
+    ),
+    "tokens replaced": (
+        tokens,
+        lambda d: write_tokens(d / "a.bin", 5, 700),
+        "a.bin has other contents of the same",
+    ),
     "tokens replaced in place": (tokens, in_place, "b.bin has other contents of the same size"),
-    "tokens moved": (tokens, move_tokens, "a.bin has 1,200 bytes instead of 1,400, b.bin has 800 bytes instead of 600"),
-    "lines appended": (text, lambda d: write_lines(d / "b.jsonl", 2, 41), "b.jsonl has 2,952 bytes instead of 2,880"),
+    "tokens moved": (
+        tokens,
+        move_tokens,
+        "a.bin has 1,200 bytes instead of 1,400, b.bin has 800 bytes instead of 600",
+    ),
+    "lines appended": (
+        text,
+        lambda d: write_lines(d / "b.jsonl", 2, 41),
+        "b.jsonl has 2,952 bytes instead of 2,880",
+    ),
     "file added": (text, lambda d: write_lines(d / "c.jsonl", 3), "c.jsonl is new"),
     "file deleted": (text, lambda d: (d / "b.jsonl").unlink(), "b.jsonl is missing"),
 }
@@ -115,9 +157,9 @@ def test_a_change_stops_the_resume_and_is_named(tmp_path, case, caplog, monkeypa
     with pytest.raises(UserError) as error:
         resume(loader(tmp_path), checkpoint)
     message = str(error.value)
-    assert message.startswith(f"training.dataset_path: the data has changed since the checkpoint was saved: {words}"), (
-        message
-    )
+    assert message.startswith(
+        f"training.dataset_path: the data has changed since the checkpoint was saved: {words}"
+    ), message
     assert 'training.on_changed_data = "continue"' in message
     assert "exclude_from_loading" in message
     found = resume(loader(tmp_path, on_changed="continue"), checkpoint)
@@ -173,8 +215,12 @@ def test_checkpoints_of_earlier_versions_resume(tmp_path, make, caplog, monkeypa
     old = state.model_copy(update={"sources": {"data": position}})
     assert torch.equal(resume(loader(tmp_path), (old, b"{}")), expected)
     assert "recorded no contents of files, so they were not compared" in caplog.text
-    other = state.model_copy(update={"sources": {"data": position.model_copy(update={"contents": "other"})}})
-    with pytest.raises(UserError, match=r"the data has changed .*: it was other, and is 2 files with hash"):
+    other = state.model_copy(
+        update={"sources": {"data": position.model_copy(update={"contents": "other"})}}
+    )
+    with pytest.raises(
+        UserError, match=r"the data has changed .*: it was other, and is 2 files with hash"
+    ):
         resume(loader(tmp_path), (other, b"{}"))
 
 
@@ -201,7 +247,9 @@ def test_each_source_of_a_mixture_is_compared(tmp_path):
         text(tmp_path / name)
     _, checkpoint = steps(loader(tmp_path / "a", tmp_path / "b"))
     write_lines(tmp_path / "b/a.jsonl", 7)
-    with pytest.raises(UserError, match=r"training\.sources\.s1\.dataset_path: .* a\.jsonl has other contents"):
+    with pytest.raises(
+        UserError, match=r"training\.sources\.s1\.dataset_path: .* a\.jsonl has other contents"
+    ):
         resume(loader(tmp_path / "a", tmp_path / "b"), checkpoint)
 
 
@@ -214,7 +262,9 @@ def test_a_source_that_pauses_is_compared_when_it_returns(tmp_path):
     between.seek(state, lambda: parse_lists(lists))
     _, checkpoint = steps(between)
     write_lines(tmp_path / "b/b.jsonl", 7)
-    with pytest.raises(UserError, match=r"training\.sources\.s1\.dataset_path: .* b\.jsonl has other contents"):
+    with pytest.raises(
+        UserError, match=r"training\.sources\.s1\.dataset_path: .* b\.jsonl has other contents"
+    ):
         resume(loader(tmp_path / "a", tmp_path / "b"), checkpoint)
 
 
@@ -230,9 +280,13 @@ def test_validation_data_is_compared(tmp_path):
 
     _, checkpoint = steps(run())
     expected = resume(run(), checkpoint)
-    assert torch.equal(resume(run("train"), checkpoint), expected), "another set, by the configuration"
+    assert torch.equal(resume(run("train"), checkpoint), expected), (
+        "another set, by the configuration"
+    )
     write_lines(tmp_path / "held_out/b.jsonl", 7)
-    with pytest.raises(UserError, match=r"validation\.dataset_path: the data .*: b\.jsonl has other contents"):
+    with pytest.raises(
+        UserError, match=r"validation\.dataset_path: the data .*: b\.jsonl has other contents"
+    ):
         resume(run(), checkpoint)
     assert torch.equal(resume(run(on_changed="continue"), checkpoint), expected)
 
@@ -245,7 +299,9 @@ def short_text(folder):
     (folder / "a.txt").write_text("other words")
 
 
-@pytest.mark.parametrize(("before", "after"), [(long_text, short_text), (text, tokens), (tokens, text)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(long_text, short_text), (text, tokens), (tokens, text)]
+)
 def test_continuing_within_a_document_that_is_gone(tmp_path, before, after):
     """A lane begins its document anew; data of another kind begins at its beginning."""
     before(tmp_path)
@@ -323,5 +379,9 @@ def test_lists_are_read_strictly(case):
     ],
 )
 def test_names_are_relative_to_what_is_configured(tmp_path, path, base):
-    paths = path.format(d=tmp_path) if isinstance(path, str) else [one.format(d=tmp_path) for one in path]
+    paths = (
+        path.format(d=tmp_path)
+        if isinstance(path, str)
+        else [one.format(d=tmp_path) for one in path]
+    )
     assert base_of(paths) == base.format(d=tmp_path)

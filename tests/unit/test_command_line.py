@@ -33,7 +33,11 @@ def test_any_order(argv, tmp_path, monkeypatch):
     options, flags = parse(*argv.split())
     assert (options.config, options.world, options.fast) == ("run.toml", 4, True)
     config = load_config(flags).config
-    assert (config.training.seq_len, config.training.steps, config.checkpoint.enable) == (64, 5, True)
+    assert (config.training.seq_len, config.training.steps, config.checkpoint.enable) == (
+        64,
+        5,
+        True,
+    )
 
 
 def test_a_flag_takes_its_values_and_leaves_the_file():
@@ -46,7 +50,8 @@ def test_a_flag_takes_its_values_and_leaves_the_file():
 
 
 @pytest.mark.parametrize(
-    ("flag", "meant"), [("--training.stpes", "training.steps"), ("--traning.steps", "training"), ("--fast.x", "")]
+    ("flag", "meant"),
+    [("--training.stpes", "training.steps"), ("--traning.steps", "training"), ("--fast.x", "")],
 )
 def test_a_misspelt_key_or_section_is_the_configurations(flag, meant):
     options, flags = parse("--fast", flag, "5")
@@ -80,7 +85,10 @@ def test_other_mistakes_are_argparses(argv, text, capsys):
 
 
 def test_help(capsys):
-    for argv, text in ((["--help"], "--fast"), (["run.toml", "--help", "training"], "--training.seq_len  integer")):
+    for argv, text in (
+        (["--help"], "--fast"),
+        (["run.toml", "--help", "training"], "--training.seq_len  integer"),
+    ):
         with pytest.raises(SystemExit) as done:
             parse(*argv)
         assert done.value.code == 0

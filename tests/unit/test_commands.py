@@ -34,7 +34,10 @@ def test_each_command_explains_itself(monkeypatch, capsys, command):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: torchtitan {command}")
-    assert importlib.import_module(f"torchtitan.commands.{command}").__doc__.split(".")[0].split()[0] in out
+    assert (
+        importlib.import_module(f"torchtitan.commands.{command}").__doc__.split(".")[0].split()[0]
+        in out
+    )
 
 
 def test_version(monkeypatch, capsys):
@@ -48,7 +51,8 @@ def test_a_misspelt_command(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("rank", "world"), [("x", "2"), ("0", "abc"), ("-1", "2"), ("2", "2"), ("9" * 5000, "1"), ("٣", "4")]
+    ("rank", "world"),
+    [("x", "2"), ("0", "abc"), ("-1", "2"), ("2", "2"), ("9" * 5000, "1"), ("٣", "4")],
 )
 def test_an_environment_that_no_launcher_made(monkeypatch, capsys, rank, world):
     monkeypatch.setenv("RANK", rank)
@@ -68,7 +72,16 @@ def test_an_environment_that_no_launcher_made(monkeypatch, capsys, rank, world):
         ["my.toml", "--nproc-per-node", "8", "--log-dir", "logs", "--training.steps", "100"],
         ["--training.steps", "100", "--nproc-per-node=8", "--log-dir", "logs", "my.toml"],
         ["--log-dir", "logs", "--nproc_per_node", "8", "my.toml", "--training.steps", "100"],
-        ["--nproc-per-node", "8", "--log-dir", "logs", "--", "--job.config_file=my.toml", "--training.steps", "100"],
+        [
+            "--nproc-per-node",
+            "8",
+            "--log-dir",
+            "logs",
+            "--",
+            "--job.config_file=my.toml",
+            "--training.steps",
+            "100",
+        ],
     ],
 )
 def test_options_and_flags_mix_in_any_order(argv):
@@ -116,9 +129,14 @@ def test_visible_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
 
 
 def test_all_gpus_are_counted_without_torch(monkeypatch):
-    listed = "GPU 0: H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: H200 (UUID: GPU-2)\n"
+    listed = (
+        "GPU 0: H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: H200 "
+        "(UUID: GPU-2)\n"
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(train.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed))
+    monkeypatch.setattr(
+        train.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed)
+    )
     assert count_gpus() == 2
 
 
@@ -128,8 +146,13 @@ def test_all_gpus_are_counted_without_torch(monkeypatch):
 def complete(*words):
     """What bash offers for the last of `words`."""
     typed = " ".join(f"'{word}'" for word in ("torchtitan", *words))
-    body = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _torchtitan; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", completion.script("bash") + body], capture_output=True, text=True, check=True)
+    body = (
+        f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _torchtitan; printf '%s\\n' "
+        f'"${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", completion.script("bash") + body], capture_output=True, text=True, check=True
+    )
     return done.stdout.split()
 
 
@@ -154,9 +177,14 @@ def test_completion_for_zsh_loads_the_same_function():
 
 @pytest.mark.e2e
 def test_completion_does_not_import_torch():
-    code = "import sys; sys.argv[1:] = ['completion', 'bash']; from torchtitan.commands import main; main()"
+    code = (
+        "import sys; sys.argv[1:] = ['completion', 'bash']; from torchtitan.commands import "
+        "main; main()"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], capture_output=True, text=True
+        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "_torchtitan" in done.stdout

@@ -1,4 +1,6 @@
-"""Loading: both notations, every mistake at once with its place, old spellings, what isn't supported yet."""
+"""Loading: both notations, every mistake at once with its place, old spellings, what isn't
+supported yet.
+"""
 
 import subprocess
 import sys
@@ -54,7 +56,7 @@ experimental: custom_import custom_args_module
 validation: enable dataset dataset_path local_batch_size seq_len freq steps
 validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor
 debug: seed deterministic deterministic_warn_only moe_force_load_balance
-"""
+"""  # noqa: E501
 
 
 def convention_keys():
@@ -96,7 +98,11 @@ def problems(*argv):
 )
 def test_every_form_of_a_flag(argv):
     config = load(*argv)
-    assert (config.training.steps, config.checkpoint.enable, config.training.max_norm) == (5, True, 0.5)
+    assert (config.training.steps, config.checkpoint.enable, config.training.max_norm) == (
+        5,
+        True,
+        0.5,
+    )
 
 
 def test_flags_of_other_types():
@@ -114,7 +120,9 @@ def test_flags_of_other_types():
     assert config.checkpoint.exclude_from_loading == ["dataloader", "optimizer"]
     assert config.lr_scheduler.decay_ratio is None
     assert config.model.overrides == {"n_layers": 4, "rope_scaling": {"factor": 2.0}}
-    assert load("--checkpoint.exclude_from_loading", "model", "optimizer").checkpoint.exclude_from_loading == [
+    assert load(
+        "--checkpoint.exclude_from_loading", "model", "optimizer"
+    ).checkpoint.exclude_from_loading == [
         "model",
         "optimizer",
     ]
@@ -153,7 +161,11 @@ def test_a_file_that_extends_itself_is_refused(toml):
         (["--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0"], True),
         (["--moe.global_balance_loss=0"], False),
         (
-            ["--model.overrides.experts_per_token=1", "--moe.global_balance_loss=0", "--moe.sequence_balance_loss=1"],
+            [
+                "--model.overrides.experts_per_token=1",
+                "--moe.global_balance_loss=0",
+                "--moe.sequence_balance_loss=1",
+            ],
             False,
         ),
         (
@@ -194,14 +206,23 @@ min_lr_factor = 1.5
 name = "lama3"
 """
     )
-    found = problems("--config", file, "--metrics.log_frq=3", "--training.max_norm", "abc", "--optimizer.lr", "stray")
+    found = problems(
+        "--config",
+        file,
+        "--metrics.log_frq=3",
+        "--training.max_norm",
+        "abc",
+        "--optimizer.lr",
+        "stray",
+    )
     expected = [
         f"{file}:3: training.stpes: unknown key; did you mean 'training.steps'?",
         f"{file}:4: training.seq_len: got '100a', must be an integer",
         f"{file}:5: training.note: unknown key",
         f"{file}:9: training.steps: got True, must be an integer",
         f"{file}:12: optimzer: unknown section; did you mean 'optimizer'?",
-        f"{file}:15: lr_scheduler.decay_type: got 'cosin', must be 'linear', 'sqrt' or 'cosine'; did you",
+        f"{file}:15: lr_scheduler.decay_type: got 'cosin', must be 'linear', 'sqrt' or "
+        "'cosine'; did you",
         f"{file}:16: lr_scheduler.min_lr_factor: got 1.5: input should be less than or equal to 1",
         f"{file}:19: model.name: no model family 'lama3'; known: llama3, ",
         "--metrics.log_frq: unknown key; did you mean 'metrics.log_freq'?",
@@ -253,7 +274,9 @@ def test_every_key_of_the_convention_is_known():
     assert not set(UNSUPPORTED) & set(FIELDS)
 
 
-@pytest.mark.parametrize("key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, NotYet)])
+@pytest.mark.parametrize(
+    "key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, NotYet)]
+)
 def test_unsupported_keys_are_refused_unless_off(key):
     entry = UNSUPPORTED[key]
     assert entry.off
@@ -268,7 +291,9 @@ def test_tuning_keys_have_an_unsupported_gate():
     for entry in UNSUPPORTED.values():
         if isinstance(entry, Tuning):
             gate = UNSUPPORTED[entry.gate]
-            assert isinstance(gate, NotYet), "once the gate is supported its tuning keys must be too"
+            assert isinstance(gate, NotYet), (
+                "once the gate is supported its tuning keys must be too"
+            )
 
 
 def test_a_file_with_everything_off_is_accepted(toml):
@@ -299,7 +324,11 @@ filter_fqns = ["output"]
 @pytest.mark.parametrize("old", RENAMED)
 def test_old_spellings_are_taken_with_a_warning(old):
     new = RENAMED[old]
-    values = {"job.print_config": "true", "lr_scheduler.min_lr_factor": "0.25", "model.hf_assets_path": "somewhere"}
+    values = {
+        "job.print_config": "true",
+        "lr_scheduler.min_lr_factor": "0.25",
+        "model.hf_assets_path": "somewhere",
+    }
     value = values.get(new, "3" if new == "debug.seed" else "false")
     if new in UNSUPPORTED:
         entry = UNSUPPORTED[new]
@@ -314,13 +343,22 @@ def test_old_spellings_are_taken_with_a_warning(old):
 
 
 def test_a_count_of_microbatches_becomes_their_size(toml):
-    file = toml("[training]\nlocal_batch_size = 12\n[parallelism]\npipeline_parallel_microbatches = 4\n")
+    file = toml(
+        "[training]\nlocal_batch_size = 12\n[parallelism]\npipeline_parallel_microbatches = 4\n"
+    )
     loaded = load_config(["--config", file])
     assert loaded.config.parallelism.pipeline_parallel_microbatch_size == 3
     assert "pipeline_parallel_microbatch_size now" in loaded.warnings[0]
-    assert load("--parallelism.pipeline_parallel_microbatches=2").parallelism.pipeline_parallel_microbatch_size == 4
+    assert (
+        load(
+            "--parallelism.pipeline_parallel_microbatches=2"
+        ).parallelism.pipeline_parallel_microbatch_size
+        == 4
+    )
     (problem,) = problems("--config", file, "--training.local_batch_size=6")
-    assert problem.startswith(f"{file}:4: parallelism.pipeline_parallel_microbatches: got 4, must divide")
+    assert problem.startswith(
+        f"{file}:4: parallelism.pipeline_parallel_microbatches: got 4, must divide"
+    )
     (problem,) = problems("--config", file, "--parallelism.pipeline_parallel_microbatch_size=2")
     assert "remove parallelism.pipeline_parallel_microbatches" in problem
 
@@ -338,18 +376,26 @@ def test_flavors_that_name_an_attention_kernel_mean_a_document_mask(toml, flavor
 
     off = load_config(["--config", file, "--training.document_mask=false"])
     assert not off.config.training.document_mask
-    assert off.warnings[0].endswith("because training.document_mask is false (--training.document_mask)")
-    own = load(f"--model.flavor={flavor}", "--model.name=qwen3")  # another family's flavors have names of their own
+    assert off.warnings[0].endswith(
+        "because training.document_mask is false (--training.document_mask)"
+    )
+    own = load(
+        f"--model.flavor={flavor}", "--model.name=qwen3"
+    )  # another family's flavors have names of their own
     assert (own.model.flavor, own.training.document_mask) == (flavor, False)
 
 
 def test_stages_can_be_listed_on_the_command_line():
     key = "module_fqns_per_model_part"
-    assert load(f'--parallelism.{key}=[["a", "b"], ["c"]]').parallelism.module_fqns_per_model_part == [
+    assert load(
+        f'--parallelism.{key}=[["a", "b"], ["c"]]'
+    ).parallelism.module_fqns_per_model_part == [
         ["a", "b"],
         ["c"],
     ]
-    assert load(f"--parallelism.{key}=layers.2,layers.4").parallelism.module_fqns_per_model_part == [
+    assert load(
+        f"--parallelism.{key}=layers.2,layers.4"
+    ).parallelism.module_fqns_per_model_part == [
         "layers.2",
         "layers.4",
     ]
@@ -371,9 +417,9 @@ def test_toml_round_trip(toml):
         "--training.dataset_path=x*.jsonl",
         "--optimizer.eps=1e-12",
     )
-    assert load("--config", toml(to_toml(config))).model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
+    assert load("--config", toml(to_toml(config))).model_dump(
         exclude={"job": {"config_file"}}
-    )
+    ) == config.model_dump(exclude={"job": {"config_file"}})
 
 
 def test_everything_is_documented():
@@ -384,7 +430,9 @@ def test_everything_is_documented():
 
 def test_every_key_is_read_somewhere():
     """A key that no code reads would be ignored silently."""
-    sources = "\n".join(p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts)
+    sources = "\n".join(
+        p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts
+    )
     for name in ("load/decode", "load/compat", "load/extend", "derive", "rules/lr"):
         sources += (ROOT / f"torchtitan/config/{name}.py").read_text()
     for key in FIELDS:
@@ -398,10 +446,14 @@ def test_generated_documents_are_up_to_date():
     assert (ROOT / "docs/config.schema.json").read_text() == json_schema(), "... --json-schema"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.name
+)
 @pytest.mark.parametrize("scale", [1, 8])
 def test_shipped_configs_are_legal(file, scale):
-    smallest = {"llama3_70b.toml": 8, "llama3_405b.toml": 64, "qwen3_moe_235b_a22b.toml": 2}.get(file.name, 1)
+    smallest = {"llama3_70b.toml": 8, "llama3_405b.toml": 64, "qwen3_moe_235b_a22b.toml": 2}.get(
+        file.name, 1
+    )
     argv = ["--config", str(file), f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
     config = resolve(argv, smallest * scale).config
     preflight(config, output=False)
@@ -414,7 +466,14 @@ def test_there_are_shipped_configs():
 
 def test_explain_names_every_origin(toml, tmp_path, capsys):
     file = toml("[training]\nsteps = 7\n")
-    argv = [file, "--explain", "--world", "4", "--optimizer.lr=1e-4", f"--job.dump_folder={tmp_path}"]
+    argv = [
+        file,
+        "--explain",
+        "--world",
+        "4",
+        "--optimizer.lr=1e-4",
+        f"--job.dump_folder={tmp_path}",
+    ]
     assert config_tool.main(argv) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(rows) == set(FIELDS)
@@ -422,17 +481,21 @@ def test_explain_names_every_origin(toml, tmp_path, capsys):
     assert rows["optimizer.lr"].endswith("--optimizer.lr")
     assert rows["training.seq_len"].endswith("default")
     assert rows["training.global_batch_size"].split()[1] == "32"
-    assert "derived: local_batch_size 8 x data-parallel degree 4" in rows["training.global_batch_size"]
+    assert (
+        "derived: local_batch_size 8 x data-parallel degree 4" in rows["training.global_batch_size"]
+    )
 
 
 @pytest.mark.e2e
 def test_errors_and_help_are_quick_and_need_no_torch():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from torchtitan.utils.errors import run_main; from torchtitan.train.rank_main import main\n"
+        "from torchtitan.utils.errors import run_main; from torchtitan.train.rank_main "
+        "import main\n"
         "try: code = run_main(main, sys.argv[1:])\n"
         "except SystemExit as e: code = e.code\n"
-        "assert not any(m == 'torch' or m.startswith('torch.') for m in sys.modules), 'torch was imported'\n"
+        "assert not any(m == 'torch' or m.startswith('torch.') for m in sys.modules), "
+        "'torch was imported'\n"
         "assert time.process_time() - start < 1, time.process_time() - start\n"
         "sys.exit(code)"
     )
@@ -442,7 +505,9 @@ def test_errors_and_help_are_quick_and_need_no_torch():
         (["--training.stpes=3"], 2, "did you mean 'training.steps'?"),
         (["--model.flavor=9B"], 2, "model.flavor: llama3 has no flavor '9B'"),
     ):
-        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT
+        )
         assert done.returncode == status, done.stderr
         assert text in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
@@ -460,4 +525,7 @@ def test_drawing_without_its_package_is_refused(monkeypatch):
     drawing = ["--activation_checkpoint.visualize_memory_budget_pareto", "--compile.enable"]
     preflight(resolve(drawing, 1).config, output=False)
     with pytest.raises(ConfigError, match="package matplotlib"):
-        preflight(resolve([*drawing, "--activation_checkpoint.mode=memory_budget"], 1).config, output=False)
+        preflight(
+            resolve([*drawing, "--activation_checkpoint.mode=memory_budget"], 1).config,
+            output=False,
+        )

@@ -1,4 +1,6 @@
-"""The decoder's corners: places in awkward files, layers and old names, values that nothing comes of, exact TOML."""
+"""The decoder's corners: places in awkward files, layers and old names, values that nothing comes
+of, exact TOML.
+"""
 
 import pytest
 import tomli
@@ -59,16 +61,20 @@ a.b = 3
 def test_mistakes_are_told_in_the_order_of_the_file(toml):
     file = toml(
         "[validation]\nfreqq = 1\n[checkpoint]\nexclude_from_loading = [\n  'model', 3,\n]\n"
-        "[fault_tolerance]\nenable = true\n[training]\ndataloader = { num_worker = 1 }\nsteps = 1.5\n"
+        "[fault_tolerance]\nenable = true\n[training]\ndataloader = { num_worker = 1 "
+        "}\nsteps = 1.5\n"
         "[job]\ndescription = 4\n"
     )
     assert problems("--config", file) == [
         f"{file}:2: validation.freqq: unknown key; did you mean 'validation.freq'?",
-        f"{file}:4: checkpoint.exclude_from_loading.1: got 3, must be 'model', 'optimizer', 'lr_scheduler', "
+        f"{file}:4: checkpoint.exclude_from_loading.1: got 3, must be 'model', "
+        "'optimizer', 'lr_scheduler', "
         "'dataloader', 'train_state' or 'ema'",
-        f"{file}:8: fault_tolerance.enable: not supported yet: torchft's fault tolerance; remove the key or set it to "
+        f"{file}:8: fault_tolerance.enable: not supported yet: torchft's fault "
+        "tolerance; remove the key or set it to "
         "false",
-        f"{file}:10: training.dataloader.num_worker: unknown key; did you mean 'training.dataloader.num_workers'?",
+        f"{file}:10: training.dataloader.num_worker: unknown key; did you mean "
+        "'training.dataloader.num_workers'?",
         f"{file}:11: training.steps: got 1.5, must be an integer",
         f"{file}:13: job.description: got 4, must be a string",
     ]
@@ -101,7 +107,9 @@ def test_the_later_layer_wins_under_either_spelling(toml):
     loaded = load_config(["--config", file, "--checkpoint.enable_checkpoint=false"])
     assert loaded.config.checkpoint.enable is False
     assert loaded.sources["checkpoint.enable"] == "--checkpoint.enable_checkpoint"
-    loaded = load_config(["--config", toml('extends = "base.toml"\n[checkpoint]\nenable = false\n')])
+    loaded = load_config(
+        ["--config", toml('extends = "base.toml"\n[checkpoint]\nenable = false\n')]
+    )
     assert loaded.config.checkpoint.enable is False
 
 
@@ -137,7 +145,9 @@ def test_suggestions(flag, meant):
     assert problem.endswith(f"did you mean '{meant}'?")
 
 
-@pytest.mark.parametrize("key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, Tuning)])
+@pytest.mark.parametrize(
+    "key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, Tuning)]
+)
 def test_a_value_nothing_comes_of_must_still_be_well_formed(key, toml):
     section, _, name = key.rpartition(".")
     file = toml(f"[{section}]\n{name} = 1979-05-27\n")  # a date: no key of the convention takes one
@@ -163,11 +173,22 @@ def test_well_formed_values_of_unsupported_keys_on_the_command_line():
 
 
 def test_empty_sections_of_the_convention_are_accepted(toml):
-    load_config(["--config", toml("[quantize]\n[quantize.linear]\n[compile]\n[float8]\n[training.dataloader]\n")])
+    load_config(
+        [
+            "--config",
+            toml("[quantize]\n[quantize.linear]\n[compile]\n[float8]\n[training.dataloader]\n"),
+        ]
+    )
 
 
 def test_a_convention_file_that_saves_nothing_is_accepted(toml):
-    resolve(["--config", toml("[checkpoint]\nenable = false\nlast_save_model_only = true\nload_only = true\n")], 1)
+    resolve(
+        [
+            "--config",
+            toml("[checkpoint]\nenable = false\nlast_save_model_only = true\nload_only = true\n"),
+        ],
+        1,
+    )
 
 
 @pytest.mark.parametrize("value", ["inf", "nan"])
@@ -178,23 +199,30 @@ def test_numbers_are_finite(key, value):
 
 
 def test_wrong_degrees_bring_no_advice_about_the_batch(toml):
-    file = toml("[parallelism]\ndata_parallel_shard_degree = 3\n[training]\nglobal_batch_size = 32\n")
+    file = toml(
+        "[parallelism]\ndata_parallel_shard_degree = 3\n[training]\nglobal_batch_size = 32\n"
+    )
     with pytest.raises(ConfigError) as error:
         resolve(["--config", file], 4)
     (problem,) = error.value.problems
-    assert problem.startswith(f"{file}:2: parallelism.data_parallel_shard_degree 3 is 3, but there are 4")
+    assert problem.startswith(
+        f"{file}:2: parallelism.data_parallel_shard_degree 3 is 3, but there are 4"
+    )
 
 
 def test_overrides_of_any_name_and_value_round_trip(toml):
     source = toml(
-        '[job]\ndescription = "two\\nlines, a tab\\t"\n[model.overrides]\n"a b" = 1\nday = 1979-05-27\n'
+        '[job]\ndescription = "two\\nlines, a tab\\t"\n[model.overrides]\n"a b" = 1\nday '
+        "= 1979-05-27\n"
         'at = 1979-05-27T07:32:00Z\nlist = [1.5, "a DEL \\u007f", { "c d" = [], on = true }]\n'
     )
     config = load_config(["--config", source]).config
     again = load_config(["--config", toml(to_toml(config), "again.toml")]).config
     assert again.job.description == config.job.description
     assert again.model == config.model
-    assert load_config(["--model.overrides", "{ dim = 64, n_layers = 2 }"]).config.model.overrides == {
+    assert load_config(
+        ["--model.overrides", "{ dim = 64, n_layers = 2 }"]
+    ).config.model.overrides == {
         "dim": 64,
         "n_layers": 2,
     }
@@ -211,7 +239,9 @@ def test_help_of_one_section(capsys):
     assert "[[training.sources]]  A part of a mixture." in text
     assert "\n  name  string  (default: required)\n" in text
     assert "\n  weight  number 0 to 10^9  (default: 1.0)\n" in text
-    with pytest.raises(ConfigError, match=r"no section 'lr_schedule' .*did you mean 'lr_scheduler'"):
+    with pytest.raises(
+        ConfigError, match=r"no section 'lr_schedule' .*did you mean 'lr_scheduler'"
+    ):
         resolve(["--help", "lr-schedule"], 1)
     with pytest.raises(SystemExit) as done:
         resolve(["--help", "lr-scheduler"], 1)

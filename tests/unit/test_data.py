@@ -1,4 +1,6 @@
-"""The global order of rows: against a naive packer, for any number of ranks and workers, across resumes."""
+"""The global order of rows: against a naive packer, for any number of ranks and workers, across
+resumes.
+"""
 
 import gzip
 import itertools
@@ -25,7 +27,8 @@ from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
-SEQ, ROWS = 24, 8
+SEQ = 24
+ROWS = 8
 
 
 def loader(path, rank=0, degree=1, *, infinite=True, rows=ROWS, dataset="files", **options):
@@ -61,13 +64,34 @@ def corpora(tmp_path_factory):
     for i, lines in enumerate(np.array_split(jsonl.read_text().splitlines(), 4)):
         with gzip.open(folder / f"shards/{i}.json.gz", "wt") as file:
             file.write("\n".join(lines))
-    tokenize.main(["--input", str(jsonl), "--output", str(folder / "tokens"), "--part", "10", "--workers", "1"])
-    return {"jsonl": jsonl, "shards": folder / "shards", "tokens": folder / "tokens", "stream": None}
+    tokenize.main(
+        [
+            "--input",
+            str(jsonl),
+            "--output",
+            str(folder / "tokens"),
+            "--part",
+            "10",
+            "--workers",
+            "1",
+        ]
+    )
+    return {
+        "jsonl": jsonl,
+        "shards": folder / "shards",
+        "tokens": folder / "tokens",
+        "stream": None,
+    }
 
 
 def open_kind(kind, corpora, *args, **kwargs):
     """`stream` reads the compressed shards as `datasets` streams a hub dataset."""
-    return loader(corpora[kind], *args, dataset=str(corpora["shards"]) if kind == "stream" else "files", **kwargs)
+    return loader(
+        corpora[kind],
+        *args,
+        dataset=str(corpora["shards"]) if kind == "stream" else "files",
+        **kwargs,
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
@@ -86,7 +110,9 @@ def test_permutation_has_no_trend():
 
 
 def test_text_rows_equal_a_naive_packer(corpora):
-    """Lane l reads documents l, l + 8, ... of the shuffled epochs; rows are cut from their concatenation."""
+    """Lane l reads documents l, l + 8, ... of the shuffled epochs; rows are cut from their
+    concatenation.
+    """
     texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
     lanes = []
     for lane in range(ROWS):
@@ -140,7 +166,8 @@ def test_resume_at_any_step_under_another_degree(corpora, kind, before, after, a
 def test_resuming_again_and_again_changes_nothing(corpora, kind, chain):
     """Positions may be saved soon after a resume, inside its first document."""
     whole = take(open_kind(kind, corpora), sum(chain))
-    state, got = None, []
+    state = None
+    got = []
     for steps in chain:
         resumed = open_kind(kind, corpora)
         if state is not None:
@@ -167,17 +194,22 @@ def test_workers_change_nothing(corpora, kind, workers):
 
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
 @pytest.mark.parametrize(
-    ("degree", "rows", "workers"), [(1, 1, 0), (2, 4, 0), (4, 4, 0), pytest.param(1, 6, 2, marks=pytest.mark.e2e)]
+    ("degree", "rows", "workers"),
+    [(1, 1, 0), (2, 4, 0), (4, 4, 0), pytest.param(1, 6, 2, marks=pytest.mark.e2e)],
 )
 def test_a_finite_pass_predicts_every_token_once(corpora, kind, degree, rows, workers):
     texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
-    expected = sorted(i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id])
+    expected = sorted(
+        i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+    )
     seen = []
     for rank in range(degree):
         one = open_kind(kind, corpora, rank, degree, infinite=False, rows=rows, num_workers=workers)
         steps = take(one, 10_000)
         again = take(one, 10_000)
-        assert [t.tolist() for t, *_ in again] == [t.tolist() for t, *_ in steps], "a second pass is the same"
+        assert [t.tolist() for t, *_ in again] == [t.tolist() for t, *_ in steps], (
+            "a second pass is the same"
+        )
         seen += [i for _, labels, _ in steps for i in labels[labels != IGNORE_INDEX].tolist()]
     sequences = {"tokens": 3, "jsonl": rows, "stream": math.gcd(rows, 4)}[kind]
     assert len(expected) - len(seen) == sequences, (
@@ -197,7 +229,8 @@ def test_padding_is_never_a_label(corpora):
 
 
 def test_demo_is_real_text_with_held_out_files():
-    train, held_out = DemoDocuments(validation=False), DemoDocuments(validation=True)
+    train = DemoDocuments(validation=False)
+    held_out = DemoDocuments(validation=True)
     assert not set(train.files) & set(held_out.files)
     assert len(held_out) == pytest.approx(len(train) / 19, rel=0.02)
     total = sum(path.stat().st_size for path in train.files)
@@ -226,7 +259,16 @@ def test_text_and_parquet_files(tmp_path):
 
 
 def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
-    argv = ["--input", str(corpora["jsonl"]), "--output", str(tmp_path), "--part", "5", "--workers", "1"]
+    argv = [
+        "--input",
+        str(corpora["jsonl"]),
+        "--output",
+        str(tmp_path),
+        "--part",
+        "5",
+        "--workers",
+        "1",
+    ]
     tokenize.main(argv)
     contents = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert len(contents) == 3 * 5 + 1
@@ -271,7 +313,8 @@ def lines(*lines, name="x.jsonl"):
     return lambda folder, corpora: write(folder / name, "".join(f"{line}\n" for line in lines))
 
 
-SOUND, DEEP = '{"text": "a"}', "[" * 100_000
+SOUND = '{"text": "a"}'
+DEEP = "[" * 100_000
 
 
 def unequal_columns(folder, corpora):
@@ -283,32 +326,68 @@ def unequal_columns(folder, corpora):
 BAD = {
     "no such file": (lambda d, c: d / "nothing*.jsonl", "no file matches"),
     "empty file": (lambda d, c: write(d / "e.jsonl", ""), "e.jsonl"),
-    "cut gzip": (lambda d, c: write(d / "c.jsonl.gz", (c["shards"] / "0.json.gz").read_bytes()[:-40]), "c.jsonl.gz"),
+    "cut gzip": (
+        lambda d, c: write(d / "c.jsonl.gz", (c["shards"] / "0.json.gz").read_bytes()[:-40]),
+        "c.jsonl.gz",
+    ),
     "cut parquet": (lambda d, c: write(d / "c.parquet", b"PAR1" + b"\0" * 50), "c.parquet"),
-    "cut json": (lambda d, c: write(d / "c.jsonl", f'{SOUND}\n{{"text": "b'), "c.jsonl: line 2: not JSON .cut off"),
-    "wrong column": (lines('{"content": "a"}'), "line 1: no column 'text'; it has content. Name the column"),
-    "numbers for text": (lines(SOUND, "", '{"text": 1}'), "x.jsonl: line 3: column 'text' holds int, not text"),
+    "cut json": (
+        lambda d, c: write(d / "c.jsonl", f'{SOUND}\n{{"text": "b'),
+        "c.jsonl: line 2: not JSON .cut off",
+    ),
+    "wrong column": (
+        lines('{"content": "a"}'),
+        "line 1: no column 'text'; it has content. Name the column",
+    ),
+    "numbers for text": (
+        lines(SOUND, "", '{"text": 1}'),
+        "x.jsonl: line 3: column 'text' holds int, not text",
+    ),
     "unequal columns": (unequal_columns, "b.jsonl: line 1: no column 'text'; it has body"),
     "deep line": (lines(SOUND, DEEP), "x.jsonl: line 2: nested too deeply"),
-    "deep text": (lines(SOUND, f'{{"text": {DEEP}{"]" * 100_000}}}'), "x.jsonl: line 2: nested too deeply"),
+    "deep text": (
+        lines(SOUND, f'{{"text": {DEEP}{"]" * 100_000}}}'),
+        "x.jsonl: line 2: nested too deeply",
+    ),
     "deep array": (lines(DEEP, SOUND), "x.jsonl: line 1: nested too deeply"),
     "deep key": (lines('{"a":' * 100_000), "x.jsonl: line 1: nested too deeply"),
     "no object": (lines(SOUND, "5"), "x.jsonl: line 2: must be an object"),
     "array of numbers": (lines('["a", 5]', name="x.json"), "x.json: entry 2: must be an object"),
-    "not UTF-8": (lambda d, c: write(d / "x.jsonl", b'{"text": "\xff\xfe"}\n'), "x.jsonl: line 1: not UTF-8: 0xff"),
+    "not UTF-8": (
+        lambda d, c: write(d / "x.jsonl", b'{"text": "\xff\xfe"}\n'),
+        "x.jsonl: line 1: not UTF-8: 0xff",
+    ),
     "half a surrogate pair": (lines(r'{"text": "\ud800"}'), "x.jsonl.*surrogate"),
-    "empty texts": (lines('{"text": ""}', '{"text": ""}'), "holds no text: all its documents are empty .2 of them"),
+    "empty texts": (
+        lines('{"text": ""}', '{"text": ""}'),
+        "holds no text: all its documents are empty .2 of them",
+    ),
     "unknown kind": (lambda d, c: write(d / "w.pdf", "x"), "w.pdf has an unknown format"),
     "cut token file": (cut_tokens, "tokens-00001.bin has .* bytes instead of"),
     "tokens of another tokenizer": (token_file(tokenizer="other"), "another tokenizer"),
-    "tokens that are floats": (token_file(dtype="float16"), "x.json: dtype: got 'float16', must be 'uint16', "),
-    "tokens that are objects": (token_file(dtype="O"), "x.json: dtype: got 'O', must be 'uint16', "),
+    "tokens that are floats": (
+        token_file(dtype="float16"),
+        "x.json: dtype: got 'float16', must be 'uint16', ",
+    ),
+    "tokens that are objects": (
+        token_file(dtype="O"),
+        "x.json: dtype: got 'O', must be 'uint16', ",
+    ),
     "number of tokens": (token_file(tokens=-1), "x.json: tokens: got -1"),
-    "number of tokens, text": (token_file(tokens="100"), "x.json: tokens: got '100', must be an integer"),
-    "negative tokens": (token_file(b"\1\0\xfe\xff" * 50, dtype="int16"), "id -2 at token 1, but the tokenizer has"),
+    "number of tokens, text": (
+        token_file(tokens="100"),
+        "x.json: tokens: got '100', must be an integer",
+    ),
+    "negative tokens": (
+        token_file(b"\1\0\xfe\xff" * 50, dtype="int16"),
+        "id -2 at token 1, but the tokenizer has",
+    ),
     "only special tokens": (token_file(), "holds no tokens but begin-of-text and end-of-text"),
     "deep description": (token_file(json=False), "x.json is nested too deeply"),
-    "token file alone": (lambda d, c: write(d / "x.bin", b"\0\0"), "no complete description x.json"),
+    "token file alone": (
+        lambda d, c: write(d / "x.bin", b"\0\0"),
+        "no complete description x.json",
+    ),
 }
 
 
@@ -328,7 +407,9 @@ def test_brackets_beside_the_text_are_skipped(tmp_path):
 
 
 def test_forms_of_json(tmp_path, monkeypatch):
-    """Batches cut at newlines, a line longer than a batch, an array, strings, a byte-order mark, Windows' newlines."""
+    """Batches cut at newlines, a line longer than a batch, an array, strings, a byte-order mark,
+    Windows' newlines.
+    """
     monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 50)
     texts = ["ä" * n for n in (0, 1, 30, 500, 7)]
     rows = [json.dumps({"n": [1.5, {}], "text": text}) for text in texts]
@@ -360,7 +441,11 @@ def test_unknown_dataset_lists_the_known_ones():
 def test_position_in_other_data_is_refused(tmp_path, corpora, change, key):
     whole = loader(corpora["jsonl"])
     state = saved(whole, take(whole, 2)[-1][2])
-    path = write_corpus(tmp_path / "corpus.jsonl", seed=8) if change.pop("path", None) else corpora["jsonl"]
+    path = (
+        write_corpus(tmp_path / "corpus.jsonl", seed=8)
+        if change.pop("path", None)
+        else corpora["jsonl"]
+    )
     with pytest.raises(UserError, match=key) as error:
         loader(path, **change).seek(state)
     assert "exclude_from_loading" in str(error.value)
@@ -380,7 +465,8 @@ def test_an_error_while_reading_reaches_the_trainer(monkeypatch):
     reading = loader(None, dataset="demo", retry_pause_seconds=0.01)
     monkeypatch.setattr(DemoDocuments, "__getitem__", fail)
     with pytest.raises(
-        UserError, match=r"training.dataset: reading failed: document .* of demo: OSError.*Input/output error"
+        UserError,
+        match=r"training.dataset: reading failed: document .* of demo: OSError.*Input/output error",
     ):
         take(reading, 1)
 
@@ -424,7 +510,10 @@ def test_a_failed_write_leaves_no_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(["--output", "/dev/null/x"], "--output: can't create the folder"), (["--input", "nothing"], "--input: no file")],
+    [
+        (["--output", "/dev/null/x"], "--output: can't create the folder"),
+        (["--input", "nothing"], "--input: no file"),
+    ],
 )
 def test_tokenize_names_the_argument(corpora, tmp_path, change, text):
     with pytest.raises(UserError, match=text):
@@ -434,5 +523,9 @@ def test_tokenize_names_the_argument(corpora, tmp_path, change, text):
 def test_tokenize_takes_several_files(corpora, tmp_path):
     shards = sorted(map(str, corpora["shards"].iterdir()))
     tokenize.main(["--input", *shards, "--output", str(tmp_path / "several"), "--workers", "1"])
-    tokenize.main(["--input", f"{corpora['shards']}/*", "--output", str(tmp_path / "glob"), "--workers", "1"])
-    assert (tmp_path / "several/tokens-00000.bin").read_bytes() == (tmp_path / "glob/tokens-00000.bin").read_bytes()
+    tokenize.main(
+        ["--input", f"{corpora['shards']}/*", "--output", str(tmp_path / "glob"), "--workers", "1"]
+    )
+    assert (tmp_path / "several/tokens-00000.bin").read_bytes() == (
+        tmp_path / "glob/tokens-00000.bin"
+    ).read_bytes()

@@ -76,7 +76,9 @@ def test_a_cache_that_changes_in_mid_run_is_an_error(corpus):
     documents = LocalDocuments(str(corpus), "key", cache_folder=str(corpus.with_name("cache")))
     for file in corpus.with_name("cache").glob("*.texts"):
         file.write_bytes(b"x" * file.stat().st_size)
-    with pytest.raises(ValueError, match=r"\.texts has changed since the run indexed it; start the run again"):
+    with pytest.raises(
+        ValueError, match=r"\.texts has changed since the run indexed it; start the run again"
+    ):
         documents[0]
 
 
@@ -92,10 +94,13 @@ def test_a_copied_cache_is_used(corpus, monkeypatch):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_another_inode_is_not_another_file(corpus, monkeypatch, same):
-    """File systems in user space may number files anew; but a file may also be replaced by one with the same time."""
+    """File systems in user space may number files anew; but a file may also be replaced by one with
+    the same time.
+    """
     assert read(corpus) == TEXTS
     file = corpus / "b.jsonl"
-    status, content = file.stat(), file.read_bytes()
+    status = file.stat()
+    content = file.read_bytes()
     new = file.with_name(".new")
     new.write_bytes(content if same else content.replace(b"words", b"WORDS"))
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -103,7 +108,9 @@ def test_another_inode_is_not_another_file(corpus, monkeypatch, same):
     assert file.stat().st_ino != status.st_ino
     if same:
         monkeypatch.setattr(caches, "find_documents", lambda *_: pytest.fail("indexed again"))
-    assert read(corpus) == TEXTS[:20] + [text if same else text.replace("words", "WORDS") for text in TEXTS[20:]]
+    assert read(corpus) == TEXTS[:20] + [
+        text if same else text.replace("words", "WORDS") for text in TEXTS[20:]
+    ]
 
 
 def hashes(path):
@@ -113,7 +120,9 @@ def hashes(path):
 
 @pytest.mark.parametrize("size", [0, 1, WHOLE, WHOLE + 1, 100 * WHOLE])
 def test_samples(tmp_path, size):
-    """Every byte of a small file counts; of a large one the first, the last, some between them, and the size."""
+    """Every byte of a small file counts; of a large one the first, the last, some between them, and
+    the size.
+    """
     content = bytearray(np.random.default_rng(size).bytes(size))
     file = tmp_path / "x"
     file.write_bytes(content)

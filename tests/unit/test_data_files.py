@@ -42,7 +42,10 @@ def link_to_itself(path):
 
 UNREADABLE = {
     "pipe": (os.mkfifo, r"b\.jsonl is not a regular file"),
-    "dangling link": (link_nowhere, r"b\.jsonl is a link to /nonexistent/a\.jsonl, which doesn't exist"),
+    "dangling link": (
+        link_nowhere,
+        r"b\.jsonl is a link to /nonexistent/a\.jsonl, which doesn't exist",
+    ),
     "circular link": (link_to_itself, r"b\.jsonl is a link that leads in a circle"),
 }
 
@@ -51,7 +54,9 @@ UNREADABLE = {
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_what_cannot_be_read_is_one_sentence_at_once(tmp_path, monkeypatch, kind, named):
     """A pipe would block, and pauses between attempts raise here."""
-    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail("it was tried again"))
+    monkeypatch.setattr(
+        "tenacity.nap.time.sleep", lambda seconds: pytest.fail("it was tried again")
+    )
     make, problem = UNREADABLE[kind]
     write_lines(tmp_path / "a.jsonl")
     make(tmp_path / "b.jsonl")
@@ -74,7 +79,9 @@ def test_a_pipe_among_token_files(tmp_path, name):
 def test_tokenize_reads_no_pipe(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=rf"--input: .*{name} is not a regular file"):
-        tokenize.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "1"])
+        tokenize.main(
+            ["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "1"]
+        )
 
 
 def write_parquet(path, seed):
@@ -97,7 +104,12 @@ def write_tokens(path, seed):
         write_token_file(path, [np.arange(seed, seed + 90)], TOKENIZER, {})
 
 
-REWRITTEN = {"a.jsonl": write_lines, "a.txt": write_text, "long.txt": write_long_text, "a.bin": write_tokens}
+REWRITTEN = {
+    "a.jsonl": write_lines,
+    "a.txt": write_text,
+    "long.txt": write_long_text,
+    "a.bin": write_tokens,
+}
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
@@ -108,7 +120,9 @@ def test_a_file_rewritten_at_equal_size_is_an_error(tmp_path, name):
     steps = loader(tmp_path / name)
     write(tmp_path / name, 4)
     assert (tmp_path / name).stat().st_size == size
-    with pytest.raises(UserError, match=rf"{name} has changed since the run indexed it; start the run again"):
+    with pytest.raises(
+        UserError, match=rf"{name} has changed since the run indexed it; start the run again"
+    ):
         next(iter(steps))
     steps.close()
 
@@ -136,7 +150,9 @@ def test_a_longer_file_is_no_error_of_decoding(tmp_path):
     steps = loader(tmp_path)
     for i in range(6):
         (tmp_path / f"{i}.txt").write_text("xé" * 3000)
-    with pytest.raises(UserError, match=r"\.txt has changed since the run indexed it; start the run again"):
+    with pytest.raises(
+        UserError, match=r"\.txt has changed since the run indexed it; start the run again"
+    ):
         next(iter(steps))
     steps.close()
 

@@ -94,7 +94,9 @@ FORMS = {
     "Arrow stream": lambda d: write_arrow(d / "x.arrow", pa.ipc.new_stream),
     "large strings": lambda d: write_arrow(d / "x.arrow", pa.ipc.new_file, pa.large_string()),
     "string views": lambda d: write_arrow(d / "x.arrow", pa.ipc.new_stream, pa.string_view()),
-    "Arrow dictionary": lambda d: write_arrow(d / "x.arrow", pa.ipc.new_file, pa.dictionary(pa.int8(), pa.string())),
+    "Arrow dictionary": lambda d: write_arrow(
+        d / "x.arrow", pa.ipc.new_file, pa.dictionary(pa.int8(), pa.string())
+    ),
     "feather": lambda d: write_feather(d / "x.feather"),
     "parquet": lambda d: write_parquet(d / "x.parquet"),
     "save_to_disk": lambda d: saved(d / "x"),
@@ -186,27 +188,75 @@ DAMAGED = {
         lambda d: write(d / "x.json", '[{"text": "a"}]{"text": "b"}'),
         "line 1, byte 16: nothing may follow",
     ),
-    "no comma": (lambda d: write(d / "x.json", '["a",\r\n"ä" "c"]'), r'line 2, byte 13: after entry 2 must be "," or'),
-    "comma at the end": (lambda d: write(d / "x.json", '["a", ]'), r'byte 7: after "," must be an entry, got "?.]'),
-    "two commas": (lambda d: write(d / "x.json", '["a",, "b"]'), 'byte 6: after "," must be an entry'),
-    "comma first": (lambda d: write(d / "x.json", '[, "b"]'), r'byte 2: after "\[" must be an entry'),
-    "a quote that isn't closed": (lambda d: write(d / "x.csv", 'text\na\n"b\nc\n'), "x.csv: line 3: not CSV: .*quote"),
+    "no comma": (
+        lambda d: write(d / "x.json", '["a",\r\n"ä" "c"]'),
+        r'line 2, byte 13: after entry 2 must be "," or',
+    ),
+    "comma at the end": (
+        lambda d: write(d / "x.json", '["a", ]'),
+        r'byte 7: after "," must be an entry, got "?.]',
+    ),
+    "two commas": (
+        lambda d: write(d / "x.json", '["a",, "b"]'),
+        'byte 6: after "," must be an entry',
+    ),
+    "comma first": (
+        lambda d: write(d / "x.json", '[, "b"]'),
+        r'byte 2: after "\[" must be an entry',
+    ),
+    "a quote that isn't closed": (
+        lambda d: write(d / "x.csv", 'text\na\n"b\nc\n'),
+        "x.csv: line 3: not CSV: .*quote",
+    ),
     "a quote in a field": (lambda d: write(d / "x.csv", 'text\n"b" c\n'), "x.csv: line 2: not CSV"),
-    "two columns": (lambda d: write(d / "x.csv", "text,text\na,b\n"), "header has 2 columns 'text'"),
+    "two columns": (
+        lambda d: write(d / "x.csv", "text,text\na,b\n"),
+        "header has 2 columns 'text'",
+    ),
     "two columns, Arrow": (two_texts, "x.arrow: has 2 columns 'text'"),
-    "cut Arrow file": (cut(FORMS["Arrow file"], -30), "x.arrow: not an Arrow file .damaged or cut off"),
-    "cut Arrow stream": (cut(FORMS["Arrow stream"], -300), "x.arrow: not an Arrow file .damaged or cut off"),
-    "Arrow stream without its end": (cut(FORMS["Arrow stream"], -8), "x.arrow: .* doesn't end with the mark"),
-    "no Arrow at all": (lambda d: write(d / "x.arrow", "text\n" * 50), "x.arrow: not an Arrow file"),
+    "cut Arrow file": (
+        cut(FORMS["Arrow file"], -30),
+        "x.arrow: not an Arrow file .damaged or cut off",
+    ),
+    "cut Arrow stream": (
+        cut(FORMS["Arrow stream"], -300),
+        "x.arrow: not an Arrow file .damaged or cut off",
+    ),
+    "Arrow stream without its end": (
+        cut(FORMS["Arrow stream"], -8),
+        "x.arrow: .* doesn't end with the mark",
+    ),
+    "no Arrow at all": (
+        lambda d: write(d / "x.arrow", "text\n" * 50),
+        "x.arrow: not an Arrow file",
+    ),
     "empty Arrow file": (lambda d: write(d / "x.arrow", ""), "x.arrow: not an Arrow file"),
     "places beyond the bytes": (offsets_beyond, "x.arrow: not an Arrow file .*[Oo]ffset"),
-    "Feather of version 1": (lambda d: write(d / "x.feather", b"FEA1" + bytes(50)), "x.feather: Feather version 1"),
-    "overwritten Parquet": (overwritten(FORMS["parquet"], 40, b"\xff" * 300), "x.parquet: not a Parquet file"),
-    "compressed Parquet": (lambda d: write(d / "x.parquet.gz", gzip.compress(b"")), "x.parquet.gz: decompress it"),
+    "Feather of version 1": (
+        lambda d: write(d / "x.feather", b"FEA1" + bytes(50)),
+        "x.feather: Feather version 1",
+    ),
+    "overwritten Parquet": (
+        overwritten(FORMS["parquet"], 40, b"\xff" * 300),
+        "x.parquet: not a Parquet file",
+    ),
+    "compressed Parquet": (
+        lambda d: write(d / "x.parquet.gz", gzip.compress(b"")),
+        "x.parquet.gz: decompress it",
+    ),
     "a shard missing": (without_a_shard, "without its file data-00001-of-00003.arrow"),
-    "rows chosen by indices": (with_state(_indices_files=[{"filename": "i.arrow"}]), "flatten_indices.. on it before"),
-    "a shard elsewhere": (with_state(_data_files=[{"filename": "../y.arrow"}]), "state.json: _data_files must be"),
-    "no list of shards": (with_state(_data_files={"filename": "y.arrow"}), "state.json: _data_files must be"),
+    "rows chosen by indices": (
+        with_state(_indices_files=[{"filename": "i.arrow"}]),
+        "flatten_indices.. on it before",
+    ),
+    "a shard elsewhere": (
+        with_state(_data_files=[{"filename": "../y.arrow"}]),
+        "state.json: _data_files must be",
+    ),
+    "no list of shards": (
+        with_state(_data_files={"filename": "y.arrow"}),
+        "state.json: _data_files must be",
+    ),
     "no train": (lambda d: saved_splits(d / "x", "a", "b"), "the splits a, b of .* such as .*/x/a"),
 }
 
@@ -222,7 +272,9 @@ def test_damage_is_named(tmp_path, case, policy):
 
 def test_damage_is_named_in_a_stream(tmp_path):
     write(tmp_path / "x.json", '[{"text": "a"}]\n[{"text": "b"}]')
-    with pytest.raises(UserError, match=r"^training.dataset: .*x\.json: line 2, byte 17: nothing may follow"):
+    with pytest.raises(
+        UserError, match=r"^training.dataset: .*x\.json: line 2, byte 17: nothing may follow"
+    ):
         take(loader(tmp_path, stream=True), 2)
 
 
@@ -240,7 +292,9 @@ def test_sound_arrays_in_small_blocks(monkeypatch):
 
 
 def test_long_strings_of_lines_in_blocks(monkeypatch):
-    """As `json` decodes them, from every position, wherever blocks end; among strings that look like their end."""
+    """As `json` decodes them, from every position, wherever blocks end; among strings that look
+    like their end.
+    """
     monkeypatch.setattr("torchtitan.data.text.texts.BLOCK", 16)
     random = Random(3)
     pieces = ["a", "\\", '"', "\n", "ä", "日", "🚀", "\\u00e9", "\0", "word " * 3]
@@ -294,8 +348,14 @@ def test_a_bad_entry_is_found_without_reading_the_rest():
 
 
 def test_rows_of_csv(tmp_path):
-    """A byte-order mark, Windows' newlines, blank lines, one column, and what is wrong with one row alone."""
-    assert read(write(tmp_path / "a.csv", '\ufeff"text"\r\n\r\none\r\n""\r\n"a\r\nb"\r\n')) == ["one", "", "a\r\nb"]
+    """A byte-order mark, Windows' newlines, blank lines, one column, and what is wrong with one row
+    alone.
+    """
+    assert read(write(tmp_path / "a.csv", '\ufeff"text"\r\n\r\none\r\n""\r\n"a\r\nb"\r\n')) == [
+        "one",
+        "",
+        "a\r\nb",
+    ]
     bad = write(tmp_path / "b.csv", b'id,text\n1,"two\nlines"\n2\n3,caf\xe9\n4,a,b\n5,last\n')
     documents = LocalDocuments(str(bad), "key", on_bad_document="skip")
     assert read(bad, on_bad_document="skip") == ["two\nlines", "last"]
@@ -345,14 +405,23 @@ def test_long_and_bad_values_of_tables(tmp_path, suffix, monkeypatch):
         documents = LocalDocuments(str(path), "key", on_bad_document="skip")
         assert documents.skipped == {"null text": 1, "not UTF-8": 2}
     contents = [record.content["text"] for record in read_records(path, "text")]
-    assert [type(text) for text in contents] == [HeldBytes, type(None), bytes, bytes, HeldBytes, bytes]
+    assert [type(text) for text in contents] == [
+        HeldBytes,
+        type(None),
+        bytes,
+        bytes,
+        HeldBytes,
+        bytes,
+    ]
     with pytest.raises(BadDocument, match="0xff, invalid start byte at byte 151"):
         str(contents[4])
 
 
 @pytest.mark.parametrize(("suffix", "most"), [("parquet", 0.3), ("arrow", 1.2)])
 def test_python_holds_no_copy_of_a_long_document(tmp_path, suffix, most):
-    """Of 60 MiB among short ones, beside what Arrow reads; a string with one emoji would take 240 MiB."""
+    """Of 60 MiB among short ones, beside what Arrow reads; a string with one emoji would take 240
+    MiB.
+    """
     long = "0123456789" * (6 * 2**20) + "🚀"
     size = len(long.encode())
     path = tmp_path / f"x.{suffix}"
@@ -379,17 +448,29 @@ def test_config_refuses_what_it_can_see(tmp_path):
     split = saved_splits(tmp_path / "saved", "a", "b")
     unknown = write(tmp_path / "x.pdf", "x")
     source = '[[training.sources]]\nname = "{}"\ndataset_path = "{}"\n'
-    both = write(tmp_path / "both.toml", source.format("one", split) + source.format("two", unknown))
+    both = write(
+        tmp_path / "both.toml", source.format("one", split) + source.format("two", unknown)
+    )
     for argv, problems in {
         f"--training.dataset_path={split}": ["training.dataset_path: .* holds the splits a, b"],
-        f"--training.dataset_path={unknown}": ["training.dataset_path: .*x.pdf has an unknown format"],
-        f"--job.config_file={both}": ["sources.one.dataset_path: .* the splits", "sources.two.dataset_path: .*x.pdf"],
+        f"--training.dataset_path={unknown}": [
+            "training.dataset_path: .*x.pdf has an unknown format"
+        ],
+        f"--job.config_file={both}": [
+            "sources.one.dataset_path: .* the splits",
+            "sources.two.dataset_path: .*x.pdf",
+        ],
     }.items():
         with pytest.raises(ConfigError) as error:
             preflight(resolve([argv], 1).config, output=False)
         assert len(error.value.problems) == len(problems)
         assert all(re.search(*pair) for pair in zip(problems, error.value.problems, strict=True))
-    for path in (split / "a", write_megatron(tmp_path), tmp_path / "corpus.idx", FORMS["tsv"](tmp_path)):
+    for path in (
+        split / "a",
+        write_megatron(tmp_path),
+        tmp_path / "corpus.idx",
+        FORMS["tsv"](tmp_path),
+    ):
         preflight(resolve([f"--training.dataset_path={path}"], 1).config, output=False)
 
 
@@ -400,7 +481,9 @@ def test_a_resumed_run_has_the_losses_of_another_format(tmp_path, ranks, kind):
     if kind == "documents":
         paths = [lines, saved_splits(tmp_path / "saved", "train", "test")]
     else:
-        tokenize.main(["--input", str(lines), "--output", str(tmp_path / "tokens"), "--workers", "1"])
+        tokenize.main(
+            ["--input", str(lines), "--output", str(tmp_path / "tokens"), "--workers", "1"]
+        )
         (tmp_path / "megatron").mkdir()
         paths = [tmp_path / "tokens", write_megatron(tmp_path / "megatron")]
     found = []

@@ -28,6 +28,9 @@ def test_syncs_are_reported_but_for_the_expected_one():
 
 
 def test_nothing_is_asked_of_cuda_on_the_cpu():
-    with mock.patch.object(torch.cuda, "set_sync_debug_mode") as asked, device.device_syncs(report=True):
+    with (
+        mock.patch.object(torch.cuda, "set_sync_debug_mode") as asked,
+        device.device_syncs(report=True),
+    ):
         pass
     assert not asked.called

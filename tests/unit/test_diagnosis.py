@@ -21,7 +21,9 @@ def groups(rank):
         "3": "[0, 1]" if rank < 2 else "[2, 3]",
         "5": f"[{rank % 2}, {rank % 2 + 2}]",
     }
-    return {name: {"name": name, "desc": DESCRIPTIONS[name], "ranks": ranks[name]} for name in ranks}
+    return {
+        name: {"name": name, "desc": DESCRIPTIONS[name], "ranks": ranks[name]} for name in ranks
+    }
 
 
 def entry(group, number, state="completed", op="all_reduce", size=(8,), created=0, **extra):
@@ -41,7 +43,13 @@ def entry(group, number, state="completed", op="all_reduce", size=(8,), created=
     }
 
 
-def state(rank, phase="running forward and backward", error=None, stack=("/code/run.py", 5, "sleep"), **extra):
+def state(
+    rank,
+    phase="running forward and backward",
+    error=None,
+    stack=("/code/run.py", 5, "sleep"),
+    **extra,
+):
     ask = {"rank": 0, "kind": "hang", "why": "nothing moved for 75 s", "time": 1e9}
     return {
         "ask": ask,
@@ -75,7 +83,9 @@ def sentence(folder, **options):
 
 
 def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
-    """3 is missing in tp; 2, which is there, is missing in dp_shard, where 0 is; 1 waits for 3 in another."""
+    """3 is missing in tp; 2, which is there, is missing in dp_shard, where 0 is; 1 waits for 3 in
+    another.
+    """
     records = {
         0: [entry("3", 4), entry("1", 9, "started", "_all_gather_base", created=30)],
         1: [entry("3", 4), entry("1", 9, "started", "_all_gather_base", created=20)],
@@ -84,7 +94,8 @@ def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
     }
     write(tmp_path, records, [state(r) for r in range(4)])
     assert sentence(tmp_path) == (
-        "rank 3 did not enter all_reduce #4 of tp (BFloat16 [2, 16]; ranks 2-3), where rank 2 waits: it has been "
+        "rank 3 did not enter all_reduce #4 of tp (BFloat16 [2, 16]; ranks 2-3), where "
+        "rank 2 waits: it has been "
         "running forward and backward for 75 s in step 7, at /code/run.py:5 in sleep"
     )
 
@@ -92,7 +103,9 @@ def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
 def test_records_alone_are_enough(tmp_path):
     """As NCCL's watchdog leaves them."""
     write(tmp_path, {0: [entry("3", 4, "scheduled")], 1: [entry("3", 3)]})
-    assert sentence(tmp_path).startswith("rank 1 did not enter all_reduce #4 of tp (BFloat16 [8]; ranks 0-1)")
+    assert sentence(tmp_path).startswith(
+        "rank 1 did not enter all_reduce #4 of tp (BFloat16 [8]; ranks 0-1)"
+    )
 
 
 @pytest.mark.parametrize(("op", "size"), [("all_gather", (8,)), ("all_reduce", (16,))])
@@ -101,7 +114,8 @@ def test_another_collective_or_size(tmp_path, op, size):
     records[2][1] = entry("0", 2, "started", op, size)
     write(tmp_path, records)
     assert sentence(tmp_path) == (
-        f"rank 2 entered {op} #2 of all ranks (BFloat16 [{size[0]}]; ranks 0-3), at /code/run.py:12 in step, "
+        f"rank 2 entered {op} #2 of all ranks (BFloat16 [{size[0]}]; ranks 0-3), at "
+        "/code/run.py:12 in step, "
         "where ranks 0-1, 3 entered all_reduce (BFloat16 [8]), at /code/run.py:12 in step"
     )
 
@@ -114,7 +128,10 @@ def test_gathered_parts_may_differ_where_the_operation_allows_it(tmp_path):
 
 def exchanges(*splits, ranks=(0, 1)):
     """As a rank writes its last ones."""
-    return [{"number": n, "ranks": ranks, "sent": sent, "expected": expected} for n, (sent, expected) in splits]
+    return [
+        {"number": n, "ranks": ranks, "sent": sent, "expected": expected}
+        for n, (sent, expected) in splits
+    ]
 
 
 def test_rows_that_their_receiver_does_not_expect(tmp_path):
@@ -124,29 +141,45 @@ def test_rows_that_their_receiver_does_not_expect(tmp_path):
     others = exchanges((7, ([3, 8], [3, 8])), ranks=(2, 3))
     late = exchanges((7, ([3, 6], [3, 6])))
     write(
-        tmp_path, records, [state(0, exchanges=ahead), state(1, exchanges=late), state(2, exchanges=others), state(3)]
+        tmp_path,
+        records,
+        [state(0, exchanges=ahead), state(1, exchanges=late), state(2, exchanges=others), state(3)],
     )
     assert sentence(tmp_path) == (
-        "rank 0 sends 5 rows to rank 1, which expects 3, in the exchange #7 of experts' rows among ranks 0-1; rank 1 "
+        "rank 0 sends 5 rows to rank 1, which expects 3, in the exchange #7 of experts' "
+        "rows among ranks 0-1; rank 1 "
         "has been running forward and backward for 75 s in step 7, at /code/run.py:5 in sleep"
     )
 
 
 def test_splits_of_the_collective_that_hangs(tmp_path):
     """Of a record that also holds the counts and later exchanges."""
-    kinds = [("all_to_all", (8,)), ("all_to_all", (9, 64)), ("all_reduce", (4, 4)), ("all_to_all", (7, 64))]
-    record = [entry("3", n, "started", op, size, created=n) for n, (op, size) in enumerate(kinds, 4)]
+    kinds = [
+        ("all_to_all", (8,)),
+        ("all_to_all", (9, 64)),
+        ("all_reduce", (4, 4)),
+        ("all_to_all", (7, 64)),
+    ]
+    record = [
+        entry("3", n, "started", op, size, created=n) for n, (op, size) in enumerate(kinds, 4)
+    ]
     noted = exchanges((7, ([4, 5], [4, 3])), (8, ([4, 3], [4, 5])))
     write(tmp_path, {0: record, 1: record[:1]}, [state(0, exchanges=noted), state(1)])
     assert sentence(tmp_path).startswith(
-        "rank 1 did not enter all_to_all #5 of tp (BFloat16 [9, 64]; ranks 0-1), where rank 0 waits (rank 0 sends 4, 5 "
+        "rank 1 did not enter all_to_all #5 of tp (BFloat16 [9, 64]; ranks 0-1), where "
+        "rank 0 waits (rank 0 sends 4, 5 "
         "rows to these ranks and expects 4, 3 from them): it has been running"
     )
 
 
 def test_a_rank_that_died_of_rows_it_did_not_expect(tmp_path):
     """gloo aborts it; the other loses the connection, and its half of the splits is known."""
-    lost = {"type": "RuntimeError", "text": "Connection closed", "cause": False, "frames": [["/code/a.py", 3, "f"]]}
+    lost = {
+        "type": "RuntimeError",
+        "text": "Connection closed",
+        "cause": False,
+        "frames": [["/code/a.py", 3, "f"]],
+    }
     noted = exchanges((7, ([4, 5], [4, 3])))
     silent = {"1": "is gone (process 5 on b)"}
     write(
@@ -155,26 +188,38 @@ def test_a_rank_that_died_of_rows_it_did_not_expect(tmp_path):
         [state(0, error=lost, exchanges=noted, silent=silent), state(2), state(3)],
     )
     assert sentence(tmp_path, exits={1: -6}) == (
-        "rank 1 was killed by SIGABRT; rank 0 lost the connection in step 7, at /code/a.py:3 in f, in all_to_all #5 of "
-        "tp (BFloat16 [9, 64]; ranks 0-1), where it sends 4, 5 rows to these ranks and expects 4, 3 from them"
+        "rank 1 was killed by SIGABRT; rank 0 lost the connection in step 7, at "
+        "/code/a.py:3 in f, in all_to_all #5 of "
+        "tp (BFloat16 [9, 64]; ranks 0-1), where it sends 4, 5 rows to these ranks and "
+        "expects 4, 3 from them"
     )
 
 
 def test_a_receive_whose_send_never_comes(tmp_path):
     """Names in records are ranks of the group; 2 is rank 1 of its pipeline."""
-    write(tmp_path, {0: [], 2: [entry("5", 3, "started", "recv 1<-0")]}, [state(r) for r in range(4)])
-    assert sentence(tmp_path).startswith("rank 0 did not enter recv 1<-0 #3 of pp (BFloat16 [8]; ranks 0, 2), where")
+    write(
+        tmp_path, {0: [], 2: [entry("5", 3, "started", "recv 1<-0")]}, [state(r) for r in range(4)]
+    )
+    assert sentence(tmp_path).startswith(
+        "rank 0 did not enter recv 1<-0 #3 of pp (BFloat16 [8]; ranks 0, 2), where"
+    )
 
 
 def test_the_other_end_of_a_send_is_not_the_cause_if_it_is_there(tmp_path):
-    records = {0: [entry("5", 3, "started", "send 0->1")], 2: [entry("5", 3, "started", "recv 1<-0")]}
+    records = {
+        0: [entry("5", 3, "started", "send 0->1")],
+        2: [entry("5", 3, "started", "recv 1<-0")],
+    }
     write(tmp_path, records, [state(r) for r in range(4)])
     assert sentence(tmp_path).startswith("no rank waits for another")
 
 
 def test_two_receives_wait_for_each_other(tmp_path):
     wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "recv")
-    records = {0: [entry("5", 3, "started", "recv 0<-1")], 2: [entry("5", 3, "started", "recv 1<-0")]}
+    records = {
+        0: [entry("5", 3, "started", "recv 0<-1")],
+        2: [entry("5", 3, "started", "recv 1<-0")],
+    }
     write(tmp_path, records, [state(r, stack=wait) for r in range(4)])
     assert sentence(tmp_path).startswith(
         "the ranks wait for each other, because they called collectives in different orders: rank 0"
@@ -183,7 +228,11 @@ def test_two_receives_wait_for_each_other(tmp_path):
 
 def test_groups_entered_in_different_order(tmp_path):
     wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
-    records = {0: [entry("3", 1, "started")], 1: [entry("1", 1, "started")], 3: [entry("0", 1, "started")]}
+    records = {
+        0: [entry("3", 1, "started")],
+        1: [entry("1", 1, "started")],
+        3: [entry("0", 1, "started")],
+    }
     records[2] = [entry("1", 1, "started")]
     write(tmp_path, records, [state(r, stack=wait) for r in range(4)])
     assert sentence(tmp_path).startswith(
@@ -192,7 +241,9 @@ def test_groups_entered_in_different_order(tmp_path):
 
 
 def test_a_rank_that_is_ahead_on_one_axis_is_still_found_by_its_stack(tmp_path):
-    """1 sleeps, but has begun to gather with 3, which waits for 2, which waits for 0, which waits for 1."""
+    """1 sleeps, but has begun to gather with 3, which waits for 2, which waits for 0, which waits
+    for 1.
+    """
     wait = ("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
     records = {
         0: [entry("3", 1, "started", created=5)],
@@ -201,27 +252,46 @@ def test_a_rank_that_is_ahead_on_one_axis_is_still_found_by_its_stack(tmp_path):
         3: [entry("3", 1, "started", created=6)],
     }
     write(tmp_path, records, [state(1), *(state(r, stack=wait) for r in (0, 2, 3))])
-    assert sentence(tmp_path).startswith("rank 1 did not enter all_reduce #1 of tp (BFloat16 [8]; ranks 0-1), where")
+    assert sentence(tmp_path).startswith(
+        "rank 1 did not enter all_reduce #1 of tp (BFloat16 [8]; ranks 0-1), where"
+    )
 
 
 def test_the_first_exception_that_follows_from_no_other(tmp_path):
-    errors = [("RuntimeError", "Connection closed", False), ("ValueError", "boom", True), ("KeyError", "'x'", True)]
-    made = [{"type": t, "text": x, "cause": c, "frames": [["/code/a.py", 3, "f"]]} for t, x, c in errors]
+    errors = [
+        ("RuntimeError", "Connection closed", False),
+        ("ValueError", "boom", True),
+        ("KeyError", "'x'", True),
+    ]
+    made = [
+        {"type": t, "text": x, "cause": c, "frames": [["/code/a.py", 3, "f"]]} for t, x, c in errors
+    ]
     write(tmp_path, {}, [state(r, error=error) for r, error in enumerate(made)])
     assert sentence(tmp_path) == "rank 1 raised ValueError: boom, in step 7, at /code/a.py:3 in f"
 
 
 def test_ranks_without_an_answer(tmp_path):
     records = {0: [entry("3", 4, "started")]}
-    write(tmp_path, records, [state(0, silent={"1": "gave no answer (process 5 on b)"}), state(2), state(3)])
-    assert sentence(tmp_path).startswith(
-        "rank 1 gave no answer (process 5 on b), and did not enter all_reduce #4 of tp (BFloat16 [8]; ranks 0-1), where"
+    write(
+        tmp_path,
+        records,
+        [state(0, silent={"1": "gave no answer (process 5 on b)"}), state(2), state(3)],
     )
-    assert sentence(tmp_path, exits={1: -9, 0: 1}).startswith("rank 1 was killed by SIGKILL (by hand, or out of")
+    assert sentence(tmp_path).startswith(
+        "rank 1 gave no answer (process 5 on b), and did not enter all_reduce #4 of tp "
+        "(BFloat16 [8]; ranks 0-1), where"
+    )
+    assert sentence(tmp_path, exits={1: -9, 0: 1}).startswith(
+        "rank 1 was killed by SIGKILL (by hand, or out of"
+    )
 
 
 def test_what_an_earlier_case_left_is_not_read(tmp_path):
-    write(tmp_path, {}, [state(0), state(1, ask={"rank": 1, "kind": "signal", "why": "SIGUSR2", "time": 5.0})])
+    write(
+        tmp_path,
+        {},
+        [state(0), state(1, ask={"rank": 1, "kind": "signal", "why": "SIGUSR2", "time": 5.0})],
+    )
     case = read_case(tmp_path)
     assert sorted(case.witnesses) == [0]
     assert sorted(case.silent) == [1, 2, 3]
@@ -235,7 +305,12 @@ def test_what_an_earlier_case_left_is_not_read(tmp_path):
         b"\x80\x04cut",
         pickle.dumps([1, 2]),
         pickle.dumps({"pg_config": [1]}),
-        pickle.dumps({"pg_config": {"0": {"ranks": "__import__('os').mkdir('ran')", "desc": ""}}, "entries": 1}),
+        pickle.dumps(
+            {
+                "pg_config": {"0": {"ranks": "__import__('os').mkdir('ran')", "desc": ""}},
+                "entries": 1,
+            }
+        ),
         pickle.dumps({"pg_config": {"0": {"ranks": "[" * 100_000, "desc": ""}}, "entries": [{}]}),
         b"cos\nmkdir\n(Vran\ntR.",
     ],
@@ -252,7 +327,11 @@ def test_a_dump_that_is_none_is_skipped_and_not_run(tmp_path, monkeypatch, dump)
 
 def test_the_tool_reads_a_dump_folder(tmp_path, capsys):
     (tmp_path / "comm_traces").mkdir()
-    write(tmp_path / "comm_traces", {0: [entry("3", 4, "started")], 1: []}, [state(r) for r in range(4)])
+    write(
+        tmp_path / "comm_traces",
+        {0: [entry("3", 4, "started")], 1: []},
+        [state(r) for r in range(4)],
+    )
     assert main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rank 1 did not enter all_reduce #4 of tp")
@@ -261,7 +340,9 @@ def test_the_tool_reads_a_dump_folder(tmp_path, capsys):
         main([str(tmp_path / "elsewhere")])
 
 
-@pytest.mark.parametrize("state", ["garbage", "[]", "{}", '{"rank": 1}', "[" * 100_000, '{"rank": 0, "ask": 3}'])
+@pytest.mark.parametrize(
+    "state", ["garbage", "[]", "{}", '{"rank": 1}', "[" * 100_000, '{"rank": 0, "ask": 3}']
+)
 def test_doctor_on_damaged_reports(tmp_path, state):
     (tmp_path / "state-0.json").write_text(state)
     with pytest.raises(UserError, match="a report is damaged"):

@@ -1,4 +1,6 @@
-"""Variable-length attention within documents, with the CUDA kernel behind it emulated on the CPU."""
+"""Variable-length attention within documents, with the CUDA kernel behind it emulated on the
+CPU.
+"""
 
 import pytest
 import torch
@@ -16,31 +18,52 @@ from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.stage import Masks
 
 SPEC = get_spec("llama3")
-TINY = {"vocab_size": 64, "dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
+TINY = {
+    "vocab_size": 64,
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "max_seq_len": 16,
+}
 CPU = torch.device("cpu")
 
 
 def rows(*lengths):
     """`[b, s]` document numbers of rows of documents with these lengths."""
-    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    return torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
 
 
-BATCHES = [rows((16,), (16,)), rows((3, 1, 9, 3), (1, 1, 14)), rows((1,) * 16, (8, 8)), rows((7, 9), (16,))]
+BATCHES = [
+    rows((16,), (16,)),
+    rows((3, 1, 9, 3), (1, 1, 14)),
+    rows((1,) * 16, (8, 8)),
+    rows((7, 9), (16,)),
+]
 
 
 @pytest.fixture
 def kernel():
-    """aten's flash kernel for sequences of variable length, on the CPU; what its calls were told of documents."""
+    """aten's flash kernel for sequences of variable length, on the CPU; what its calls were told of
+    documents.
+    """
     calls = []
 
     def scores(q, k, scale):
         products = torch.einsum("qhd,khd->hqk", q, k) * scale
-        return products.masked_fill(torch.ones(products.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+        return products.masked_fill(
+            torch.ones(products.shape[1:], dtype=torch.bool).triu(1), float("-inf")
+        )
 
     def repeated(x, q):
         return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
-    def forward(q, k, v, bounds, bounds_k, longest, longest_k, dropout, causal, debug, *, scale, **_):
+    def forward(
+        q, k, v, bounds, bounds_k, longest, longest_k, dropout, causal, debug, *, scale, **_
+    ):
         assert causal
         assert q.shape[-1] % 8 == 0
         assert bounds.dtype == torch.int32
@@ -48,27 +71,33 @@ def kernel():
         assert (bounds[0], bounds[-1]) == (0, len(q))
         assert bounds.diff().max() <= longest == longest_k
         calls.append((len(bounds) - 1, longest))
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
         for begin, end in bounds.unfold(0, 2, 1).tolist():
             part = scores(q[begin:end], repeated(k[begin:end], q), scale)
-            out[begin:end] = torch.einsum("hqk,khd->qhd", part.softmax(-1), repeated(v[begin:end], q))
+            out[begin:end] = torch.einsum(
+                "hqk,khd->qhd", part.softmax(-1), repeated(v[begin:end], q)
+            )
             lse[:, begin:end] = part.logsumexp(-1)
         return out, lse, q.new_empty(2), q.new_empty(0), q.new_empty(0)
 
     def backward(grad, q, k, v, out, lse, bounds, *args, scale, **_):
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         for begin, end in bounds.unfold(0, 2, 1).tolist():
-            g, queries, keys, values = (
-                grad[begin:end],
-                q[begin:end],
-                repeated(k[begin:end], q),
-                repeated(v[begin:end], q),
-            )
+            g = grad[begin:end]
+            queries = q[begin:end]
+            keys = repeated(k[begin:end], q)
+            values = repeated(v[begin:end], q)
             p = scores(queries, keys, scale).softmax(-1)
             dp = torch.einsum("qhd,khd->hqk", g, values)
             ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
             dq[begin:end] = torch.einsum("hqk,khd->qhd", ds, keys)
-            for to, of in ((dk, torch.einsum("hqk,qhd->khd", ds, queries)), (dv, torch.einsum("hqk,qhd->khd", p, g))):
+            for to, of in (
+                (dk, torch.einsum("hqk,qhd->khd", ds, queries)),
+                (dv, torch.einsum("hqk,qhd->khd", p, g)),
+            ):
                 to[begin:end] = of.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv
 
@@ -83,7 +112,9 @@ def kernel():
 def test_packed_documents_are_the_mask(documents):
     packed = pack_documents(documents, CPU)
     count, longest = packed.sizes.tolist()
-    number = (torch.arange(documents.numel())[:, None] >= packed.starts[:count]).sum(1)  # of each token's document
+    number = (torch.arange(documents.numel())[:, None] >= packed.starts[:count]).sum(
+        1
+    )  # of each token's document
     causal = torch.ones(documents.numel(), documents.numel(), dtype=torch.bool).tril()
     mask = (number[:, None] == number) & causal
     expected = document_mask(documents, torch.arange(16), torch.float32)[:, 0]
@@ -107,16 +138,21 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("mode", ["none", "selective"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_variable_length_attention_is_masked_attention(kernel, compiled, mode):
-    """Head size 12 is padded to 16; two query heads share a key head; every batch has the same compiled graph."""
+    """Head size 12 is padded to 16; two query heads share a key head; every batch has the same
+    compiled graph.
+    """
     torch.manual_seed(0)
     plain = SPEC.build(SPEC.args("8B", TINY), attention_backend("cpu")).double()
     packed = SPEC.build(SPEC.args("8B", TINY), attention_backend("cuda")).double()
     packed.load_state_dict(plain.state_dict())
     options = {"selective_ac_option": "op"} if mode == "selective" else {}
-    apply_activation_checkpoint(packed, ActivationCheckpoint(mode=mode, **options), save_attention=False)
+    apply_activation_checkpoint(
+        packed, ActivationCheckpoint(mode=mode, **options), save_attention=False
+    )
     if compiled:
         apply_compile(packed, Config(compile=Compile(enable=True, backend="aot_eager")))
-    tokens, positions = torch.randint(64, (2, 16)), torch.arange(16)
+    tokens = torch.randint(64, (2, 16))
+    positions = torch.arange(16)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for documents in BATCHES:
             results = []
@@ -132,7 +168,9 @@ def test_variable_length_attention_is_masked_attention(kernel, compiled, mode):
             for ours, theirs in zip(*results, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
             names = [name for name in calls.names if "document_attention" in name]
-            assert names == ["torchtitan::document_attention_backward"] * TINY["n_layers"]  # nothing is recomputed
+            assert (
+                names == ["torchtitan::document_attention_backward"] * TINY["n_layers"]
+            )  # nothing is recomputed
     assert len(set(kernel)) > 1  # it got different sizes
 
 
@@ -151,4 +189,6 @@ def test_variable_length_attention_copies_nothing():
     with Calls() as calls:
         out = attend_documents(q, k, k, documents)
     assert out.shape == F.scaled_dot_product_attention(q, k, k, enable_gqa=True).shape
-    assert not {"aten::clone", "aten::copy_", "aten::cat", "aten::constant_pad_nd"} & set(calls.names)
+    assert not {"aten::clone", "aten::copy_", "aten::cat", "aten::constant_pad_nd"} & set(
+        calls.names
+    )

@@ -23,7 +23,12 @@ def failing(error):
         (ConfigError(["a: wrong"]), 1, 2, ""),
         (CheckpointError("no space\nfree some"), 1, 1, "error: no space\n       free some\n"),
         (KeyboardInterrupt(), 0, 130, "interrupted\n"),
-        (RuntimeError("Connection closed by peer [::1]"), 3, 1, "rank 3: stopped because another rank failed\n"),
+        (
+            RuntimeError("Connection closed by peer [::1]"),
+            3,
+            1,
+            "rank 3: stopped because another rank failed\n",
+        ),
     ],
 )
 def test_failures_are_told_once(error, rank, code, shown, capsys, monkeypatch):
@@ -47,8 +52,13 @@ def test_success():
 @pytest.mark.e2e
 def test_a_reader_that_ends_is_no_error():
     """As `| head` does."""
-    code = "import sys; from torchtitan.utils.errors import run_main; sys.exit(run_main(lambda _: print('x' * 99999)))"
-    tool = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    code = (
+        "import sys; from torchtitan.utils.errors import run_main; sys.exit(run_main(lambda "
+        "_: print('x' * 99999)))"
+    )
+    tool = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     tool.stdout.close()
     assert tool.stderr.read() == b""
     assert tool.wait() == 141
@@ -69,7 +79,9 @@ def main(argv):
 
 sys.exit(run_main(main))
 """
-    tool = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    tool = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     tool.stdout.close()
     assert tool.stderr.read() == b""
     assert tool.wait() == 141
@@ -77,9 +89,14 @@ sys.exit(run_main(main))
 
 def test_advice_is_no_problem(capsys, monkeypatch):
     monkeypatch.delenv("TORCHTITAN_DEBUG", raising=False)
-    error = ConfigError(["--a is missing", "--b is missing"], where="on the command line", advice="Pass --yes")
+    error = ConfigError(
+        ["--a is missing", "--b is missing"], where="on the command line", advice="Pass --yes"
+    )
     assert run_main(failing(error), []) == 2
-    shown = "error: 2 problems on the command line\n  - --a is missing\n  - --b is missing\nPass --yes\n"
+    shown = (
+        "error: 2 problems on the command line\n  - --a is missing\n  - --b is missing\nPass "
+        "--yes\n"
+    )
     assert capsys.readouterr().err == shown
     assert run_main(failing(ConfigError(["--a is missing"], advice="Pass --yes")), []) == 2
     assert capsys.readouterr().err == "error: --a is missing\n       Pass --yes\n"

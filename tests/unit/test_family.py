@@ -1,4 +1,6 @@
-"""Families with code of their own: what a run computes is what `forward` says, and what it reports is true."""
+"""Families with code of their own: what a run computes is what `forward` says, and what it reports
+is true.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,8 @@ from torchtitan.train.family import Findings, check_family
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
-LLAMA, MOE = get_spec("llama3"), get_spec("qwen3_moe")
+LLAMA = get_spec("llama3")
+MOE = get_spec("qwen3_moe")
 PP = "--parallelism.pipeline_parallel_degree=2"
 
 
@@ -89,7 +92,10 @@ class Standalone(nn.Module):
 
 def test_a_family_that_lacks_project():
     (problem,), _ = check(variant(Standalone))
-    assert "project(forward(tokens, project=False), output_weight) doesn't run: AttributeError" in problem
+    assert (
+        "project(forward(tokens, project=False), output_weight) doesn't run: AttributeError"
+        in problem
+    )
 
 
 def test_logits_changed_in_project_are_those_of_forward():
@@ -101,7 +107,8 @@ def test_logits_changed_in_project_are_those_of_forward():
     plain = LLAMA.build(LLAMA.args("debugmodel", {"n_layers": 1}), attention_backend("cpu"))
     plain.load_state_dict(capped.state_dict())
     tokens = torch.arange(32).view(2, 16)
-    logits, expected = capped(tokens), plain(tokens)
+    logits = capped(tokens)
+    expected = plain(tokens)
     torch.testing.assert_close(logits, 0.5 * torch.tanh(expected / 0.5))
     assert logits.abs().max() < 0.5 < expected.abs().max()
 
@@ -110,7 +117,11 @@ def test_logits_changed_in_project_are_those_of_forward():
     ("build", "text"),
     [
         (Scaled, "two pipeline stages return other logits than the whole model"),
-        (Whole, "forward doesn't run on a pipeline stage, where tok_embeddings, norm or output may be None"),
+        (
+            Whole,
+            "forward doesn't run on a pipeline stage, where tok_embeddings, norm or "
+            "output may be None",
+        ),
     ],
 )
 def test_a_forward_that_is_another_on_pipeline_stages(build, text):
@@ -138,7 +149,8 @@ class Slopes(Decoder):
 def test_parameters_without_a_gradient():
     (problem,), _ = check(variant(Unused))
     assert problem == (
-        "model.name llama3: forward gives temperature and 1 other parameter no gradient; use them there, or delete "
+        "model.name llama3: forward gives temperature and 1 other parameter no gradient; "
+        "use them there, or delete "
         "them in __init__"
     )
 
@@ -169,8 +181,10 @@ class ReluLlama(Decoder):
 
 
 def test_flops_that_are_declared_wrongly():
-    """By hand: six layers with two instead of three matrices of 256 x 768, four of 256 x 256, 512 x 2 x 256 products of
-    queries with keys and of their results with values; and 2,048 x 256 of the output."""
+    """By hand: six layers with two instead of three matrices of 256 x 768, four of 256 x 256, 512 x
+    2 x 256 products of queries with keys and of their results with values; and 2,048 x 256 of the
+    output.
+    """
     _, (warning,) = check(variant(ReluLlama), "--training.seq_len=512")
     products = {n: 6 * (n * 256 * 768 + 4 * 256 * 256 + 2 * 512 * 256) + 2048 * 256 for n in (2, 3)}
     assert f"declares {6 * products[3]:.4g} FLOPs per token" in warning
@@ -179,7 +193,10 @@ def test_flops_that_are_declared_wrongly():
 
     def flops(args, seq_len):
         found = LLAMA.module_flops(args, seq_len)
-        return {name: cost - 6 * args.dim * args.ffn_dim * ("layers" in name) for name, cost in found.items()}
+        return {
+            name: cost - 6 * args.dim * args.ffn_dim * ("layers" in name)
+            for name, cost in found.items()
+        }
 
     assert check(variant(ReluLlama, module_flops=flops)) == ([], [])
 
@@ -209,7 +226,9 @@ def test_experts_of_ones_own():
                 expected[row, token] += weight * (block.moe.experts.w2[expert] @ hidden)
         routed = block.moe.dispatch(x, None)
         rows = block.moe.experts(routed.rows, routed.ends)
-        torch.testing.assert_close(block.moe.combine(rows, routed, like=x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            block.moe.combine(rows, routed, like=x), expected, rtol=1e-4, atol=1e-5
+        )
         shifted = model(tokens, torch.arange(16) + 5)
         torch.testing.assert_close(model(tokens), shifted)  # no positions
 
@@ -232,7 +251,10 @@ def test_experts_whose_forward_expert_parallelism_would_replace():
     spec = variant(OwnDecoder, MOE)
     assert check(spec, "--parallelism.tensor_parallel_degree=2", world=2) == ([], [])
     (problem,), _ = check(spec, "--parallelism.expert_parallel_degree=2", world=2)
-    assert "OwnForward overrides forward, which expert parallelism replaces; override compute() instead" in problem
+    assert (
+        "OwnForward overrides forward, which expert parallelism replaces; override "
+        "compute() instead" in problem
+    )
 
 
 # ---- where it is checked
@@ -247,16 +269,20 @@ def test_what_does_not_run_on_the_cpu_is_said():
     problems, warnings = check(variant(NeedsCuda))
     assert problems == []
     assert warnings == [
-        "model.name llama3: not checked, because a small copy of it doesn't run on the CPU: RuntimeError: this kernel "
+        "model.name llama3: not checked, because a small copy of it doesn't run on the "
+        "CPU: RuntimeError: this kernel "
         "needs CUDA",
-        "model.name llama3: TFLOP/s and MFU rest on an unchecked module_flops, as FLOPs can't be counted: "
+        "model.name llama3: TFLOP/s and MFU rest on an unchecked module_flops, as FLOPs "
+        "can't be counted: "
         "RuntimeError: this kernel needs CUDA",
     ]
 
 
 def test_preflight_checks_families_with_code_of_their_own(monkeypatch):
     checked = []
-    monkeypatch.setattr("torchtitan.train.family.check_family", lambda *about: checked.append(about) or wrong)
+    monkeypatch.setattr(
+        "torchtitan.train.family.check_family", lambda *about: checked.append(about) or wrong
+    )
     wrong = check_family(resolve([], 1).config, variant(Unused), LLAMA.flavors["debugmodel"])
     for name in (spec.name for spec in families() if spec.build is LLAMA.build):
         preflight(resolve([f"--model.name={name}"], 1).config, output=False)
@@ -272,5 +298,9 @@ def test_warnings_are_printed(monkeypatch, capsys):
     found = Findings([], ["model.name llama3_gated: MFU is off"])
     monkeypatch.setattr("torchtitan.train.family.check_family", lambda *about: found)
     argv = [f"--experimental.custom_import={gated_attention.__name__}", "--model.name=llama3_gated"]
-    assert config_command.main(argv) == plan.main(["--fast", "--world=1", "--hardware=h100-sxm", *argv]) == 0
+    assert (
+        config_command.main(argv)
+        == plan.main(["--fast", "--world=1", "--hardware=h100-sxm", *argv])
+        == 0
+    )
     assert capsys.readouterr().err.count("warning: model.name llama3_gated: MFU is off") == 2

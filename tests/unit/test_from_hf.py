@@ -47,7 +47,9 @@ def convert(tmp_path):
 
 def settings(tmp_path, *argv):
     """What a run with the written TOML trains, checked as when it starts."""
-    return preflight(resolve([f"--config={tmp_path / 'ours/train.toml'}", *argv], 1).config, output=False)
+    return preflight(
+        resolve([f"--config={tmp_path / 'ours/train.toml'}", *argv], 1).config, output=False
+    )
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -59,8 +61,16 @@ def test_the_toml_describes_the_model(tmp_path, capsys, case):
     setup = settings(tmp_path)
     assert setup.spec.name == family
     built = setup.spec.build(setup.args, None)
-    assert {n: p.shape for n, p in built.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
-    for name in ("norm_eps", "rope_theta", "head_dim", "n_dense_layers", "normalize_expert_weights"):
+    assert {n: p.shape for n, p in built.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    for name in (
+        "norm_eps",
+        "rope_theta",
+        "head_dim",
+        "n_dense_layers",
+        "normalize_expert_weights",
+    ):
         assert getattr(setup.args, name) == getattr(model.args, name), name
 
 
@@ -70,7 +80,12 @@ def test_a_missing_head_size_is_none_in_the_toml_and_on_the_command_line(tmp_pat
     convert(tmp_path)
     assert 'head_size = "none"' in (tmp_path / "ours/train.toml").read_text()
     assert settings(tmp_path).args.head_size is None
-    argv = ["--model.name=mistral", "--model.overrides.head_size", "none", "--model.overrides.rope_scaling=none"]
+    argv = [
+        "--model.name=mistral",
+        "--model.overrides.head_size",
+        "none",
+        "--model.overrides.rope_scaling=none",
+    ]
     args = preflight(resolve(argv, 1).config, output=False).args
     assert (args.head_size, args.head_dim, args.rope_scaling) == (None, 32, None)
     with pytest.raises(ConfigError, match=r"model\.overrides\.n_layers"):
@@ -79,7 +94,9 @@ def test_a_missing_head_size_is_none_in_the_toml_and_on_the_command_line(tmp_pat
 
 def test_a_run_that_could_not_start_is_said_before_anything_is_written(tmp_path):
     write_model(tmp_path / "hf", vocab_size=160)
-    with pytest.raises(ConfigError, match="the tokenizer has 2048 entries, more than vocab_size 160"):
+    with pytest.raises(
+        ConfigError, match="the tokenizer has 2048 entries, more than vocab_size 160"
+    ):
         convert(tmp_path)
     assert not (tmp_path / "ours").exists()
 
@@ -110,5 +127,7 @@ def test_the_first_layers_may_be_listed_in_any_order(layers):
 def test_other_layers_are_refused(layers):
     hf = get_spec("qwen3_moe").hf
     config = hf.config(get_spec("qwen3_moe").flavors["debugmodel"], "float32")
-    with pytest.raises(ConfigError, match=r"mlp_only_layers: got .*, must be a list of the first layers"):
+    with pytest.raises(
+        ConfigError, match=r"mlp_only_layers: got .*, must be a list of the first layers"
+    ):
         hf.args(config | {"mlp_only_layers": layers})

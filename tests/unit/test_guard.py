@@ -1,4 +1,6 @@
-"""What is a spike, what is done about it, which rank is slow, and the hash of bytes: decisions without ranks."""
+"""What is a spike, what is done about it, which rank is slow, and the hash of bytes: decisions
+without ranks.
+"""
 
 import numpy as np
 import pytest
@@ -13,21 +15,28 @@ WINDOW = 16
 
 
 def guard(policy="skip", rows=8, **options):
-    return SpikeDetector(schema.Guard(policy=policy, window=WINDOW, warmup_steps=0, **options), rows)
+    return SpikeDetector(
+        schema.Guard(policy=policy, window=WINDOW, warmup_steps=0, **options), rows
+    )
 
 
 def calm(watch, steps=WINDOW, start=1, seed=0):
     """Healthy steps: loss about 3, gradient norm about 1."""
     noise = np.random.default_rng(seed)
     for step in range(start, start + steps):
-        assert watch.judge(step, 3 + 0.1 * noise.standard_normal(), 1 + 0.1 * noise.standard_normal()) is None
+        assert (
+            watch.judge(step, 3 + 0.1 * noise.standard_normal(), 1 + 0.1 * noise.standard_normal())
+            is None
+        )
     return start + steps
 
 
 def test_deviation_is_the_modified_z_score():
     values = np.random.default_rng(1).standard_normal(101) * 5 + 40
     mad = np.median(np.abs(values - np.median(values)))
-    assert deviation(70.0, list(values)) == pytest.approx(0.6745 * (70 - np.median(values)) / mad, rel=1e-4)
+    assert deviation(70.0, list(values)) == pytest.approx(
+        0.6745 * (70 - np.median(values)) / mad, rel=1e-4
+    )
     spoiled = [*values[:80], *[1e6] * 21]
     assert deviation(70.0, spoiled) > 2, "a fifth of outliers in the window hides nothing"
     assert deviation(2.01, [2.0] * 20) == pytest.approx(0.5), "noise in the last digit is no spike"
@@ -35,7 +44,12 @@ def test_deviation_is_the_modified_z_score():
 
 @pytest.mark.parametrize(
     ("loss", "norm", "reason"),
-    [(9.0, 1.0, "loss 9,"), (3.0, 50.0, "grad norm 50,"), (float("nan"), 1.0, "loss nan"), (3.0, float("inf"), "inf")],
+    [
+        (9.0, 1.0, "loss 9,"),
+        (3.0, 50.0, "grad norm 50,"),
+        (float("nan"), 1.0, "loss nan"),
+        (3.0, float("inf"), "inf"),
+    ],
 )
 def test_each_kind_of_spike_is_found_and_named(loss, norm, reason):
     watch = guard()
@@ -95,7 +109,8 @@ def test_rewinds_end_the_run_unless_a_calm_window_lies_between():
 
 
 def test_a_saved_guard_decides_the_same():
-    watch, other = guard("rewind", limit=1), guard("rewind", limit=1)
+    watch = guard("rewind", limit=1)
+    other = guard("rewind", limit=1)
     step = calm(watch)
     watch.judge(step, 9.0, 1.0)
     watch.skip_step()
@@ -113,15 +128,20 @@ def test_rows_that_the_weights_have_not_seen():
         if step in (2, 3, 7):
             watch.skip_step()
     assert watch.skipped == [[8, 24], [48, 56]]
-    assert watch.skip_rows(40) == [40, 80], "back to the checkpoint after 5 steps: what came later doesn't count"
+    assert watch.skip_rows(40) == [40, 80], (
+        "back to the checkpoint after 5 steps: what came later doesn't count"
+    )
     assert watch.skipped == [[8, 24], [40, 80]]
 
 
 def test_slow_ranks_are_named_after_several_records():
     slow = Stragglers(schema.Guard(straggler_factor=1.5, straggler_records=2))
-    even, step = [1.0] * 4, 0.5
+    even = [1.0] * 4
+    step = 0.5
     assert slow.observe(even, [0.0, 0.3, 0.0, 0.0], step) == {}
-    assert slow.observe(even, even, step) == {}, "an interruption starts the count anew; all wait alike"
+    assert slow.observe(even, even, step) == {}, (
+        "an interruption starts the count anew; all wait alike"
+    )
     assert slow.observe([1, 1, 1.6, 1], [0.0, 0.3, 0.0, 0.0], step) == {}
     named = slow.observe([1, 1, 1.6, 1], [0.0, 0.3, 0.0, 0.0], step)
     assert named == {

@@ -1,4 +1,6 @@
-"""Hugging Face folders with damaged or hostile files: every command answers with one sentence that names the file."""
+"""Hugging Face folders with damaged or hostile files: every command answers with one sentence that
+names the file.
+"""
 
 import json
 import os
@@ -39,8 +41,14 @@ def write_model(folder, family, config):
     weights = dict(spec.build(args, None).named_parameters())
     for ours, theirs in spec.hf.names(args).items():
         weight = weights[ours].detach().normal_()
-        found |= {theirs: weight} if isinstance(theirs, str) else dict(zip(theirs, weight.clone(), strict=True))
-    save_file({name: weight.clone() for name, weight in found.items()}, folder / "model.safetensors")
+        found |= (
+            {theirs: weight}
+            if isinstance(theirs, str)
+            else dict(zip(theirs, weight.clone(), strict=True))
+        )
+    save_file(
+        {name: weight.clone() for name, weight in found.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -123,7 +131,9 @@ def config(**changes):
 
 
 def index(content):
-    return text("model.safetensors.index.json", content if isinstance(content, str) else json.dumps(content))
+    return text(
+        "model.safetensors.index.json", content if isinstance(content, str) else json.dumps(content)
+    )
 
 
 class Gadget:
@@ -149,12 +159,27 @@ def poison(value):
 
 SHARDS = {"__metadata__": {"DCP_SHARDING_INFO": DEEP}}
 WEIGHTS = {
-    "garbage": (weights(b"\x93NUMPY garbage" * 99), "model.safetensors is damaged, or not safetensors"),
+    "garbage": (
+        weights(b"\x93NUMPY garbage" * 99),
+        "model.safetensors is damaged, or not safetensors",
+    ),
     "empty": (weights(b""), "model.safetensors is damaged, or not safetensors"),
-    "cut in the data": (weights(lambda b: b[:-5]), "model.safetensors is damaged, or not safetensors"),
-    "cut in the header": (weights(lambda b: b[:99]), "model.safetensors is damaged, or not safetensors"),
-    "huge header": (weights(lambda b: struct.pack("<Q", 2**60) + b[8:]), "model.safetensors is damaged"),
-    "deep header": (weights(struct.pack("<Q", 100_000) + DEEP.encode()), "model.safetensors is damaged"),
+    "cut in the data": (
+        weights(lambda b: b[:-5]),
+        "model.safetensors is damaged, or not safetensors",
+    ),
+    "cut in the header": (
+        weights(lambda b: b[:99]),
+        "model.safetensors is damaged, or not safetensors",
+    ),
+    "huge header": (
+        weights(lambda b: struct.pack("<Q", 2**60) + b[8:]),
+        "model.safetensors is damaged",
+    ),
+    "deep header": (
+        weights(struct.pack("<Q", 100_000) + DEEP.encode()),
+        "model.safetensors is damaged",
+    ),
     "not UTF-8": (weights(struct.pack("<Q", 8) + b"\xff" * 8), "model.safetensors is damaged"),
     "a pickle": (weights(pickle.dumps(Gadget())), "model.safetensors is damaged"),
     "overlap": (entry(data_offsets=[0, 2048]), "model.safetensors is damaged"),
@@ -170,21 +195,42 @@ WEIGHTS = {
     "dangling": (linked("model.safetensors", "nowhere"), "model.safetensors is missing"),
     "circle": (linked("model.safetensors", "model.safetensors"), "model.safetensors is missing"),
     "pipe": (pipe("model.safetensors"), "model.safetensors is not a regular file"),
-    "pickles": (pickled, "pytorch_model.bin: a pickle, which runs code when it is read. If you trust it, convert it"),
+    "pickles": (
+        pickled,
+        "pytorch_model.bin: a pickle, which runs code when it is read. If you trust it, convert it",
+    ),
     "in two files": (twice, "is in two files"),
     "one missing": (tensors(lambda found: found.pop(LAST)), f"{LAST} is missing"),
-    "transposed": (tensors(lambda f: f.update({LAST: f[LAST].T.contiguous()})), f"{LAST} is .32, 16., "),
+    "transposed": (
+        tensors(lambda f: f.update({LAST: f[LAST].T.contiguous()})),
+        f"{LAST} is .32, 16., ",
+    ),
     "nan": (poison(float("nan")), f"model.safetensors: {LAST} holds NaN or infinity"),
     "infinity": (poison(-float("inf")), f"model.safetensors: {LAST} holds NaN or infinity"),
-    "index of numbers": (index({"weight_map": {"a": 5}}), "model.safetensors.index.json: weight_map.a: "),
+    "index of numbers": (
+        index({"weight_map": {"a": 5}}),
+        "model.safetensors.index.json: weight_map.a: ",
+    ),
     "index of a list": (index({"weight_map": []}), "model.safetensors.index.json: weight_map: "),
     "index without a map": (index({}), "model.safetensors.index.json: weight_map: "),
-    "index elsewhere": (index({"weight_map": {"a": "../model.safetensors"}}), "must name .safetensors files beside it"),
-    "index absolute": (index({"weight_map": {"a": "/etc/passwd"}}), "must name .safetensors files beside it"),
-    "index of pickles": (index({"weight_map": {"a": "pytorch_model.bin"}}), "must name .safetensors files beside it"),
+    "index elsewhere": (
+        index({"weight_map": {"a": "../model.safetensors"}}),
+        "must name .safetensors files beside it",
+    ),
+    "index absolute": (
+        index({"weight_map": {"a": "/etc/passwd"}}),
+        "must name .safetensors files beside it",
+    ),
+    "index of pickles": (
+        index({"weight_map": {"a": "pytorch_model.bin"}}),
+        "must name .safetensors files beside it",
+    ),
     "index of nothing": (index({"weight_map": {"a": "x.safetensors"}}), "x.safetensors is missing"),
     "deep index": (index(DEEP), "index.json is nested too deeply"),
-    "index of zeros": (linked("model.safetensors.index.json", "/dev/zero"), "index.json: not a regular file"),
+    "index of zeros": (
+        linked("model.safetensors.index.json", "/dev/zero"),
+        "index.json: not a regular file",
+    ),
 }
 CONFIGS = {
     "garbage": (text("config.json", "garbage"), "config.json is not valid JSON"),
@@ -192,24 +238,39 @@ CONFIGS = {
     "not UTF-8": (text("config.json", b"\xff\xfe{}"), "config.json is not valid JSON: .*0xff"),
     "list": (text("config.json", "[]"), "config.json is not a JSON object"),
     "deep": (text("config.json", DEEP), "config.json is nested too deeply"),
-    "digits": (text("config.json", f'{{"vocab_size": {"9" * 5000}}}'), "config.json is not valid JSON"),
+    "digits": (
+        text("config.json", f'{{"vocab_size": {"9" * 5000}}}'),
+        "config.json is not valid JSON",
+    ),
     "no model": (text("config.json", "{}"), "config.json: model_type is missing"),
     "rope list": (config(rope_scaling=[1, 2]), "config.json: rope_scaling: got .1, 2."),
     "rope text": (config(rope_parameters="llama3"), "config.json: rope_parameters: got 'llama3'"),
-    "rope type": (config(rope_scaling={"rope_type": 5}), "config.json: rope_scaling.rope_type: got 5"),
-    "rope factor": (config(rope_scaling={"rope_type": "llama3", "factor": "8"}), "rope_scaling.factor: got '8'"),
+    "rope type": (
+        config(rope_scaling={"rope_type": 5}),
+        "config.json: rope_scaling.rope_type: got 5",
+    ),
+    "rope factor": (
+        config(rope_scaling={"rope_type": "llama3", "factor": "8"}),
+        "rope_scaling.factor: got '8'",
+    ),
     "theta": (config(rope_theta=-1.0), "config.json: rope_theta: got -1.0"),
     "epsilon": (config(rms_norm_eps=float("nan")), "config.json: rms_norm_eps: got nan"),
     "many layers": (config(num_hidden_layers=10**5), "num_hidden_layers|is missing"),
     "no layers": (config(num_hidden_layers=-1), "config.json: num_hidden_layers: got -1"),
-    "layers in words": (config(num_hidden_layers="x"), "config.json: num_hidden_layers: got 'x', must be an integer"),
+    "layers in words": (
+        config(num_hidden_layers="x"),
+        "config.json: num_hidden_layers: got 'x', must be an integer",
+    ),
     "no vocabulary": (config(vocab_size=0), "config.json: vocab_size: got 0"),
     "large vocabulary": (config(vocab_size=2**31), "vocab_size|should be"),
     "no heads": (config(num_attention_heads=0), "config.json: num_attention_heads: got 0"),
     "odd heads": (config(num_attention_heads=3), "config.json: dim 16 must be n_heads 3 times"),
     "true": (config(hidden_size=True), "config.json: hidden_size: got True, must be an integer"),
     "null": (config(hidden_size=None), "config.json: hidden_size: got None"),
-    "tied": (config(tie_word_embeddings="yes"), "config.json: tie_word_embeddings: got 'yes', must be true or false"),
+    "tied": (
+        config(tie_word_embeddings="yes"),
+        "config.json: tie_word_embeddings: got 'yes', must be true or false",
+    ),
 }
 
 
@@ -223,7 +284,12 @@ def commands(folder, tmp_path):
 
 @pytest.mark.parametrize("command", ["from-hf", "generate"])
 @pytest.mark.parametrize(
-    "case", [f"{kind} {name}" for kind, cases in (("weights", WEIGHTS), ("config", CONFIGS)) for name in cases]
+    "case",
+    [
+        f"{kind} {name}"
+        for kind, cases in (("weights", WEIGHTS), ("config", CONFIGS))
+        for name in cases
+    ],
 )
 def test_a_damaged_model_is_one_sentence(folder, tmp_path, capsys, monkeypatch, case, command):
     kind, _, name = case.partition(" ")
@@ -261,17 +327,33 @@ FUSED = "model.layers.1.mlp.experts.gate_up_proj"
 EXPERTS = {
     "missing": (tensors(lambda f: f.pop(EXPERT)), f"{EXPERT} is missing"),
     "unknown": (tensors(lambda f: f.update({MORE: f[EXPERT] + 0})), f"{MORE} is unknown"),
-    "shape": (tensors(lambda f: f.update({EXPERT: f[EXPERT].T.contiguous()})), f"{EXPERT} is .16, 24., should be"),
-    "type": (tensors(lambda f: f.update({EXPERT: f[EXPERT].half()})), f"{EXPERT} has dtype F16, {FIRST} .* stack F32"),
-    "nan": (tensors(lambda f: f[EXPERT].view(-1)[3:4].fill_(torch.nan)), f"{EXPERT} holds NaN or infinity"),
-    "fused": (tensors(lambda f: f.update({FUSED: f.pop(FIRST)})), f"{FIRST} is missing; {FUSED} is unknown"),
+    "shape": (
+        tensors(lambda f: f.update({EXPERT: f[EXPERT].T.contiguous()})),
+        f"{EXPERT} is .16, 24., should be",
+    ),
+    "type": (
+        tensors(lambda f: f.update({EXPERT: f[EXPERT].half()})),
+        f"{EXPERT} has dtype F16, {FIRST} .* stack F32",
+    ),
+    "nan": (
+        tensors(lambda f: f[EXPERT].view(-1)[3:4].fill_(torch.nan)),
+        f"{EXPERT} holds NaN or infinity",
+    ),
+    "fused": (
+        tensors(lambda f: f.update({FUSED: f.pop(FIRST)})),
+        f"{FIRST} is missing; {FUSED} is unknown",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", EXPERTS)
 def test_a_damaged_expert_is_named(tmp_path, capsys, monkeypatch, case):
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    write_model(tmp_path, "qwen3_moe", CONFIG | sizes | {"model_type": "qwen3_moe", "num_key_value_heads": 2})
+    write_model(
+        tmp_path,
+        "qwen3_moe",
+        CONFIG | sizes | {"model_type": "qwen3_moe", "num_key_value_heads": 2},
+    )
     damage, message = EXPERTS[case]
     damage(tmp_path)
     for main, argv in commands(tmp_path, tmp_path).values():
@@ -315,18 +397,51 @@ TOKENIZERS = {
         tokens(lambda t: t.update(added_tokens=[], model=t["model"] | {"vocab": {}, "merges": []})),
         "no end",
     ),
-    "negative id": (tokens(lambda t: t["model"]["vocab"].update(a=-1)), "tokenizer.json is not a tokenizer"),
-    "id of 2^40": (tokens(lambda t: t["model"]["vocab"].update(a=2**40)), "tokenizer.json is not a tokenizer"),
-    "id of 2^32": (tokens(lambda t: t["model"]["vocab"].update(a=2**32 - 1)), "has 4294967296 entries, .*only 2048"),
-    "merges": (tokens(lambda t: t["model"].update(merges=["\u2603 a"])), "tokenizer.json is not a tokenizer"),
-    "special": (tokens(lambda t: t["added_tokens"][0].update(content=5)), "tokenizer.json is not a tokenizer"),
-    "end of text": (settings(eos_token=5), "tokenizer_config.json: eos_token is int, must be a string"),
-    "end, object": (settings(eos_token={"content": ["a"]}), "tokenizer_config.json: eos_token is list"),
+    "negative id": (
+        tokens(lambda t: t["model"]["vocab"].update(a=-1)),
+        "tokenizer.json is not a tokenizer",
+    ),
+    "id of 2^40": (
+        tokens(lambda t: t["model"]["vocab"].update(a=2**40)),
+        "tokenizer.json is not a tokenizer",
+    ),
+    "id of 2^32": (
+        tokens(lambda t: t["model"]["vocab"].update(a=2**32 - 1)),
+        "has 4294967296 entries, .*only 2048",
+    ),
+    "merges": (
+        tokens(lambda t: t["model"].update(merges=["\u2603 a"])),
+        "tokenizer.json is not a tokenizer",
+    ),
+    "special": (
+        tokens(lambda t: t["added_tokens"][0].update(content=5)),
+        "tokenizer.json is not a tokenizer",
+    ),
+    "end of text": (
+        settings(eos_token=5),
+        "tokenizer_config.json: eos_token is int, must be a string",
+    ),
+    "end, object": (
+        settings(eos_token={"content": ["a"]}),
+        "tokenizer_config.json: eos_token is list",
+    ),
     "unknown end": (settings(eos_token="nowhere"), "no end-of-text token"),
-    "settings garbage": (text("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
-    "settings list": (text("tokenizer_config.json", "[]"), "tokenizer_config.json is not a JSON object"),
-    "settings deep": (text("tokenizer_config.json", DEEP), "tokenizer_config.json is nested too deeply"),
-    "settings zeros": (linked("tokenizer_config.json", "/dev/zero"), "tokenizer_config.json: not a regular file"),
+    "settings garbage": (
+        text("tokenizer_config.json", "{"),
+        "tokenizer_config.json is not valid JSON",
+    ),
+    "settings list": (
+        text("tokenizer_config.json", "[]"),
+        "tokenizer_config.json is not a JSON object",
+    ),
+    "settings deep": (
+        text("tokenizer_config.json", DEEP),
+        "tokenizer_config.json is nested too deeply",
+    ),
+    "settings zeros": (
+        linked("tokenizer_config.json", "/dev/zero"),
+        "tokenizer_config.json: not a regular file",
+    ),
 }
 
 
@@ -342,7 +457,10 @@ def test_a_damaged_tokenizer_is_one_sentence(folder, tmp_path, capsys, case):
 
 
 def test_a_chat_template_is_never_evaluated(folder):
-    settings(eos_token="<|end_of_text|>", chat_template="{{ 1 / 0 }}{% for i in range(10**12) %}{% endfor %}")(folder)
+    settings(
+        eos_token="<|end_of_text|>",
+        chat_template="{{ 1 / 0 }}{% for i in range(10**12) %}{% endfor %}",
+    )(folder)
     assert build_tokenizer(str(folder)).encode("a", bos=True)
 
 
@@ -353,13 +471,16 @@ def splitting(regex):
 
 def test_an_expression_that_backtracks_forever_is_an_error(folder):
     splitting(r"(a+)+$")(folder)
-    with pytest.raises(UserError, match=r"tokenizer.json can't encode a text: .*retry-limit-in-match over"):
+    with pytest.raises(
+        UserError, match=r"tokenizer.json can't encode a text: .*retry-limit-in-match over"
+    ):
         build_tokenizer(str(folder)).encode("a" * 40 + "c")
 
 
 @pytest.mark.parametrize("regex", [r"(?:a|a)*b", r"(.*)*\1x"])
 def test_an_expression_that_never_matches_leaves_the_text_whole(folder, regex):
-    text, plain = "a" * 40 + "c", build_tokenizer(str(folder)).encode("a" * 40 + "c")
+    text = "a" * 40 + "c"
+    plain = build_tokenizer(str(folder)).encode("a" * 40 + "c")
     splitting(regex)(folder)
     tokenizer = build_tokenizer(str(folder))
     assert tokenizer.encode(text) == plain

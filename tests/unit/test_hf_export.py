@@ -1,4 +1,6 @@
-"""Exports to Hugging Face: what a class can't express is refused, what is written is what transformers computes."""
+"""Exports to Hugging Face: what a class can't express is refused, what is written is what
+transformers computes.
+"""
 
 import json
 import shutil
@@ -35,11 +37,29 @@ EXPRESSIBLE = [
     ("qwen3_moe", {"n_experts": 0}),
 ]
 INEXPRESSIBLE = [
-    ("llama3", {"qk_norm": True}, "qk_norm", "llama .* computes with false, this model with true", ["qwen3"]),
-    ("llama3", {"qkv_bias": True}, "qkv_bias", "llama .* computes with false, this model with true", ["qwen2_5"]),
+    (
+        "llama3",
+        {"qk_norm": True},
+        "qk_norm",
+        "llama .* computes with false, this model with true",
+        ["qwen3"],
+    ),
+    (
+        "llama3",
+        {"qkv_bias": True},
+        "qkv_bias",
+        "llama .* computes with false, this model with true",
+        ["qwen2_5"],
+    ),
     ("llama3", EXPERTS, "n_experts", "llama .* computes with 0, this model with 8", []),
     ("mistral", {"qkv_bias": True}, "qkv_bias", "mistral .* computes with false", ["qwen2_5"]),
-    ("qwen2_5", {"qkv_bias": False}, "qkv_bias", "qwen2 .* computes with true", ["llama3", "mistral"]),
+    (
+        "qwen2_5",
+        {"qkv_bias": False},
+        "qkv_bias",
+        "qwen2 .* computes with true",
+        ["llama3", "mistral"],
+    ),
     ("qwen3", {"qk_norm": False}, "qk_norm", "qwen3 .* computes with true", ["llama3"]),
     ("qwen3_moe", EXPERTS | {"qkv_bias": True}, "qkv_bias", "qwen3_moe .* computes with false", []),
 ]
@@ -88,11 +108,16 @@ def nothing_left(tmp_path):
 
 def logits(folder, tokens):
     with torch.no_grad():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            tokens
+        ).logits
 
 
 def preflighted(family, overrides, *argv):
-    flags = [f"--model.overrides.{key}={'none' if value is None else value}" for key, value in overrides.items()]
+    flags = [
+        f"--model.overrides.{key}={'none' if value is None else value}"
+        for key, value in overrides.items()
+    ]
     return preflight(resolve([f"--model.name={family}", *flags, *argv], 1).config, output=False)
 
 
@@ -106,23 +131,31 @@ def test_what_a_class_expresses_is_exported(tmp_path, capsys, family, overrides)
     assert "Largest logit difference" in capsys.readouterr().out
     tokens = torch.randint(0, 2048, (2, 60))
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), logits(tmp_path / "hf", tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(tokens), logits(tmp_path / "hf", tokens), rtol=1e-4, atol=1e-4
+        )
     spec = get_spec(family)
     back = spec_of_hf(json.loads((tmp_path / "hf/config.json").read_text()))
     assert back.name == spec.name
-    preflighted(family, {key: value for key, value in overrides.items() if key != "rope_scaling"}, *EXPORT)
+    preflighted(
+        family, {key: value for key, value in overrides.items() if key != "rope_scaling"}, *EXPORT
+    )
 
 
 @pytest.mark.parametrize(("family", "overrides", "key", "message", "others"), INEXPRESSIBLE)
 def test_what_a_class_can_not_express_is_refused(tmp_path, family, overrides, key, message, others):
     write_checkpoint(tmp_path / "ours", family, **overrides)
-    with pytest.raises(CheckpointError, match=f"model.overrides.{key}: Hugging Face's {message}") as error:
+    with pytest.raises(
+        CheckpointError, match=f"model.overrides.{key}: Hugging Face's {message}"
+    ) as error:
         export(tmp_path)
     assert nothing_left(tmp_path)
     words = str(error.value).removeprefix("can't export to Hugging Face: ")
     with pytest.raises(ConfigError) as error:
         preflighted(family, overrides, *EXPORT)
-    assert error.value.problems == [f"checkpoint.last_save_in_hf: {words}; or set checkpoint.last_save_in_hf = false"]
+    assert error.value.problems == [
+        f"checkpoint.last_save_in_hf: {words}; or set checkpoint.last_save_in_hf = false"
+    ]
     preflighted(family, overrides)
     for other in others:
         assert json.dumps(other) in words
@@ -133,8 +166,12 @@ def test_the_class_of_another_family_may_express_it(tmp_path):
     export(tmp_path, "--model", "qwen3")
     tokens = torch.randint(0, 2048, (2, 60))
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), logits(tmp_path / "hf", tokens), rtol=1e-4, atol=1e-4)
-    with pytest.raises(CheckpointError, match=r"qwen2 .* computes with true, this model with false"):
+        torch.testing.assert_close(
+            model(tokens), logits(tmp_path / "hf", tokens), rtol=1e-4, atol=1e-4
+        )
+    with pytest.raises(
+        CheckpointError, match=r"qwen2 .* computes with true, this model with false"
+    ):
         ckpt.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "x"), "--model", "qwen2_5"])
 
 
@@ -144,14 +181,18 @@ def test_a_derived_family_has_no_class_unless_it_states_one(tmp_path):
     assert replace(LLAMA, name="renamed").hf is LLAMA.hf, "the same code"
     assert replace(LLAMA, hf=replace(LLAMA.hf)).hf == LLAMA.hf
     write_checkpoint(tmp_path / "ours", "llama3_gated")
-    with pytest.raises(CheckpointError, match=r"'llama3_gated' names no class of .* state it as `hf=`"):
+    with pytest.raises(
+        CheckpointError, match=r"'llama3_gated' names no class of .* state it as `hf=`"
+    ):
         export(tmp_path)
     with pytest.raises(CheckpointError, match="'llama3_gated' names no class"):
         export(tmp_path, "--model", "llama3")
     assert nothing_left(tmp_path)
     custom = f"--experimental.custom_import={gated_attention.__name__}"
     for key in ("last_save_in_hf", "initial_load_in_hf"):
-        with pytest.raises(ConfigError, match=f"checkpoint.{key}: the model family 'llama3_gated' names no class"):
+        with pytest.raises(
+            ConfigError, match=f"checkpoint.{key}: the model family 'llama3_gated' names no class"
+        ):
             preflighted("llama3_gated", {}, custom, "--checkpoint.enable", f"--checkpoint.{key}")
     assert "layers.5.attention.gate.weight" in parameter_names(gated, gated.flavors["debugmodel"])
     group = '--optimizer.param_groups=[{{pattern = "*.{}.weight", lr_scale = 0.5}}]'
@@ -161,16 +202,22 @@ def test_a_derived_family_has_no_class_unless_it_states_one(tmp_path):
 
 
 def test_a_stated_class_is_compared(tmp_path):
-    """Soft-capped logits aren't Llama's. The map says so for a key that config.json lacks; else the logits do."""
+    """Soft-capped logits aren't Llama's. The map says so for a key that config.json lacks; else the
+    logits do.
+    """
     spec = get_spec("capped_llama")
     args = spec.args("debugmodel", {})
     assert hf_map(spec).fixed(args)["softcap"] == 0.0
     write_checkpoint(tmp_path / "ours", "capped_llama", softcap=0.5)
-    with pytest.raises(CheckpointError, match=r"model.overrides.softcap: .* computes with 0.0, this model with 0.5"):
+    with pytest.raises(
+        CheckpointError, match=r"model.overrides.softcap: .* computes with 0.0, this model with 0.5"
+    ):
         export(tmp_path)
     register(replace(spec, hf=replace(LLAMA.hf, fixed=lambda args: {})))
     try:
-        with pytest.raises(CheckpointError, match=r"other logits than this project's model.*nothing is left"):
+        with pytest.raises(
+            CheckpointError, match=r"other logits than this project's model.*nothing is left"
+        ):
             export(tmp_path)
     finally:
         register(spec)
@@ -183,7 +230,10 @@ def test_a_stated_class_is_compared(tmp_path):
 def planted_swap(args):
     """Queries and keys under each other's names; the shapes are equal."""
     names = decoder_hf.names(args)
-    other = {name: name.replace(".wq.", ".wk.") if ".wq." in name else name.replace(".wk.", ".wq.") for name in names}
+    other = {
+        name: name.replace(".wq.", ".wk.") if ".wq." in name else name.replace(".wk.", ".wq.")
+        for name in names
+    }
     return {name: names[other[name]] for name in names}
 
 
@@ -197,7 +247,10 @@ def swapped():
 @pytest.mark.usefixtures("swapped")
 def test_a_mistake_in_the_map_is_found_and_deleted(tmp_path, capsys):
     write_checkpoint(tmp_path / "ours", "llama3", n_kv_heads=8)
-    with pytest.raises(CheckpointError, match=r"transformers computes other logits .* nothing is left of the export"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"transformers computes other logits .* nothing is left of the export",
+    ):
         export(tmp_path)
     assert nothing_left(tmp_path)
     export(tmp_path, "--no-check")
@@ -219,7 +272,11 @@ def test_a_missing_weight_and_a_wrong_byte_are_found(tmp_path, monkeypatch):
         export(tmp_path)
 
     def without(path, tensors, read):
-        real(path, {name: value for name, value in tensors.items() if name != "model.norm.weight"}, read)
+        real(
+            path,
+            {name: value for name, value in tensors.items() if name != "model.norm.weight"},
+            read,
+        )
 
     monkeypatch.setattr(hf_export, "_write_safetensors", without)
     with pytest.raises(CheckpointError, match=r"model.norm.weight"):
@@ -229,21 +286,32 @@ def test_a_missing_weight_and_a_wrong_byte_are_found(tmp_path, monkeypatch):
 
 def test_what_was_not_compared_is_said(tmp_path, capsys, monkeypatch):
     model = write_checkpoint(tmp_path / "ours", "llama3")
-    read, tokenizer = dict(model.named_parameters()).__getitem__, build_tokenizer(str(SHIPPED))
+    read = dict(model.named_parameters()).__getitem__
+    tokenizer = build_tokenizer(str(SHIPPED))
     export(tmp_path)
     capsys.readouterr()
     arguments = tmp_path / "hf", LLAMA, model.args, tokenizer, read
     assert "0.0 billion parameters" in hf_check.compare(*arguments, most=100)[1]
-    monkeypatch.setattr(hf_check.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10**5}))
+    monkeypatch.setattr(
+        hf_check.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10**5})
+    )
     assert "of memory (--check compares anyway)" in hf_check.compare(*arguments, most=10**9)[1]
     assert "Largest logit difference" in hf_check.compare(*arguments, most=10**9, anyway=True)[1]
     monkeypatch.setattr(hf_check.importlib.util, "find_spec", lambda name: None)
-    assert hf_check.compare(*arguments, most=10**9) == ["Not compared with transformers: pip install transformers"]
+    assert hf_check.compare(*arguments, most=10**9) == [
+        "Not compared with transformers: pip install transformers"
+    ]
 
 
 # ---- the tokenizer
 
-TEXTS = ["Hello", "  It's 12345678 o'clock\n\n\tnaïve cafe\u0301 日本語", "a  b\r\n c ", "", "x" * 300]
+TEXTS = [
+    "Hello",
+    "  It's 12345678 o'clock\n\n\tnaïve cafe\u0301 日本語",
+    "a  b\r\n c ",
+    "",
+    "x" * 300,
+]
 
 
 def changed_tokenizer(folder, settings, **changes):
@@ -269,7 +337,9 @@ TOKENIZERS = {
     "adds the end, and cuts": lambda folder: changed_tokenizer(
         folder, LLAMA_CLASS, post_processor=ENDS, truncation=CUT
     ),
-    "another class": lambda folder: changed_tokenizer(folder, {"tokenizer_class": "Qwen2Tokenizer"}),
+    "another class": lambda folder: changed_tokenizer(
+        folder, {"tokenizer_class": "Qwen2Tokenizer"}
+    ),
     "tiktoken": lambda folder: (folder.mkdir(), write_tiktoken(folder)),
 }
 
@@ -290,7 +360,9 @@ def test_auto_tokenizer_gives_the_ids_of_training(tmp_path, capsys, family, case
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     assert theirs.decode(theirs(TEXTS[0])["input_ids"], skip_special_tokens=True) == TEXTS[0]
     again = build_tokenizer(str(tmp_path / "hf"))
-    assert [again.encode(text, bos=True) for text in TEXTS] == [ours.encode(text, bos=True) for text in TEXTS]
+    assert [again.encode(text, bos=True) for text in TEXTS] == [
+        ours.encode(text, bos=True) for text in TEXTS
+    ]
 
 
 def test_a_tokenizer_without_begin_of_text_gets_none(tmp_path):
@@ -308,7 +380,9 @@ def test_a_tokenizer_without_begin_of_text_gets_none(tmp_path):
 
 
 def test_a_class_that_transformers_forces_is_said(tmp_path, capsys):
-    """transformers 5 builds its own tokenizer for every qwen2 model. Its files are right for those who read them."""
+    """transformers 5 builds its own tokenizer for every qwen2 model. Its files are right for those
+    who read them.
+    """
     write_checkpoint(tmp_path / "ours", "qwen2_5")
     export(tmp_path)
     forced = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -317,4 +391,6 @@ def test_a_class_that_transformers_forces_is_said(tmp_path, capsys):
         forced(text)["input_ids"] != ours.encode(text, bos=True) for text in TEXTS
     )
     whole = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
-    assert [whole(text)["input_ids"] for text in TEXTS] == [ours.encode(text, bos=True) for text in TEXTS]
+    assert [whole(text)["input_ids"] for text in TEXTS] == [
+        ours.encode(text, bos=True) for text in TEXTS
+    ]

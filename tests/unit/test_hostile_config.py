@@ -1,4 +1,6 @@
-"""Hostile and careless configurations: each gets an answer within two seconds, which names what is wrong."""
+"""Hostile and careless configurations: each gets an answer within two seconds, which names what is
+wrong.
+"""
 
 import os
 import signal
@@ -36,7 +38,9 @@ def answer_in_time(seconds=SECONDS):
         raise TooSlowError
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 5 * seconds)  # wall clock, on machines that do other things too
+    signal.setitimer(
+        signal.ITIMER_REAL, 5 * seconds
+    )  # wall clock, on machines that do other things too
     start = time.process_time()
     try:
         yield
@@ -53,7 +57,8 @@ def answer(argv, world=1):
             preflight(resolve(argv, world).config, output=False)
             return []
         except ConfigError as error:
-            problems, shown = error.problems, str(error).splitlines()
+            problems = error.problems
+            shown = str(error).splitlines()
     assert len(shown) <= SHOWN_PROBLEMS + 1
     assert all(len(problem) <= LONGEST_PROBLEM for problem in problems)
     return problems
@@ -62,32 +67,121 @@ def answer(argv, world=1):
 # ---- random configurations
 
 INTEGERS = st.one_of(
-    st.sampled_from([0, -1, 1, 2, 3, 7, 8, 64, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 1048573]),
+    st.sampled_from(
+        [
+            0,
+            -1,
+            1,
+            2,
+            3,
+            7,
+            8,
+            64,
+            2**31 - 1,
+            2**31,
+            2**63 - 1,
+            2**63,
+            -(2**63),
+            2**64,
+            10**30,
+            1048573,
+        ]
+    ),
     st.integers(1, 64),
     st.integers(),
 )
-POSITIVE = st.one_of(st.integers(1, 16), st.integers(0, 27).map(lambda power: 2**power), st.integers(1, 2**31))
-FLOATS = st.one_of(st.sampled_from([0.0, -0.0, 1e308, -1e308, 5e-324, 1e-40, float("inf"), float("nan")]), st.floats())
+POSITIVE = st.one_of(
+    st.integers(1, 16), st.integers(0, 27).map(lambda power: 2**power), st.integers(1, 2**31)
+)
+FLOATS = st.one_of(
+    st.sampled_from([0.0, -0.0, 1e308, -1e308, 5e-324, 1e-40, float("inf"), float("nan")]),
+    st.floats(),
+)
 TEXTS = st.one_of(
     st.text(max_size=30),
     st.sampled_from(
-        ["", "\0", "\x1b[2J", "a\nb", "~", "~root/x", "~nobody-here/x", "..", "../x", "/", "/dev/zero", "/proc/**/*"]
-        + ["**/*", "s3://", "://", "hf://x", "file://", "-1", "nan", "x" * 300, "x/" * 2000, "x" * 100_000, "2" * 5000]
-        + ["op", "os", "none", "float8", "selective", "full", "memory_budget", "Interleaved1F1B", "ZBVZeroBubble"]
+        [
+            "",
+            "\0",
+            "\x1b[2J",
+            "a\nb",
+            "~",
+            "~root/x",
+            "~nobody-here/x",
+            "..",
+            "../x",
+            "/",
+            "/dev/zero",
+            "/proc/**/*",
+        ]
+        + [
+            "**/*",
+            "s3://",
+            "://",
+            "hf://x",
+            "file://",
+            "-1",
+            "nan",
+            "x" * 300,
+            "x/" * 2000,
+            "x" * 100_000,
+            "2" * 5000,
+        ]
+        + [
+            "op",
+            "os",
+            "none",
+            "float8",
+            "selective",
+            "full",
+            "memory_budget",
+            "Interleaved1F1B",
+            "ZBVZeroBubble",
+        ]
     ),
 )
 SCALARS = st.one_of(INTEGERS, FLOATS, TEXTS, st.booleans(), st.dates(), st.times(), st.datetimes())
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
-MODEL_KEYS = ["n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta"]
-MODEL_KEYS += ["rope_scaling.factor", "rope_scaling.high_freq_factor", "rope_scaling", "tie_embeddings", "max_seq_len"]
-COMPUTED = ["training.loss_chunks", "training.seq_len", "training.local_batch_size", "training.global_batch_size"]
+MODEL_KEYS = [
+    "n_layers",
+    "dim",
+    "n_heads",
+    "n_kv_heads",
+    "ffn_dim",
+    "vocab_size",
+    "norm_eps",
+    "rope_theta",
+]
+MODEL_KEYS += [
+    "rope_scaling.factor",
+    "rope_scaling.high_freq_factor",
+    "rope_scaling",
+    "tie_embeddings",
+    "max_seq_len",
+]
+COMPUTED = [
+    "training.loss_chunks",
+    "training.seq_len",
+    "training.local_batch_size",
+    "training.global_batch_size",
+]
 COMPUTED += [f"parallelism.{key}" for key in DEGREE_KEYS.values()]
-COMPUTED += [f"parallelism.pipeline_parallel_{key}" for key in ("microbatch_size", "layers_per_stage", "schedule_csv")]
-COMPUTED += ["training.dataset_path", "model.hf_assets_path", "job.dump_folder", "model.overrides.n_layers"]
+COMPUTED += [
+    f"parallelism.pipeline_parallel_{key}"
+    for key in ("microbatch_size", "layers_per_stage", "schedule_csv")
+]
+COMPUTED += [
+    "training.dataset_path",
+    "model.hf_assets_path",
+    "job.dump_folder",
+    "model.overrides.n_layers",
+]
 KEYS = st.one_of(
     st.sampled_from(COMPUTED),  # what rules compute with or look up
     st.sampled_from(sorted(FIELDS.keys() - {"job.config_file", "experimental.custom_import"})),
@@ -98,15 +192,21 @@ KEYS = st.one_of(
 
 @st.composite
 def values_of(draw, key):
-    """Mostly a value that the key's type might accept, so that the rules behind the types are reached too."""
+    """Mostly a value that the key's type might accept, so that the rules behind the types are
+    reached too.
+    """
     kind = FIELDS[key].annotation if key in FIELDS else int
     kinds = [kind, *get_args(kind)]
     if any(get_origin(one) is Literal for one in kinds):
-        likely = st.sampled_from([value for one in kinds if get_origin(one) is Literal for value in get_args(one)])
+        likely = st.sampled_from(
+            [value for one in kinds if get_origin(one) is Literal for value in get_args(one)]
+        )
     elif str in kinds:
         likely = TEXTS
     else:
-        likely = st.booleans() if bool in kinds else POSITIVE.map(float) if float in kinds else POSITIVE
+        likely = (
+            st.booleans() if bool in kinds else POSITIVE.map(float) if float in kinds else POSITIVE
+        )
     return draw(likely if draw(st.integers(0, 9)) else VALUES)
 
 
@@ -122,7 +222,10 @@ def check_random(folder, in_file, in_flags, world):
     text = "\n".join(lines)
     file = folder / "run.toml"
     file.write_bytes(text.encode(errors="surrogatepass"))
-    flags = [f"--{key}={value if isinstance(value, str) else to_toml_value(value)}" for key, value in in_flags]
+    flags = [
+        f"--{key}={value if isinstance(value, str) else to_toml_value(value)}"
+        for key, value in in_flags
+    ]
     names = [key for key, _ in (*in_file, *in_flags)]
     argv = ["--config", str(file), *flags]
     if not (problems := answer(argv, world)):
@@ -130,13 +233,19 @@ def check_random(folder, in_file, in_flags, world):
         file.write_text(accepted)
         assert to_toml(load_config(["--config", str(file)]).config) == accepted
     for problem in problems:
-        named = any(key in problem or key.rpartition(".")[2] in problem for key in (*FIELDS, *names))
+        named = any(
+            key in problem or key.rpartition(".")[2] in problem for key in (*FIELDS, *names)
+        )
         assert named or str(file) in problem or "--" in problem, problem
 
 
 def random_configurations(count):
     def decorate(test):
-        test = given(in_file=SETTINGS, in_flags=SETTINGS, world=st.sampled_from([1, 2, 4, 8, 48, 1021, 10**9]))(test)
+        test = given(
+            in_file=SETTINGS,
+            in_flags=SETTINGS,
+            world=st.sampled_from([1, 2, 4, 8, 48, 1021, 10**9]),
+        )(test)
         return settings(max_examples=count, derandomize=True, database=None, deadline=None)(test)
 
     return decorate
@@ -182,23 +291,49 @@ def write(folder, content, name="run.toml"):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("\n".join(f"k{i} = 1" for i in range(100_000)), "can't read {file}: larger than 131,072 bytes"),
+        (
+            "\n".join(f"k{i} = 1" for i in range(100_000)),
+            "can't read {file}: larger than 131,072 bytes",
+        ),
         ("x = [" + "1," * 20_000 + "]", "{file}: more than 10,000 values"),
         ("x = " + "[" * 100_000, "{file}: not valid TOML: TOML inline arrays/tables are nested"),
-        ("x = " + "[" * 40 + "]" * 40, "{file}: tables or lists are nested more than 16 levels deep"),
-        (".".join("a" * 500) + " = 1", "{file}: tables or lists are nested more than 16 levels deep"),
+        (
+            "x = " + "[" * 40 + "]" * 40,
+            "{file}: tables or lists are nested more than 16 levels deep",
+        ),
+        (
+            ".".join("a" * 500) + " = 1",
+            "{file}: tables or lists are nested more than 16 levels deep",
+        ),
         ('"' + "a." * 60_000 + '" = 1', "has more than 200 characters"),
         ("x = " + "9" * 5000, "{file}: not valid TOML: Exceeds the limit"),
         ("debug.seed = 0x" + "f" * 16, "{file}: an integer is too large for 64 bits"),
         ("['a" + " " * 100_000 + "b']", "has more than 200 characters"),
         (b"[job]\ndescription = '\0'", "{file}: not valid TOML"),
-        ('job.dump_folder = "a\\u0000b"', "{file}:1: job.dump_folder: got 'a\\x00b', must not contain control"),
-        ("training.steps = 0", "{file}:1: training.steps: got 0: input should be greater than or equal to 1"),
-        ("model.converters = [" + "'floot8'," * 9000 + "]", "model.converters.0: got 'floot8', must be"),
-        ("\n".join(f"section{i}.key = 1" for i in range(4000)), "{file}:1: section0: unknown section"),
-        ("memory_estimation = {" + ",".join(f"k{i} = 1" for i in range(4000)) + "}", "memory_estimation.k0: unknown"),
+        (
+            'job.dump_folder = "a\\u0000b"',
+            "{file}:1: job.dump_folder: got 'a\\x00b', must not contain control",
+        ),
+        (
+            "training.steps = 0",
+            "{file}:1: training.steps: got 0: input should be greater than or equal to 1",
+        ),
+        (
+            "model.converters = [" + "'floot8'," * 9000 + "]",
+            "model.converters.0: got 'floot8', must be",
+        ),
+        (
+            "\n".join(f"section{i}.key = 1" for i in range(4000)),
+            "{file}:1: section0: unknown section",
+        ),
+        (
+            "memory_estimation = {" + ",".join(f"k{i} = 1" for i in range(4000)) + "}",
+            "memory_estimation.k0: unknown",
+        ),
     ],
-    ids=lambda value: None if isinstance(value, bytes) or len(value) > 60 else value.format(file="file"),
+    ids=lambda value: (
+        None if isinstance(value, bytes) or len(value) > 60 else value.format(file="file")
+    ),
 )
 def test_hostile_files(tmp_path, content, text):
     argv = write(tmp_path, content)
@@ -208,24 +343,52 @@ def test_hostile_files(tmp_path, content, text):
 @pytest.mark.parametrize(
     ("argv", "world", "text"),
     [
-        (["--training.loss_chunks=9223372036854775807"], 1, "--training.loss_chunks: got 9223372036854775807"),
-        (["--training.loss_chunks=99999988", "--training.seq_len=99999989"], 1, "set it to 1 or 99999989"),
-        (["--training.local_batch_size=9223372036854775783"], 1, "--training.local_batch_size: got"),
+        (
+            ["--training.loss_chunks=9223372036854775807"],
+            1,
+            "--training.loss_chunks: got 9223372036854775807",
+        ),
+        (
+            ["--training.loss_chunks=99999988", "--training.seq_len=99999989"],
+            1,
+            "set it to 1 or 99999989",
+        ),
+        (
+            ["--training.local_batch_size=9223372036854775783"],
+            1,
+            "--training.local_batch_size: got",
+        ),
         (
             ["--training.local_batch_size=1048573", "--parallelism.pipeline_parallel_degree=2"]
             + ["--parallelism.pipeline_parallel_microbatch_size=2"],
             2,
             "does not divide training.local_batch_size 1048573; set it to one of 1, 1048573",
         ),
-        (["--parallelism.tensor_parallel_degree=4"], 999999937, "must divide 999999937: 1, 999999937"),
-        (["--fault_tolerance.elastic", "--parallelism.data_parallel_replicate_degree=1048576"], 999999937, "elastic"),
+        (
+            ["--parallelism.tensor_parallel_degree=4"],
+            999999937,
+            "must divide 999999937: 1, 999999937",
+        ),
+        (
+            ["--fault_tolerance.elastic", "--parallelism.data_parallel_replicate_degree=1048576"],
+            999999937,
+            "elastic",
+        ),
         (["--model.overrides.n_layers=1000000"], 1, "model.overrides.n_layers: got 1000000"),
-        (["--training.dataset_path=/proc/**/*.nosuch"], 1, "searches more than 50,000 files and folders"),
+        (
+            ["--training.dataset_path=/proc/**/*.nosuch"],
+            1,
+            "searches more than 50,000 files and folders",
+        ),
         (["--training.dataset_path=" + "/*" * 12 + "/nosuch"], 1, "training.dataset_path: "),
         (["--training.dataset_path=a\0b"], 1, "must not contain control characters"),
         (["--config=\0"], 1, "--job.config_file: got '\\x00', must not contain control characters"),
         (["--config", "x" * 300], 1, "whose names must be of at most 255 bytes"),
-        (["--config", "/dev/zero"], 1, "--job.config_file: can't read /dev/zero: not a regular file"),
+        (
+            ["--config", "/dev/zero"],
+            1,
+            "--job.config_file: can't read /dev/zero: not a regular file",
+        ),
         (["--config", "/"], 1, "--job.config_file: can't read /: Is a directory"),
         (["--training.steps=" + "9" * 5000], 1, "--training.steps: got '999"),
         (["--model.overrides.dim=" + "9" * 5000], 1, "--model.overrides.dim: got '999"),
@@ -248,13 +411,21 @@ def test_a_deep_model_is_split_in_time():
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     pipe = str(tmp_path / "pipe")
-    assert answer(["--config", pipe]) == [f"--job.config_file: can't read {pipe}: not a regular file"]
+    assert answer(["--config", pipe]) == [
+        f"--job.config_file: can't read {pipe}: not a regular file"
+    ]
     (problem,) = answer(write(tmp_path, 'extends = "pipe"'))
     assert problem.endswith(f"run.toml:1: extends: can't read {pipe}: not a regular file")
     (problem,) = answer(
-        ["--parallelism.pipeline_parallel_degree=2", f"--parallelism.pipeline_parallel_schedule_csv={pipe}"], 2
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            f"--parallelism.pipeline_parallel_schedule_csv={pipe}",
+        ],
+        2,
     )
-    assert problem.startswith(f"parallelism.pipeline_parallel_schedule_csv: can't read '{pipe}': not a regular file")
+    assert problem.startswith(
+        f"parallelism.pipeline_parallel_schedule_csv: can't read '{pipe}': not a regular file"
+    )
 
 
 def test_each_extended_file_is_read_once(tmp_path):
@@ -264,7 +435,9 @@ def test_each_extended_file_is_read_once(tmp_path):
     with answer_in_time():
         assert load_config(["--config", str(tmp_path / "12.toml")]).config.training.steps == 3
     problems = answer(["--config", str(tmp_path / "0.toml")])
-    assert problems[0].endswith("16.toml:1: extends: more than 16 files extend each other; merge some")
+    assert problems[0].endswith(
+        "16.toml:1: extends: more than 16 files extend each other; merge some"
+    )
 
 
 def test_only_the_first_problems_are_shown(tmp_path):
@@ -309,11 +482,20 @@ def test_a_custom_import_that_fails(tmp_path, monkeypatch, name):
         ("--compile.backend=inductr", "no compiler backend 'inductr'; did you mean 'inductor'?"),
         ("--optimizer.eps=0", "optimizer.eps: got 0"),
         ("--model.overrides.rope_scaling.factor=0", "model.overrides.rope_scaling.factor: got 0"),
-        ("--model.overrides.rope_scaling.factor=nan", "rope_scaling.factor: got nan, must be a finite number"),
-        ("--model.overrides.rope_scaling.high_freq_factor=1.0", "must be less than high_freq_factor 1"),
+        (
+            "--model.overrides.rope_scaling.factor=nan",
+            "rope_scaling.factor: got nan, must be a finite number",
+        ),
+        (
+            "--model.overrides.rope_scaling.high_freq_factor=1.0",
+            "must be less than high_freq_factor 1",
+        ),
         ("--model.overrides.norm_eps=-1.0", "model.overrides.norm_eps: got -1.0"),
         ("--model.overrides.rope_theta=inf", "model.overrides.rope_theta: got inf"),
-        ("--model.overrides.vocab_size=1000000000000", "model.overrides.vocab_size: got 1000000000000"),
+        (
+            "--model.overrides.vocab_size=1000000000000",
+            "model.overrides.vocab_size: got 1000000000000",
+        ),
         ("--training.seq_len=1000000000000", "training.seq_len: got 1000000000000"),
         ("--job.save_config_file=../x.toml", "must be below job.dump_folder"),
         ("--job.save_config_file=/etc/passwd", "must be below job.dump_folder"),
@@ -332,8 +514,17 @@ def test_nonsense_is_refused_where_it_is_written(flag, text):
 
 def test_the_home_folder_is_expanded_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    keys = ["job.dump_folder", "model.hf_assets_path", "training.dataset_path", "validation.dataset_path"]
-    keys += ["checkpoint.folder", "checkpoint.initial_load_path", "parallelism.pipeline_parallel_schedule_csv"]
+    keys = [
+        "job.dump_folder",
+        "model.hf_assets_path",
+        "training.dataset_path",
+        "validation.dataset_path",
+    ]
+    keys += [
+        "checkpoint.folder",
+        "checkpoint.initial_load_path",
+        "parallelism.pipeline_parallel_schedule_csv",
+    ]
     config = load_config([f"--{key}=~/x" for key in keys]).config
     for key in keys:
         section, _, name = key.rpartition(".")
@@ -348,14 +539,18 @@ def test_every_backend_of_torch_is_known():
             assert answer([f"--compile.backend={name}"]) == []
 
 
-@pytest.mark.parametrize("option", ["--nproc-per-node=0", "--nproc-per-node=-1", "--nproc-per-node=" + "9" * 5000])
+@pytest.mark.parametrize(
+    "option", ["--nproc-per-node=0", "--nproc-per-node=-1", "--nproc-per-node=" + "9" * 5000]
+)
 def test_hostile_numbers_of_ranks(option, capsys):
     with pytest.raises(SystemExit):
         train_parser().parse_args([option])
     assert "must be 1 or more, and at most 1,024" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("nodes", ["1:1000000", "1000000000000", "9" * 5000, "0:0", "-1", "1:", ":", "²"])
+@pytest.mark.parametrize(
+    "nodes", ["1:1000000", "1000000000000", "9" * 5000, "0:0", "-1", "1:", ":", "²"]
+)
 def test_hostile_numbers_of_nodes(nodes, capsys):
     with answer_in_time(), pytest.raises(SystemExit):
         train_parser().parse_args([f"--nnodes={nodes}"])
@@ -363,6 +558,10 @@ def test_hostile_numbers_of_nodes(nodes, capsys):
 
 
 def test_a_wide_range_of_nodes_is_checked_in_time():
-    argv = ["--fault_tolerance.elastic", "--checkpoint.enable", "--training.global_batch_size=1000000"]
+    argv = [
+        "--fault_tolerance.elastic",
+        "--checkpoint.enable",
+        "--training.global_batch_size=1000000",
+    ]
     with answer_in_time():
         check(argv, node_range("1:2000"), 8, output=False)

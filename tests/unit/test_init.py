@@ -65,7 +65,9 @@ def written(folder: str) -> tuple[str, dict]:
 def test_every_line_differs_from_the_default_and_says_why():
     assert main(["a", *SMALL, *H100, "--seq-len=512", "--optimizer.beta2=0.99"]) == 0
     text, tables = written("a")
-    section, before, lines = "", "", 0
+    section = ""
+    before = ""
+    lines = 0
     for line in text.splitlines():
         if line.startswith("["):
             section = line.strip("[]")
@@ -124,7 +126,8 @@ def test_the_table_has_bands_chances_and_reasons(capsys):
     assert 1 <= len(rows) <= 3
     for row in rows:
         speed, low, high = (
-            int(n.replace(",", "")) for n in re.search(r"([\d,]+) \(([\d,]+) to ([\d,]+)\)", row).groups()
+            int(n.replace(",", ""))
+            for n in re.search(r"([\d,]+) \(([\d,]+) to ([\d,]+)\)", row).groups()
         )
         assert low < speed < high
         assert "> 99%" in row
@@ -139,13 +142,30 @@ def test_what_is_given_prevails():
 
 def test_a_given_layout_is_planned_as_it_is(capsys):
     layout = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
-    main(["a", *SMALL, "--hardware=h100-sxm", "--devices=4", *layout, "--training.local_batch_size=2"])
+    main(
+        [
+            "a",
+            *SMALL,
+            "--hardware=h100-sxm",
+            "--devices=4",
+            *layout,
+            "--training.local_batch_size=2",
+        ]
+    )
     tables = written("a")[1]
     assert tables["parallelism"] == {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
     assert tables["activation_checkpoint"]["mode"] == "full"
     assert "The layout on 4 x h100-sxm" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="must divide 4"):
-        main(["b", *SMALL, "--hardware=h100-sxm", "--devices=4", "--parallelism.tensor_parallel_degree=3"])
+        main(
+            [
+                "b",
+                *SMALL,
+                "--hardware=h100-sxm",
+                "--devices=4",
+                "--parallelism.tensor_parallel_degree=3",
+            ]
+        )
 
 
 def test_data_of_a_cluster(capsys):
@@ -165,7 +185,9 @@ def test_several_nodes_get_a_job():
     argv = ["--hardware=gb200", "--nodes=2", "--training.global_batch_size=4"]
     assert main(["a", *SMALL, *argv]) == 0
     script = Path("a/train.sbatch").read_text()
-    assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\n" in script  # a host of gb200 has 4 of its domain's 72
+    assert (
+        "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\n" in script
+    )  # a host of gb200 has 4 of its domain's 72
     assert f"set -- {Path('a/train.toml').absolute()}\n" in script
     with pytest.raises(UserError, match="don't fill nodes of 8"):
         main(["b", *SMALL, "--hardware=h100-sxm", "--devices=12"])
@@ -215,15 +237,27 @@ def test_data(tmp_path):
 @pytest.mark.parametrize(
     ("text", "tokens", "hours"),
     [
-        ("160B", 160e9, None), ("1.5e9", 1.5e9, None), ("1,000,000", 1e6, None), ("10M", 1e7, None), ("2t", 2e12, None),
-        ("10m", None, 1 / 6), ("10min", None, 1 / 6), ("12h", None, 12), ("3 d", None, 72),
+        ("160B", 160e9, None),
+        ("1.5e9", 1.5e9, None),
+        ("1,000,000", 1e6, None),
+        ("10M", 1e7, None),
+        ("2t", 2e12, None),
+        ("10m", None, 1 / 6),
+        ("10min", None, 1 / 6),
+        ("12h", None, 12),
+        ("3 d", None, 72),
     ],
-)  # fmt: skip
+)
 def test_lengths(text, tokens, hours):
-    assert parse_length(text) == (pytest.approx(tokens) if tokens else None, pytest.approx(hours) if hours else None)
+    assert parse_length(text) == (
+        pytest.approx(tokens) if tokens else None,
+        pytest.approx(hours) if hours else None,
+    )
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e400", "1q", "nan", "1_000", "1.2.3", "9" * 400, "1e99"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "0", "1e400", "1q", "nan", "1_000", "1.2.3", "9" * 400, "1e99"]
+)
 def test_no_lengths(text):
     with pytest.raises(ConfigError, match="neither a number of tokens"):
         parse_length(text)
@@ -235,7 +269,14 @@ def test_no_lengths(text):
 def test_without_a_terminal_every_missing_flag_is_named():
     with pytest.raises(ConfigError) as error:
         main([])
-    for flag in ("--model FAMILY/SIZE", "--data", "--hardware NAME", "--devices N", "--tokens N or --hours N", "--yes"):
+    for flag in (
+        "--model FAMILY/SIZE",
+        "--data",
+        "--hardware NAME",
+        "--devices N",
+        "--tokens N or --hours N",
+        "--yes",
+    ):
         assert flag in str(error.value)
     assert "llama3/8B" in str(error.value)
     assert "mi300x" in str(error.value)
@@ -245,11 +286,25 @@ def test_without_a_terminal_every_missing_flag_is_named():
 
 
 def test_every_wrong_flag_is_named_at_once():
-    argv = ["--model=llama3/9B", "--data=dmeo", "--hardware=h10", "--devices=0", "--tokens=x", "--seq-len=y"]
+    argv = [
+        "--model=llama3/9B",
+        "--data=dmeo",
+        "--hardware=h10",
+        "--devices=0",
+        "--tokens=x",
+        "--seq-len=y",
+    ]
     with pytest.raises(ConfigError) as error:
         main(argv)
     found = [problem.partition(":")[0] for problem in error.value.problems]
-    assert found == ["--model", "--data", "--hardware", "--devices", "--tokens, --hours", "--seq-len"]
+    assert found == [
+        "--model",
+        "--data",
+        "--hardware",
+        "--devices",
+        "--tokens, --hours",
+        "--seq-len",
+    ]
     with pytest.raises(ConfigError, match=r"did you mean .optimizer\.lr."):
         main(["a", *SMALL, *H100, "--optimizer.lrr=1"])
     assert not Path("a").exists()
@@ -284,7 +339,16 @@ def test_a_failed_write_leaves_nothing(monkeypatch):
 def test_a_model_that_does_not_fit_says_what_would():
     message = r"llama3/8B: none of .* is likely to fit in the 77[.0-9]* GiB .* try --devices \d"
     with pytest.raises(UserError, match=message):
-        main(["a", "--model=llama3/8B", "--data=c4", *H100, "--hours=1", "--training.global_batch_size=1"])
+        main(
+            [
+                "a",
+                "--model=llama3/8B",
+                "--data=c4",
+                *H100,
+                "--hours=1",
+                "--training.global_batch_size=1",
+            ]
+        )
     assert not Path("a").exists()
 
 
@@ -292,7 +356,9 @@ def test_a_model_that_does_not_fit_says_what_would():
 
 
 def check(name: str, hardware_name: str) -> None:
-    """The settings of a model on a hardware, before there is a layout: the trainer takes them on one rank."""
+    """The settings of a model on a hardware, before there is a layout: the trainer takes them on
+    one rank.
+    """
     hardware = find_hardware(hardware_name)
     wish = Wish(find_model(name), find_data("c4"), hardware, 8, 4096, Path("p"), tokens=1e9)
     loaded = load_config(as_flags(draft(wish)))
@@ -321,7 +387,11 @@ def test_cpu(capsys):
 
 
 PAIRS = [(model.name, "h100-sxm") for model in offered()]
-PAIRS += [(model, hardware) for hardware in load_hardware() for model in ("llama3/8B", "qwen3_moe/30B-A3B")]
+PAIRS += [
+    (model, hardware)
+    for hardware in load_hardware()
+    for model in ("llama3/8B", "qwen3_moe/30B-A3B")
+]
 
 
 @pytest.mark.slow
@@ -334,7 +404,13 @@ def test_everything_written_is_legal(model, hardware):
         if total * 18 < devices * find_hardware(hardware).usable_gib * 2**30 * 0.8:
             break
     host = machine.devices_per_host(find_hardware(hardware))
-    argv = [f"--model={model}", "--data=demo", f"--hardware={hardware}", f"--devices={devices}", "--tokens=1e9"]
+    argv = [
+        f"--model={model}",
+        "--data=demo",
+        f"--hardware={hardware}",
+        f"--devices={devices}",
+        "--tokens=1e9",
+    ]
     assert main(["a", *argv, f"--gpus-per-node={host}", *fixed]) == 0
     config = complete(load_config(["--config=a/train.toml"]), devices).config
     here, _ = without_missing_files(config)
@@ -351,7 +427,9 @@ def test_answers_on_a_terminal(tmp_path):
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "torchtitan", "init"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=subprocess.STDOUT, env=env)
+    process = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=subprocess.STDOUT, env=env
+    )
     os.close(follower)
     os.write(leader, "".join(f"{answer}\n" for answer in answers).encode())
     shown = ""
@@ -365,6 +443,8 @@ def test_answers_on_a_terminal(tmp_path):
         assert text in shown
     assert Path("first/hardware.toml").is_file()
     steps = ["--training.steps=2", "--validation.steps=1", "--metrics.log_freq=1"]
-    done = subprocess.run([*command[:3], "train", "first/train.toml", *steps], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command[:3], "train", "first/train.toml", *steps], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert len(Path("first/run/metrics.jsonl").read_text().splitlines()) >= 2

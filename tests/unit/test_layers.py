@@ -1,4 +1,6 @@
-"""The one-way import graph, held by reading every import statement, lazy and type-checking ones included."""
+"""The one-way import graph, held by reading every import statement, lazy and type-checking ones
+included.
+"""
 
 import ast
 from pathlib import Path
@@ -45,7 +47,9 @@ def test_imports_go_down(path):
         return
     for name in imports(path):
         other = unit(name)
-        assert other is None or LAYERS[other] <= LAYERS[own], f"{path.name} (layer {own}) imports {name}"
+        assert other is None or LAYERS[other] <= LAYERS[own], (
+            f"{path.name} (layer {own}) imports {name}"
+        )
 
 
 def test_every_file_has_a_layer():
@@ -65,16 +69,39 @@ def test_config_imports_no_torch():
 
 
 RUNS_WHAT_IT_READS = {
-    "eval", "exec", "compile", "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.hub.load",
-    "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "marshal.loads", "marshal.load", "ast.literal_eval",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "compile",
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "torch.load",
+    "torch.hub.load",
+    "np.load",
+    "numpy.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "marshal.loads",
+    "marshal.load",
+    "ast.literal_eval",
+}
 
 
 @pytest.mark.parametrize("folder", ["torchtitan", "benchmarks", "scripts"])
 def test_nothing_that_is_read_is_run(folder):
     """Pickles are read in one place, which refuses whatever they name."""
     for path in (ROOT.parent / folder).rglob("*.py"):
-        names = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        names = {
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        }
+        calls = {
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+        }
         found = (names | calls) & RUNS_WHAT_IT_READS
-        assert not found or (path == ROOT / "utils/unpickle.py" and found == {"pickle.Unpickler", "torch.load"}), path
+        assert not found or (
+            path == ROOT / "utils/unpickle.py" and found == {"pickle.Unpickler", "torch.load"}
+        ), path

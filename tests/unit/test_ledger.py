@@ -1,4 +1,6 @@
-"""The account of a run: every second has one kind, and the lineage survives restarts, crashes and other ranks."""
+"""The account of a run: every second has one kind, and the lineage survives restarts, crashes and
+other ranks.
+"""
 
 import errno
 import json
@@ -38,7 +40,15 @@ def clock(monkeypatch):
 
 
 def start(folder, clock, step=0, *, resumable=True, writes=True):
-    return Ledger(folder, {"ranks": 2}, step=step, resumable=resumable, writes=writes, began=clock(), clock=clock)
+    return Ledger(
+        folder,
+        {"ranks": 2},
+        step=step,
+        resumable=resumable,
+        writes=writes,
+        began=clock(),
+        clock=clock,
+    )
 
 
 def train(ledger, clock, steps, *, data=0.25, compute=1.0):
@@ -71,17 +81,32 @@ def test_every_second_has_one_kind(tmp_path, clock):
             clock.tick(3)
     ledger.end(4, 4)
     assert seconds(tmp_path) == {
-        "start": 5, "first_step": 1, "steps": 2, "data": 0.75, "other": 0.5, "saves": 2, "validation": 3,
-    }  # fmt: skip
+        "start": 5,
+        "first_step": 1,
+        "steps": 2,
+        "data": 0.75,
+        "other": 0.5,
+        "saves": 2,
+        "validation": 3,
+    }
     assert sum(seconds(tmp_path).values()) == clock() - 1000
     assert read(tmp_path)["goodput"]["percent"] == pytest.approx(100 * 2 / 14.25)
     (only,) = read(tmp_path)["starts"]
-    assert (only["resumed_step"], only["step"], only["end"], only["ranks"]) == (0, 4, "completed", 2)
-    assert ledger.goodput().startswith("Goodput 14.0%: steps 2.0 s, first step 1.0 s, start-up 5.0 s")
+    assert (only["resumed_step"], only["step"], only["end"], only["ranks"]) == (
+        0,
+        4,
+        "completed",
+        2,
+    )
+    assert ledger.goodput().startswith(
+        "Goodput 14.0%: steps 2.0 s, first step 1.0 s, start-up 5.0 s"
+    )
 
 
 def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path, clock):
-    train(start(tmp_path, clock), clock, range(1, 6))  # killed after step 5; the last checkpoint is of step 3
+    train(
+        start(tmp_path, clock), clock, range(1, 6)
+    )  # killed after step 5; the last checkpoint is of step 3
     assert read(tmp_path)["starts"][0]["end"] is None
     clock.tick(60)
     begin("start", "starting")
@@ -94,9 +119,12 @@ def test_a_killed_start_costs_the_gap_and_the_steps_done_again(tmp_path, clock):
     assert (completed["end"], completed["resumed_step"]) == ("completed", 3)
     # The new start's first step is step 4; of what it does again, step 5 is left.
     assert completed["seconds"] == pytest.approx(
-        dict.fromkeys(completed["seconds"], 0) | {"restart": 64, "first_step": 1, "repeated": 1, "steps": 3}
+        dict.fromkeys(completed["seconds"], 0)
+        | {"restart": 64, "first_step": 1, "repeated": 1, "steps": 3}
     )
-    assert sum(seconds(tmp_path).values()) == pytest.approx(clock() - 1000), "no second is lost or counted twice"
+    assert sum(seconds(tmp_path).values()) == pytest.approx(clock() - 1000), (
+        "no second is lost or counted twice"
+    )
 
 
 def test_steps_after_going_back_within_a_start_are_repeated(tmp_path, clock):
@@ -151,11 +179,14 @@ def test_a_rank_that_says_nothing_is_still_known_to_be_another(tmp_path, clock):
 
 @pytest.mark.parametrize("first", ["culprit", "rank 0"])
 def test_the_rank_that_fails_tells_the_cause(tmp_path, clock, first):
-    rank_0, culprit = start(tmp_path, clock), start(tmp_path, clock, writes=False)
+    rank_0 = start(tmp_path, clock)
+    culprit = start(tmp_path, clock, writes=False)
     train(rank_0, clock, [1])
     ends = {
         "culprit": lambda: culprit.end(1, 4, RuntimeError("bad row")),
-        "rank 0": lambda: rank_0.end(1, 4, RuntimeError("... Connection closed by peer [127.0.0.1]")),
+        "rank 0": lambda: rank_0.end(
+            1, 4, RuntimeError("... Connection closed by peer [127.0.0.1]")
+        ),
     }
     for rank in sorted(ends, key=lambda rank: rank != first):
         ends[rank]()
@@ -178,7 +209,9 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path, clock, monkeypatch, caplog)
     train(ledger, clock, [3])
     ledger.end(3, 3)
     assert read(tmp_path)["starts"][0]["step"] == 3
-    assert sum(seconds(tmp_path).values()) == clock() - 1000, "nothing is lost that was spent meanwhile"
+    assert sum(seconds(tmp_path).values()) == clock() - 1000, (
+        "nothing is lost that was spent meanwhile"
+    )
 
 
 def test_a_folder_that_was_deleted_is_made_again(tmp_path, clock):
@@ -210,7 +243,11 @@ def test_changes_since_a_checkpoint_are_named():
         'git "a" -> "b-dirty"',
     ]
     older = {"config": before["config"]}  # a checkpoint whose manifest said less
-    assert changed_settings(older, before) == ['torch unset -> "2.11.0"', "ranks unset -> 1", 'git unset -> "a"']
+    assert changed_settings(older, before) == [
+        'torch unset -> "2.11.0"',
+        "ranks unset -> 1",
+        'git unset -> "a"',
+    ]
 
 
 def test_git_revision_is_a_commit():

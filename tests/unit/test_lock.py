@@ -72,7 +72,10 @@ def of_process(pid):
 def test_a_living_run_on_this_machine_keeps_its_folder_until_it_dies(tmp_path, sleeper):
     hold(tmp_path, **of_process(sleeper.pid), since=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
     who = rf"process {sleeper.pid} on \S+, since 2026-01-02 03:04:05 UTC"
-    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))} is in use by another run: {who}.*another folder"):
+    with pytest.raises(
+        UserError,
+        match=rf"{re.escape(str(tmp_path))} is in use by another run: {who}.*another folder",
+    ):
         FolderLock(tmp_path)
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # dead, but a zombie
@@ -183,8 +186,12 @@ def _claim(folder, barrier, answers):
 @pytest.mark.e2e
 def test_of_runs_that_start_together_one_wins(tmp_path):
     context = multiprocessing.get_context("spawn")
-    barrier, answers = context.Barrier(3), context.Queue()
-    runs = [context.Process(target=_claim, args=(tmp_path, barrier, answers), daemon=True) for _ in range(3)]
+    barrier = context.Barrier(3)
+    answers = context.Queue()
+    runs = [
+        context.Process(target=_claim, args=(tmp_path, barrier, answers), daemon=True)
+        for _ in range(3)
+    ]
     for run in runs:
         run.start()
     assert sorted(answers.get(timeout=60) for _ in runs) == ["holds it", "refused", "refused"]

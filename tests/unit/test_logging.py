@@ -24,7 +24,9 @@ def logs(tmp_path, monkeypatch):
         init_logging(rank)
         for line in before:
             logger.info(line)
-        log_to_file(tmp_path / "logs", rank, as_json=as_json, max_megabytes=max_megabytes, keep=keep)
+        log_to_file(
+            tmp_path / "logs", rank, as_json=as_json, max_megabytes=max_megabytes, keep=keep
+        )
         return tmp_path / "logs" / f"rank_{rank}.{'jsonl' if as_json else 'log'}"
 
     yield start
@@ -61,7 +63,11 @@ def test_json_lines_hold_events_and_tracebacks(logs, capsys):
     assert saved["message"] == "Saved\nsomething"
     assert (saved["level"], saved["rank"], saved["kind"], saved["step"]) == ("info", 0, "saved", 7)
     assert failed["traceback"].endswith("ValueError: unexpected")
-    assert (refused["level"], refused["message"], "traceback" in refused) == ("error", "can be fixed", False)
+    assert (refused["level"], refused["message"], "traceback" in refused) == (
+        "error",
+        "can be fixed",
+        False,
+    )
     assert "fixed" not in capsys.readouterr().out, "the terminal gets it once, for all ranks"
 
 
@@ -69,7 +75,11 @@ def test_files_are_rotated_by_size(logs):
     path = logs(keep=2)
     for number in range(45):
         logger.info(f"{number} {'x' * 100_000}")
-    assert sorted(p.name for p in path.parent.iterdir()) == ["rank_0.log", "rank_0.log.1", "rank_0.log.2"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "rank_0.log",
+        "rank_0.log.1",
+        "rank_0.log.2",
+    ]
     assert all(p.stat().st_size <= 1_000_000 for p in path.parent.iterdir())
     assert "INFO 44 " in path.read_text()
 

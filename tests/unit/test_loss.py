@@ -11,7 +11,15 @@ from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import chunked_loss, cross_entropy
 
 SPEC = get_spec("llama3")
-TINY = {"vocab_size": 512, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16}
+TINY = {
+    "vocab_size": 512,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "max_seq_len": 16,
+}
 TOKENS = torch.arange(32).view(2, 16)
 LABELS = torch.where(TOKENS % 5 == 0, IGNORE_INDEX, TOKENS + 1)
 
@@ -36,7 +44,13 @@ def build(**overrides):
 def chunked(model, chunks, labels=LABELS):
     hidden = model(TOKENS, project=False)
     total, rows = chunked_loss(
-        hidden, model.output_weight, labels, project=model.project, loss=cross_entropy, chunks=chunks, tp_degree=1
+        hidden,
+        model.output_weight,
+        labels,
+        project=model.project,
+        loss=cross_entropy,
+        chunks=chunks,
+        tp_degree=1,
     )
     assert total.item() == pytest.approx(rows.sum().item(), rel=1e-5)
     return total
@@ -45,11 +59,13 @@ def chunked(model, chunks, labels=LABELS):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(tied, chunks):
-    whole, sliced = build(tie_embeddings=tied), build(tie_embeddings=tied)
+    whole = build(tie_embeddings=tied)
+    sliced = build(tie_embeddings=tied)
     expected = 3 * cross_entropy(whole(TOKENS), LABELS).sum()
     expected.backward()
     loss = 3 * chunked(sliced, chunks)
-    torch.autograd.grad(loss, sliced.output_weight, retain_graph=True)  # a backward in two parts runs it twice
+    # a backward in two parts runs it twice
+    torch.autograd.grad(loss, sliced.output_weight, retain_graph=True)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for ours, theirs in zip(sliced.parameters(), whole.parameters(), strict=True):
@@ -71,7 +87,8 @@ def test_only_one_slice_of_the_logits_exists():
 
 def test_the_weights_gradient_is_added_up_in_fp32():
     """In bf16 the sum over many slices would lose their small parts."""
-    whole, sliced = build().bfloat16(), build().bfloat16()
+    whole = build().bfloat16()
+    sliced = build().bfloat16()
     cross_entropy(whole(TOKENS), LABELS).sum().backward()
     chunked(sliced, 16).backward()
     exact = build().bfloat16().float()

@@ -11,7 +11,9 @@ from torchtitan.commands import tokenize
 from torchtitan.utils.errors import UserError
 
 
-@pytest.mark.parametrize(("dtype", "code", "sentences"), [(np.uint16, 8, 1), (np.int32, 4, 2), (np.int64, 5, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "code", "sentences"), [(np.uint16, 8, 1), (np.int32, 4, 2), (np.int64, 5, 1)]
+)
 @pytest.mark.parametrize("named", ["folder", "bin", "idx", "above"])
 def test_rows_of_megatron_are_those_of_token_files(tmp_path, dtype, code, sentences, named):
     lines = write_json_lines(tmp_path / "x.jsonl")
@@ -19,7 +21,12 @@ def test_rows_of_megatron_are_those_of_token_files(tmp_path, dtype, code, senten
     folder = tmp_path / "corpora/megatron"
     folder.mkdir(parents=True)
     file = write_megatron(folder, dtype=dtype, code=code, sentences=sentences)
-    path = {"folder": folder, "bin": file, "idx": file.with_suffix(".idx"), "above": tmp_path / "corpora"}[named]
+    path = {
+        "folder": folder,
+        "bin": file,
+        "idx": file.with_suffix(".idx"),
+        "above": tmp_path / "corpora",
+    }[named]
     assert_same_rows(path, tmp_path / "tokens")
 
 
@@ -51,13 +58,31 @@ BAD_PAIRS = {
     "too many sequences": (changed(18, b"\xff" * 7), r"corpus.idx has .* bytes instead of the"),
     "modes": (lambda f: f.with_suffix(".idx").open("ab").write(bytes(N)), "multimodal"),
     "a length": (changed(34 + 4, b"\x01"), "sequence 2 doesn't begin where"),
-    "a negative length": (changed(34 + 4 * (N - 1) + 3, b"\xff"), f"sequence {N - 1} doesn't begin where"),
+    "a negative length": (
+        changed(34 + 4 * (N - 1) + 3, b"\xff"),
+        f"sequence {N - 1} doesn't begin where",
+    ),
     "a place": (changed(34 + 4 * N + 8 * 5, b"\x01"), "sequence 5 doesn't begin where"),
-    "a boundary": (changed(34 + 12 * N + 8 * 3, b"\xff"), "boundaries of its documents aren't in order"),
-    "the last boundary": (changed(34 + 12 * N + 8 * N, b"\xff"), f"documents end at sequence 255 of {N}"),
-    "cut ids": (changed(-2, None, ".bin"), "corpus.bin has .* bytes instead of the .* of corpus.idx"),
-    "an id beyond the vocabulary": (changed(0, b"\xff\xff", ".bin"), "has id 65535 at token 0, but the tokenizer"),
-    "a pipe": (lambda f: (f.with_suffix(".idx").unlink(), os.mkfifo(f.with_suffix(".idx"))), "not a regular file"),
+    "a boundary": (
+        changed(34 + 12 * N + 8 * 3, b"\xff"),
+        "boundaries of its documents aren't in order",
+    ),
+    "the last boundary": (
+        changed(34 + 12 * N + 8 * N, b"\xff"),
+        f"documents end at sequence 255 of {N}",
+    ),
+    "cut ids": (
+        changed(-2, None, ".bin"),
+        "corpus.bin has .* bytes instead of the .* of corpus.idx",
+    ),
+    "an id beyond the vocabulary": (
+        changed(0, b"\xff\xff", ".bin"),
+        "has id 65535 at token 0, but the tokenizer",
+    ),
+    "a pipe": (
+        lambda f: (f.with_suffix(".idx").unlink(), os.mkfifo(f.with_suffix(".idx"))),
+        "not a regular file",
+    ),
 }
 
 

@@ -19,9 +19,22 @@ from torchtitan.utils import activity as phases
 from torchtitan.utils.activity import phase
 
 KEYS = {
-    "step", "loss", "max_loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_second", "tflops", "mfu",
-    "memory_gib", "memory_pct", "data_loading_pct", "step_time_s", "time",
-}  # fmt: skip
+    "step",
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "skipped_steps",
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_gib",
+    "memory_pct",
+    "data_loading_pct",
+    "step_time_s",
+    "time",
+}
 
 
 @pytest.fixture
@@ -35,7 +48,9 @@ def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     config = schema.Metrics(**kwargs)
     rates = {"flops_per_token": 2e9, "peak_flops": peak}
     ledger = Ledger(folder, {}, step=start, resumable=False, writes=True, began=0.0)
-    return Metrics(config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts)
+    return Metrics(
+        config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts
+    )
 
 
 VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "skipped": 0}
@@ -61,7 +76,9 @@ def test_record_has_every_field_and_right_rates(one_rank, tmp_path, monkeypatch)
     assert record["data_loading_pct"] == pytest.approx(2.0)
     assert record["tflops"] == pytest.approx(2.8)
     assert record["mfu"] == pytest.approx(1.4)
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [record]
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        record
+    ]
 
 
 LOADS = torch.tensor([[0.0, 0, 0, 0, 0], [8, 0, 4, 4, 0.25], [6, 6, 2, 2, 0.5]])
@@ -75,14 +92,22 @@ def test_what_is_said_of_experts(one_rank, tmp_path):
         record = metrics.log(2, **VALUES, experts=LOADS)
     metrics.close()
     assert set(record) - KEYS == {
-        "expert_load_max", "expert_load_max_layer", "expert_entropy", "auxiliary_loss", "dead_experts"
-    }  # fmt: skip
+        "expert_load_max",
+        "expert_load_max_layer",
+        "expert_entropy",
+        "auxiliary_loss",
+        "dead_experts",
+    }
     assert (record["expert_load_max"], record["expert_load_max_layer"]) == (2.0, 1)
     entropies = 1.5 * math.log(2), -(0.75 * math.log(3 / 8) + 0.25 * math.log(1 / 8))
     assert record["expert_entropy"] == pytest.approx(sum(entropies) / 2 / math.log(4))
     assert (record["auxiliary_loss"], record["dead_experts"]) == (0.75, 0)
     (line,) = (tmp_path / "expert_load.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"step": 2, "steps": 1, "rows": {"1": [8, 0, 4, 4], "2": [6, 6, 2, 2]}}
+    assert json.loads(line) == {
+        "step": 2,
+        "steps": 1,
+        "rows": {"1": [8, 0, 4, 4], "2": [6, 6, 2, 2]},
+    }
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
     assert events.Tags()["histograms"] == ["expert_load/layer 1", "expert_load/layer 2"]
@@ -112,7 +137,8 @@ def test_a_load_that_stays_above_three_means_is_a_warning_once():
     uneven = observed.ExpertLoads({0: [5, 5, 5, 5], 1: [1, 16, 2, 1]}, 0.0)
     assert [overload.observe(loads, 60) for loads in (uneven, even, uneven)] == [None] * 3
     assert overload.observe(uneven, 60) == (
-        "an expert of layer 1 gets 3.2 times the mean load, and for 120 steps one has had more than 3 times. Raise "
+        "an expert of layer 1 gets 3.2 times the mean load, and for 120 steps one has "
+        "had more than 3 times. Raise "
         "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
     )
     assert overload.observe(uneven, 1000) is None

@@ -1,4 +1,6 @@
-"""Mixtures: exact shares at every step, one order under every layout, and positions that survive any change."""
+"""Mixtures: exact shares at every step, one order under every layout, and positions that survive
+any change.
+"""
 
 import itertools
 import json
@@ -74,7 +76,9 @@ def test_shares_are_met_within_a_row_at_every_step():
             str(i): Fraction(str(draw.choice([draw.random(), draw.random() ** 6, 1, 0.001, 5])))
             for i in range(draw.randint(1, 9))
         }
-        total, rows, shares = sum(weights.values()), 0, Shares()
+        total = sum(weights.values())
+        rows = 0
+        shares = Shares()
         counts = dict.fromkeys(weights, 0)
         for _ in range(40):
             size = draw.choice([1, 1, 2, 3, 8, 64])
@@ -88,7 +92,9 @@ def test_shares_are_met_within_a_row_at_every_step():
 
 
 def test_places_are_scattered():
-    """All places are taken once, both halves of the batch get some of each source, and no place keeps its source."""
+    """All places are taken once, both halves of the batch get some of each source, and no place
+    keeps its source.
+    """
     rare = []
     for step in range(50):
         slots = place({"a": 60, "b": 30, "c": 10}, seed=0, step=step)
@@ -99,16 +105,25 @@ def test_places_are_scattered():
     assert 1 <= np.percentile(often, 5) <= np.percentile(often, 95) <= 10
 
 
-@pytest.mark.parametrize(("degree", "workers"), [(2, 0), (4, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("degree", "workers"), [(2, 0), (4, 0), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 def test_the_batch_depends_neither_on_ranks_nor_on_resumes(mixture, degree, workers):
-    """Through changes of weights and batch size: read by one rank, and by several that resume on another number."""
+    """Through changes of weights and batch size: read by one rank, and by several that resume on
+    another number.
+    """
     whole = batches(loader(mixture), 12)
     assert [len(batch.tokens) for batch in whole] == [8] * 5 + [12] * 3 + [4] * 4
-    position, ranks, at = None, degree, 0
+    position = None
+    ranks = degree
+    at = 0
     for steps in (2, 4, 3, 3):
         readers = [loader(mixture, rank, ranks, num_workers=workers) for rank in range(ranks)]
         if position is not None:
-            readers = [resumed(mixture, mixture, position, rank, ranks, num_workers=workers) for rank in range(ranks)]
+            readers = [
+                resumed(mixture, mixture, position, rank, ranks, num_workers=workers)
+                for rank in range(ranks)
+            ]
         parts = [batches(reader, steps) for reader in readers]
         for i, batch in enumerate(zip(*parts, strict=True)):
             for field in ("tokens", "labels", "sources"):
@@ -116,11 +131,15 @@ def test_the_batch_depends_neither_on_ranks_nor_on_resumes(mixture, degree, work
                 assert torch.equal(together, getattr(whole[at + i], field)), field
         position = joined([part[-1].position for part in parts])
         assert position == whole[at + steps - 1].position
-        at, ranks = at + steps, {degree: 1, 1: degree}[ranks]
+        at = at + steps
+        ranks = {degree: 1, 1: degree}[ranks]
 
 
 def test_each_stage_has_its_weights(mixture):
-    counts = [torch.bincount(batch.sources, minlength=3).tolist() for batch in batches(loader(mixture), 14)]
+    counts = [
+        torch.bincount(batch.sources, minlength=3).tolist()
+        for batch in batches(loader(mixture), 14)
+    ]
     for first, last, weights in ((0, 3, (3, 1.5, 1)), (3, 8, (3, 0.25, 2)), (8, 14, (0, 0.25, 2))):
         rows = np.sum(counts[first:last], axis=0)
         share = np.array(weights) / sum(weights)
@@ -128,14 +147,18 @@ def test_each_stage_has_its_weights(mixture):
 
 
 def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeypatch):
-    """Its windows come in the order of its own epochs; then the others share its weight. The end is foretold."""
+    """Its windows come in the order of its own epochs; then the others share its weight. The end is
+    foretold.
+    """
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     text, tokens, _ = mixture
     twice = tokens.model_copy(update={"max_epochs": 2, "weight": 9.0})
     reading = loader([text, twice], stages=[])
     files = reading.sources["tokens"].files
     found = batches(reading, 60)
-    rows = [(ids, step) for step, b in enumerate(found) for ids in b.tokens[b.sources == 1].tolist()]
+    rows = [
+        (ids, step) for step, b in enumerate(found) for ids in b.tokens[b.sources == 1].tolist()
+    ]
     order = [permute(k, len(files), 3, epoch) for epoch in (0, 1) for k in range(len(files))]
     windows = [files.window(index)[:SEQ].tolist() for index in order]
     assert [ids[: len(window)] for (ids, _), window in zip(rows, windows, strict=True)] == windows
@@ -145,9 +168,12 @@ def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeyp
         reading.check_enough(60)
     assert f"tokens will have been read max_epochs times in step {last + 1} of 60" in caplog.text
 
-    alone, enough = loader([twice], stages=[]), 2 * len(files) // 8
+    alone = loader([twice], stages=[])
+    enough = 2 * len(files) // 8
     alone.check_enough(enough)
-    with pytest.raises(UserError, match=rf"training.steps: all sources .* set training.steps = {enough},"):
+    with pytest.raises(
+        UserError, match=rf"training.steps: all sources .* set training.steps = {enough},"
+    ):
         alone.check_enough(enough + 1)
     with pytest.raises(UserError, match="all have been read max_epochs times after"):
         batches(alone, 60)
@@ -168,7 +194,9 @@ def test_a_resumed_run_may_add_and_drop_sources(mixture, tmp_path, caplog, monke
         return [row for batch in found for row in batch.tokens[batch.sources == index].tolist()]
 
     alone = rows_of("tokens", batches(loader([tokens], stages=[]), 12), [tokens])
-    first, second, third = [text, tokens], [tokens.model_copy(update={"weight": 5}), stream], [stream, tokens, text]
+    first = [text, tokens]
+    second = [tokens.model_copy(update={"weight": 5}), stream]
+    third = [stream, tokens, text]
     a = batches(loader(first, stages=[]), 3)
     with caplog.at_level("INFO", "torchtitan"):
         b = batches(resumed(second, first, a[-1].position, stages=[]), 3)
@@ -177,12 +205,20 @@ def test_a_resumed_run_may_add_and_drop_sources(mixture, tmp_path, caplog, monke
     counts = torch.bincount(torch.cat([batch.sources for batch in b]), minlength=2).tolist()
     assert abs(counts[0] - 24 * 5 / 6) < 1, "weights take effect from this step"
     c = batches(resumed(third, second, b[-1].position, stages=[]), 3)
-    found = [row for part, sources in ((a, first), (b, second), (c, third)) for row in rows_of("tokens", part, sources)]
+    found = [
+        row
+        for part, sources in ((a, first), (b, second), (c, third))
+        for row in rows_of("tokens", part, sources)
+    ]
     assert found == alone[: len(found)]
     assert a[-1].position.sources["text"] == b[-1].position.sources["text"]
     assert c[-1].position.sources["text"].rows > a[-1].position.sources["text"].rows
-    other = text.model_copy(update={"dataset_path": str(write_corpus(tmp_path / "other.jsonl", seed=8))})
-    with pytest.raises(UserError, match=r"training.sources.text.dataset_path: the data has changed"):
+    other = text.model_copy(
+        update={"dataset_path": str(write_corpus(tmp_path / "other.jsonl", seed=8))}
+    )
+    with pytest.raises(
+        UserError, match=r"training.sources.text.dataset_path: the data has changed"
+    ):
         resumed([stream, other], second, b[-1].position)
 
 
@@ -193,10 +229,15 @@ def test_text_keeps_its_position_under_another_batch_size(corpora, sizes):  # no
     lanes = []
     for lane in range(sizes[0]):
         chosen = [divmod(k, len(texts)) for k in range(lane, 60 * sizes[0], sizes[0])]
-        documents = [TOKENIZER.encode_document(texts[permute(slot, len(texts), 3, epoch)]) for epoch, slot in chosen]
+        documents = [
+            TOKENIZER.encode_document(texts[permute(slot, len(texts), 3, epoch)])
+            for epoch, slot in chosen
+        ]
         ids = list(itertools.chain(*documents))
         lanes.append([ids[i : i + SEQ] for i in range(0, len(ids), SEQ)])
-    source, position, read = [Source(name="data", dataset_path=str(corpora["jsonl"]))], None, [0] * sizes[0]
+    source = [Source(name="data", dataset_path=str(corpora["jsonl"]))]
+    position = None
+    read = [0] * sizes[0]
     for size in sizes:
         for count in (sizes[0], sizes[0]):  # a turn of all lanes
             reading = loader(source, stages=[], rows=size)
@@ -217,8 +258,13 @@ def test_fewer_documents_than_rows_are_each_read_once_an_epoch(tmp_path):
     ids = sorted(i for text in texts for i in TOKENIZER.encode_document(text)[1:])
     spec = DataSpec(
         sources=[Source(name="data", dataset_path=str(path))],
-        tokenizer=TOKENIZER, seq_len=SEQ, rows_per_step=8, seed=3, infinite=False, options=DataLoader(),
-    )  # fmt: skip
+        tokenizer=TOKENIZER,
+        seq_len=SEQ,
+        rows_per_step=8,
+        seed=3,
+        infinite=False,
+        options=DataLoader(),
+    )
     labels = torch.cat([labels for _, labels, _ in take(build_loader(spec), 10_000)])
     assert sorted(labels[labels >= 0].tolist()) == ids
 
@@ -228,8 +274,14 @@ def test_a_stage_scales_the_learning_rate():
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     optimizer.param_groups[0]["lr_scale"] = 1.0
-    stages = [Stage(from_step=3, lr_scale=0.5), Stage(from_step=4, global_batch_size=8), Stage(from_step=5, lr_scale=2)]
-    schedule = LRSchedule(optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages=stages)
+    stages = [
+        Stage(from_step=3, lr_scale=0.5),
+        Stage(from_step=4, global_batch_size=8),
+        Stage(from_step=5, lr_scale=2),
+    ]
+    schedule = LRSchedule(
+        optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages=stages
+    )
     rates = []
     for _ in range(6):
         rates.append(schedule.apply())

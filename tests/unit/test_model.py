@@ -34,18 +34,44 @@ def llama(**overrides):
 
 PUBLISHED = {
     # Numbers of elements in the published safetensors, a tied embedding once.
-    "llama3": {"1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248, "70B": 70_553_706_496,
-               "405B": 405_853_388_800},
+    "llama3": {
+        "1B": 1_235_814_400,
+        "3B": 3_212_749_824,
+        "8B": 8_030_261_248,
+        "70B": 70_553_706_496,
+        "405B": 405_853_388_800,
+    },
     "mistral": {"7B-v0.3": 7_248_023_552, "Nemo-12B": 12_247_782_400, "Small-24B": 23_572_403_200},
-    "qwen2_5": {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512,
-                "14B": 14_770_033_664, "32B": 32_763_876_352, "72B": 72_706_203_648},
-    "qwen3": {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360,
-              "14B": 14_768_307_200, "32B": 32_762_123_264},
+    "qwen2_5": {
+        "0.5B": 494_032_768,
+        "1.5B": 1_543_714_304,
+        "3B": 3_085_938_688,
+        "7B": 7_615_616_512,
+        "14B": 14_770_033_664,
+        "32B": 32_763_876_352,
+        "72B": 72_706_203_648,
+    },
+    "qwen3": {
+        "0.6B": 596_049_920,
+        "1.7B": 1_720_574_976,
+        "4B": 4_022_468_096,
+        "8B": 8_190_735_360,
+        "14B": 14_768_307_200,
+        "32B": 32_762_123_264,
+    },
     "qwen3_moe": {"30B-A3B": 30_532_122_624, "235B-A22B": 235_093_634_560},
-}  # fmt: skip
+}
 WITHOUT_EMBEDDINGS = {
     # Billions, from the model cards.
-    "qwen2_5": {"0.5B": 0.36, "1.5B": 1.31, "3B": 2.77, "7B": 6.53, "14B": 13.1, "32B": 31.0, "72B": 70.0},
+    "qwen2_5": {
+        "0.5B": 0.36,
+        "1.5B": 1.31,
+        "3B": 2.77,
+        "7B": 6.53,
+        "14B": 13.1,
+        "32B": 31.0,
+        "72B": 70.0,
+    },
     "qwen3": {"0.6B": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2},
     "qwen3_moe": {"30B-A3B": 29.9, "235B-A22B": 234},
 }
@@ -65,17 +91,22 @@ def test_parameter_counts_are_the_published_ones(family):
         sizes = {name: param.numel() for name, param in model.named_parameters()}
         assert sum(sizes.values()) == published, flavor
         inner = published - sizes["tok_embeddings.weight"] - sizes.get("output.weight", 0)
-        assert inner / 1e9 == pytest.approx(WITHOUT_EMBEDDINGS.get(family, {}).get(flavor, inner / 1e9), rel=0.012)
+        assert inner / 1e9 == pytest.approx(
+            WITHOUT_EMBEDDINGS.get(family, {}).get(flavor, inner / 1e9), rel=0.012
+        )
         if args.n_experts:
             unused = 1 - args.experts_per_token / args.n_experts
-            active = published - unused * sum(size for name, size in sizes.items() if ".experts." in name)
+            active = published - unused * sum(
+                size for name, size in sizes.items() if ".experts." in name
+            )
             assert active / 1e9 == pytest.approx(ACTIVE[flavor], rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("family", "flavor", "seq_len", "published"),
     [
-        # GFLOPs per token: vendors' TFLOP/s over tokens/s. They count half of attention's square, as it is masked.
+        # GFLOPs per token: vendors' TFLOP/s over tokens/s. They count half of attention's square,
+        # as it is masked.
         ("llama3", "8B", 8192, 51.5),
         ("llama3", "70B", 8192, 449.2),
         ("llama3", "405B", 8192, 2524.4),
@@ -87,14 +118,19 @@ def test_flops_are_the_published_ones(family, flavor, seq_len, published):
     spec = get_spec(family)
     args = spec.flavors[flavor]
     masked = 6 * args.n_layers * args.n_heads * args.head_dim * seq_len
-    assert (spec.flops_per_token(args, seq_len) - masked) / 1e9 == pytest.approx(published, rel=0.01)
+    assert (spec.flops_per_token(args, seq_len) - masked) / 1e9 == pytest.approx(
+        published, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_flops_formula_matches_torchs_counter(case):
-    """The counter sees the full square of attention, as the formula's convention does, if SDPA is spelled out."""
+    """The counter sees the full square of attention, as the formula's convention does, if SDPA is
+    spelled out.
+    """
     family, overrides = CASES[case]
-    model, seq_len = build(family, **overrides), 96
+    model = build(family, **overrides)
+    seq_len = 96
     tokens = torch.randint(0, 160, (2, seq_len))
     with torch.no_grad():
         for param in model.parameters():
@@ -102,7 +138,9 @@ def test_flops_formula_matches_torchs_counter(case):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         cross_entropy(model(tokens), tokens).sum().backward()
     per_token = counter.get_total_flops() / tokens.numel()
-    assert get_spec(family).flops_per_token(model.args, seq_len) == pytest.approx(per_token, rel=1e-6)
+    assert get_spec(family).flops_per_token(model.args, seq_len) == pytest.approx(
+        per_token, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,13 +150,16 @@ def test_logits_loss_and_gradients_equal_transformers(case):
     ours = build(family, **overrides)
     theirs = twin(family, ours)
     tokens = torch.randint(0, 160, (2, 128))
-    expected, actual = theirs(tokens, labels=tokens), ours(tokens)
+    expected = theirs(tokens, labels=tokens)
+    actual = ours(tokens)
     assert_rounds(actual.detach(), expected.logits.detach(), terms=160, chain=24, of="logits")
     loss = cross_entropy(actual[:, :-1], tokens[:, 1:]).sum() / tokens[:, 1:].numel()
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     loss.backward()
     expected.loss.backward()
-    gradients = as_ours(family, ours, {name: param.grad for name, param in theirs.named_parameters()})
+    gradients = as_ours(
+        family, ours, {name: param.grad for name, param in theirs.named_parameters()}
+    )
     for name, param in ours.named_parameters():
         assert_rounds(param.grad, gradients[name], terms=256, chain=48, of=name)
 
@@ -141,20 +182,36 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("llama3", {"attention_bias": True}, "attention_bias: got True, must be False"),
         ("llama3", {"mlp_bias": True}, "mlp_bias: got True, must be False"),
         ("llama3", {"hidden_act": "gelu"}, "hidden_act: got 'gelu', must be 'silu'"),
-        ("llama3", {"quantization_config": {"bits": 4}}, "quantization_config: got .*, must be null"),
-        ("llama3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling of type 'yarn'"),
+        (
+            "llama3",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config: got .*, must be null",
+        ),
+        (
+            "llama3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "RoPE scaling of type 'yarn'",
+        ),
         (
             "llama3",
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
             "RoPE scaling .* lacks some",
         ),
-        ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5, must be 1"),
+        (
+            "llama3",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5, must be 1",
+        ),
         ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, must be 1"),
         ("llama3", {"model_type": "qwen2"}, "model_type: got 'qwen2', must be 'llama'"),
         ("mistral", {"sliding_window": 4096}, "sliding_window: got 4096, must be null"),
         ("qwen2_5", {"use_sliding_window": True}, "use_sliding_window: got True, must be False"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: got True, must be False"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1: got 'sliding_attention'"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types.1: got 'sliding_attention'",
+        ),
         ("qwen3", {"attention_bias": True}, "attention_bias: got True, must be False"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2, must be 1"),
         (
@@ -162,8 +219,16 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
             {"mlp_only_layers": [1]},
             r"mlp_only_layers: got \[1\], must be a list of the first layers",
         ),
-        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers: got 3, must be a list of the first layers"),
-        ("qwen3_moe", {"num_experts_per_tok": 99}, "experts_per_token 99 must be 1 to n_experts 16"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": 3},
+            "mlp_only_layers: got 3, must be a list of the first layers",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 99},
+            "experts_per_token 99 must be 1 to n_experts 16",
+        ),
     ],
 )
 def test_what_a_family_cannot_represent_is_refused(family, changes, message):
@@ -175,9 +240,12 @@ def test_what_a_family_cannot_represent_is_refused(family, changes, message):
 
 
 def test_rope_scaling_changes_the_logits():
-    """Guards the test above: the scaling must matter at this size, or agreeing on it proves nothing."""
+    """Guards the test above: the scaling must matter at this size, or agreeing on it proves
+    nothing.
+    """
     torch.manual_seed(0)
-    plain, scaled = llama(rope_scaling=None), llama(rope_scaling=SCALING)
+    plain = llama(rope_scaling=None)
+    scaled = llama(rope_scaling=SCALING)
     scaled.load_state_dict(plain.state_dict())
     tokens = torch.randint(0, 160, (1, 128))
     assert (plain(tokens) - scaled(tokens)).abs().max() > 1e-3
@@ -186,7 +254,9 @@ def test_rope_scaling_changes_the_logits():
 def test_a_part_of_the_model_passes_hidden_states():
     """Cutting a model at any layer and chaining the parts gives the whole model's logits."""
     torch.manual_seed(0)
-    whole, first, second = llama(), llama(), llama()
+    whole = llama()
+    first = llama()
+    second = llama()
     for part in (first, second):
         part.load_state_dict(whole.state_dict())
     first.norm = first.output = None
@@ -201,7 +271,9 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     from torchtitan.parallel.init import materialize
 
     model = llama(vocab_size=4096)
-    materialize(model, torch.device("cpu"), torch.device("cpu"), 0, lambda fqn: SPEC.init(fqn, model.args))
+    materialize(
+        model, torch.device("cpu"), torch.device("cpu"), 0, lambda fqn: SPEC.init(fqn, model.args)
+    )
     tokens = torch.randint(0, 4096, (4, 128))
     loss = cross_entropy(model(tokens), torch.randint(0, 4096, (4, 128))).sum() / tokens.numel()
     # Logits of unit variance over a uniform guess add half a variance.
@@ -246,7 +318,9 @@ def test_under_a_document_mask_each_document_is_alone():
     whole = model(tokens, None, mask).split(DOCUMENTS, dim=1)
     for part, logits in zip(tokens.split(DOCUMENTS, dim=1), whole, strict=True):
         assert_rounds(model(part).detach(), logits.detach(), terms=96, chain=24)
-    assert not torch.allclose(model(tokens)[:, -1], whole[-1][:, -1]), "without the mask they see each other"
+    assert not torch.allclose(model(tokens)[:, -1], whole[-1][:, -1]), (
+        "without the mask they see each other"
+    )
 
 
 def test_flex_attentions_mask_is_the_dense_one():
@@ -254,19 +328,29 @@ def test_flex_attentions_mask_is_the_dense_one():
 
     tokens, documents = packed()
     positions = torch.tensor([3, 2, 30, 8])
-    q, k, v = torch.randn(2, 4, 4, 16), torch.randn(2, 2, tokens.shape[1], 16), torch.randn(2, 2, tokens.shape[1], 16)
+    q = torch.randn(2, 4, 4, 16)
+    k = torch.randn(2, 2, tokens.shape[1], 16)
+    v = torch.randn(2, 2, tokens.shape[1], 16)
     dense = attention_backend("cpu")(q, k, v, document_mask(documents, positions, torch.float32))
-    flex = flex_attention(q, k, v, block_mask=block_mask(documents, positions, create_block_mask), enable_gqa=True)
+    flex = flex_attention(
+        q, k, v, block_mask=block_mask(documents, positions, create_block_mask), enable_gqa=True
+    )
     assert_rounds(flex, dense, terms=32, chain=2)
 
 
-@pytest.mark.parametrize(("installed", "capability", "expected"), [(True, 9, ["FA3"]), (True, 8, []), (False, 9, [])])
-def test_flash_attention_3_replaces_2_on_hopper_if_installed(monkeypatch, installed, capability, expected):
+@pytest.mark.parametrize(
+    ("installed", "capability", "expected"), [(True, 9, ["FA3"]), (True, 8, []), (False, 9, [])]
+)
+def test_flash_attention_3_replaces_2_on_hopper_if_installed(
+    monkeypatch, installed, capability, expected
+):
     activated = []
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
-    monkeypatch.setattr(layers, "find_spec", lambda name: installed and name == "flash_attn_interface")
+    monkeypatch.setattr(
+        layers, "find_spec", lambda name: installed and name == "flash_attn_interface"
+    )
     layers._activate_flash_attention_3.cache_clear()
     attention_backend("cuda")
     layers._activate_flash_attention_3.cache_clear()
@@ -275,10 +359,15 @@ def test_flash_attention_3_replaces_2_on_hopper_if_installed(monkeypatch, instal
 
 def test_rms_norm_is_torchs():
     torch.manual_seed(0)
-    ours, theirs = layers.RMSNorm(16, eps=1e-6), torch.nn.RMSNorm(16, eps=1e-6)
+    ours = layers.RMSNorm(16, eps=1e-6)
+    theirs = torch.nn.RMSNorm(16, eps=1e-6)
     ours.weight = theirs.weight
     torch.nn.init.normal_(theirs.weight)
-    x, upstream = torch.randn(2, 3, 16, requires_grad=True), torch.randn(2, 3, 16)
-    results = [(out, *torch.autograd.grad(out, (x, theirs.weight), upstream)) for out in (ours(x), theirs(x))]
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    upstream = torch.randn(2, 3, 16)
+    results = [
+        (out, *torch.autograd.grad(out, (x, theirs.weight), upstream))
+        for out in (ours(x), theirs(x))
+    ]
     assert_rounds(*results, terms=16, chain=2)
     assert ours(x.bfloat16()).dtype == theirs(x.bfloat16()).dtype == torch.bfloat16

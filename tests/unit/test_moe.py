@@ -1,4 +1,6 @@
-"""Mixture of experts: routing, grouped products, dispatch, combine and auxiliary losses against their definitions."""
+"""Mixture of experts: routing, grouped products, dispatch, combine and auxiliary losses against
+their definitions.
+"""
 
 from collections import Counter
 
@@ -18,13 +20,24 @@ from torchtitan.models.layers import attention_backend
 from torchtitan.models.moe import Balance, MoE, Router, top_k
 
 SPEC = get_spec("qwen3_moe")
-SIZES = {"n_layers": 1, "dim": 16, "n_heads": 2, "n_kv_heads": 1, "head_size": 8, "vocab_size": 32, "ffn_dim": 16}
+SIZES = {
+    "n_layers": 1,
+    "dim": 16,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "head_size": 8,
+    "vocab_size": 32,
+    "ffn_dim": 16,
+}
 ENDS = torch.tensor([3, 3, 8, 8], dtype=torch.int32)
 """Of four groups, of which the second and the last have no rows."""
 
 
 def args(n_experts=6, k=2, **more):
-    return SPEC.args("debugmodel", SIZES | {"n_experts": n_experts, "experts_per_token": k, "expert_dim": 12} | more)
+    return SPEC.args(
+        "debugmodel",
+        SIZES | {"n_experts": n_experts, "experts_per_token": k, "expert_dim": 12} | more,
+    )
 
 
 def moe(**balance):
@@ -65,15 +78,24 @@ def test_swiglu_of_groups_and_its_gradients_are_those_of_a_loop():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_operations_are_registered_correctly(transposed):
-    rows, gradient = torch.randn(8, 5), torch.randn(8, 3)
-    inputs = (torch.randn(8, 3 if transposed else 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True))
+    rows = torch.randn(8, 5)
+    gradient = torch.randn(8, 3)
+    inputs = (
+        torch.randn(8, 3 if transposed else 5, requires_grad=True),
+        torch.randn(4, 3, 5, requires_grad=True),
+    )
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.torchtitan.grouped_mm, (*inputs, ENDS, transposed), test_utils=checks)
-    torch.library.opcheck(torch.ops.torchtitan.grouped_outer, (gradient, rows, ENDS), test_utils=checks[::2])
+    torch.library.opcheck(
+        torch.ops.torchtitan.grouped_mm, (*inputs, ENDS, transposed), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.torchtitan.grouped_outer, (gradient, rows, ENDS), test_utils=checks[::2]
+    )
 
 
 def test_flops_of_groups_are_those_of_one_product():
-    rows, weight = torch.randn(8, 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    rows = torch.randn(8, 5, requires_grad=True)
+    weight = torch.randn(4, 3, 5, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         grouped_mm(rows, weight, ENDS).sum().backward()
     assert counter.get_total_flops() == 3 * (2 * 8 * 5 * 3)
@@ -85,13 +107,16 @@ def test_flops_of_groups_are_those_of_one_product():
 def test_top_k_breaks_ties_to_the_lower_index_as_a_stable_sort_does():
     scores = torch.randint(-3, 3, (512, 16)).float() / 2
     scores[0, :4] = torch.tensor([0.0, -0.0, float("-inf"), -1e-30])
-    assert torch.equal(top_k(scores, 5), scores.sort(dim=-1, descending=True, stable=True).indices[:, :5])
+    assert torch.equal(
+        top_k(scores, 5), scores.sort(dim=-1, descending=True, stable=True).indices[:, :5]
+    )
     wide = torch.randn(64, 40) * 10 ** torch.randint(-30, 30, (64, 1)).float()
     assert torch.equal(top_k(wide, 40), wide.sort(dim=-1, descending=True, stable=True).indices)
 
 
 def test_bias_changes_the_choice_but_not_the_weights():
-    made, x = moe(), torch.randn(1, 4, 16)
+    made = moe()
+    x = torch.randn(1, 4, 16)
     made.router.expert_bias[3] = 2.0
     chosen, weights, load = made.router(x, torch.ones(1, 4))
     assert (chosen[..., 0] == 3).all()
@@ -101,14 +126,19 @@ def test_bias_changes_the_choice_but_not_the_weights():
 
 
 def test_router_of_a_model_in_bf16_computes_in_fp32():
-    """Against fp64; scores rounded to bf16 would be off by up to 2^-9, and send some tokens to other experts."""
-    router, x = moe().router, torch.randn(4, 64, 16).bfloat16()
+    """Against fp64; scores rounded to bf16 would be off by up to 2^-9, and send some tokens to
+    other experts.
+    """
+    router = moe().router
+    x = torch.randn(4, 64, 16).bfloat16()
     router.gate.bfloat16()
     chosen, weights, _ = router(x, None)
     best = (x.double() @ router.gate.weight.double().T).softmax(-1).topk(2)
     assert torch.equal(chosen, best.indices)
     assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights.double(), best.values / best.values.sum(-1, keepdim=True), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        weights.double(), best.values / best.values.sum(-1, keepdim=True), rtol=1e-5, atol=0
+    )
 
 
 def test_forced_balance_sends_tokens_to_the_experts_in_turn():
@@ -119,13 +149,17 @@ def test_forced_balance_sends_tokens_to_the_experts_in_turn():
 
 
 def test_tokens_without_weight_are_not_counted():
-    made, x = moe(sequence_loss=1.0, z_loss=1.0), torch.randn(2, 6, 16)
+    made = moe(sequence_loss=1.0, z_loss=1.0)
+    x = torch.randn(2, 6, 16)
     weights = torch.ones(2, 6)
     weights[0, 4:] = weights[1, 1:] = 0
     chosen, _, load = made.router(x, weights)
     expected = torch.bincount(torch.cat([chosen[0, :4].flatten(), chosen[1, 0]]), minlength=6)
     assert torch.equal(load.tokens, expected)
-    alone = sum((made.router(x[i : i + 1, :n], torch.ones(1, n))[2].loss for i, n in ((0, 4), (1, 1))), torch.zeros(()))
+    alone = sum(
+        (made.router(x[i : i + 1, :n], torch.ones(1, n))[2].loss for i, n in ((0, 4), (1, 1))),
+        torch.zeros(()),
+    )
     assert_rounds(load.loss, alone, terms=16, chain=6)
 
 
@@ -144,7 +178,9 @@ def test_layer_and_its_gradients_are_those_of_every_expert_on_every_token():
     upstream = torch.randn(2, 5, 16)
     inputs = (x, *made.parameters())
     chosen, weights, _ = made.router(x, None)
-    w1, w2, w3 = (made.experts.w1, made.experts.w2, made.experts.w3)
+    w1 = made.experts.w1
+    w2 = made.experts.w2
+    w3 = made.experts.w3
     gates = torch.zeros(2, 5, 6).scatter(-1, chosen, weights)
     hidden = F.silu(torch.einsum("bsd,ehd->bseh", x, w1)) * torch.einsum("bsd,ehd->bseh", x, w3)
     expected = torch.einsum("bseh,edh,bse->bsd", hidden, w2, gates)
@@ -152,11 +188,14 @@ def test_layer_and_its_gradients_are_those_of_every_expert_on_every_token():
     assert_rounds(out, expected, terms=16, chain=6)
     ours, theirs = (torch.autograd.grad(y, inputs, upstream) for y in (out, expected))
     assert_rounds(ours, theirs, terms=16, chain=12)
-    assert not any(gradient[5].any() for gradient in ours[2:]), "an expert without tokens has no gradient"
+    assert not any(gradient[5].any() for gradient in ours[2:]), (
+        "an expert without tokens has no gradient"
+    )
 
 
 def test_layer_in_bf16_is_as_close_as_its_type():
-    made, x = moe(), torch.randn(2, 5, 16)
+    made = moe()
+    x = torch.randn(2, 5, 16)
     expected = layer(made, x)
     made.experts.bfloat16()
     found = made.router(x, None)
@@ -191,7 +230,8 @@ class Operations(TorchDispatchMode):
 def test_body_of_a_grouped_product_is_one_kernel_on_cuda():
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
         rows, gradient = (torch.empty(64, width, dtype=torch.bfloat16) for width in (16, 32))
-        weight, ends = torch.empty(256, 32, 16, dtype=torch.bfloat16), torch.empty(256, dtype=torch.int32)
+        weight = torch.empty(256, 32, 16, dtype=torch.bfloat16)
+        ends = torch.empty(256, dtype=torch.int32)
         with Operations() as operations:
             grouped._grouped_mm._init_fn(gradient, weight, ends, transposed=True)
             grouped._grouped_outer._init_fn(gradient, rows, ends)
@@ -204,7 +244,8 @@ def test_body_of_a_grouped_product_is_one_kernel_on_cuda():
 
 @pytest.mark.parametrize("kind", ["sequence_loss", "global_loss", "z_loss"])
 def test_auxiliary_loss_and_its_gradients_are_those_of_its_formula(kind):
-    made, x = moe(**{kind: 0.3}), torch.randn(2, 5, 16)
+    made = moe(**{kind: 0.3})
+    x = torch.randn(2, 5, 16)
     made.router.load = torch.tensor([4, 0, 1, 2, 3, 2])
     token_weights = torch.rand(2, 5)
     token_weights[1, 3:] = 0
@@ -246,7 +287,12 @@ def test_recomputed_or_compiled_block_is_the_same_and_counts_once():
 
     def run(forward):
         out, load = forward(x, *rest)
-        return out, load.tokens, load.loss, *torch.autograd.grad(out.square().sum(), (x, *block.parameters()))
+        return (
+            out,
+            load.tokens,
+            load.loss,
+            *torch.autograd.grad(out.square().sum(), (x, *block.parameters())),
+        )
 
     expected = run(block)
     assert expected[1].sum() == 2 * 4 * 2
@@ -255,7 +301,8 @@ def test_recomputed_or_compiled_block_is_the_same_and_counts_once():
         assert torch.equal(ours, theirs)
     compiled = run(torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager"))
     assert torch.equal(compiled[1], expected[1])
-    # Norms are other operations in a graph. Attention, experts, and the backward of both: two dozen sums.
+    # Norms are other operations in a graph. Attention, experts, and the backward of both: two dozen
+    # sums.
     assert_rounds(compiled[2:] + compiled[:1], expected[2:] + expected[:1], terms=16, chain=24)
 
 

@@ -1,4 +1,6 @@
-"""Messages about a run, against a real server and real programs: also those that hang, fail and never end."""
+"""Messages about a run, against a real server and real programs: also those that hang, fail and
+never end.
+"""
 
 import json
 import os
@@ -28,7 +30,9 @@ class Server:
     """Keeps what it is sent. Answers with the given statuses in turn, or never."""
 
     def __init__(self, *statuses, hangs=False):
-        self.got, self.statuses, self.ends = [], list(statuses), threading.Event()
+        self.got = []
+        self.statuses = list(statuses)
+        self.ends = threading.Event()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -77,7 +81,11 @@ def test_a_webhook_gets_the_chosen_events(tmp_path, webhook, caplog):
         one.listen(event(kind, "loss <!channel> 9 & more"))
     one.close()
     assert [(path, kind, body["text"]) for path, kind, body in webhook.got] == [
-        (f"/services/{SECRET}", "application/json", f"run-7: {lead}loss &lt;!channel&gt; 9 &amp; more")
+        (
+            f"/services/{SECRET}",
+            "application/json",
+            f"run-7: {lead}loss &lt;!channel&gt; 9 &amp; more",
+        )
         for lead in ("rewound at step 1,200: ", "")
     ]
     about = webhook.got[0][2]["event"]
@@ -98,7 +106,10 @@ def test_the_end_is_said_once_with_the_loss(tmp_path):
 
 def test_a_command_gets_the_event_without_a_shell(tmp_path):
     out = tmp_path / "out.json"
-    code = "import json, os, sys; names = 'KIND', 'STEP', 'TEXT'; json.dump([json.load(sys.stdin), sys.argv[2], *("
+    code = (
+        "import json, os, sys; names = 'KIND', 'STEP', 'TEXT'; "
+        "json.dump([json.load(sys.stdin), sys.argv[2], *("
+    )
     code += "os.environ['TORCHTITAN_EVENT_' + name] for name in names)], open(sys.argv[1], 'w'))"
     one = notifier(tmp_path / "run", command=[sys.executable, "-c", code, str(out), "$HOME; *"])
     one.listen(event("spike", "loss; rm -rf $(x)"))
@@ -116,7 +127,11 @@ def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypat
     never = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     with Server(hangs=True) as server:
         monkeypatch.setenv("HOOK", server.url)
-        one = notifier(tmp_path, webhook_env="HOOK", command=["sh", "-c", f'{sys.executable} -c "{never}"; true'])
+        one = notifier(
+            tmp_path,
+            webhook_env="HOOK",
+            command=["sh", "-c", f'{sys.executable} -c "{never}"; true'],
+        )
         one.config = one.config.model_copy(update={"timeout_seconds": 0.3})
         one.command.timeout = 0.3
         began = time.monotonic()
@@ -128,7 +143,8 @@ def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypat
     told = [record.getMessage() for record in caplog.records]
     assert sorted(told) == [
         "notifications: command sh: killed after 0.3 s. The run continues; this is said once",
-        "notifications: webhook in HOOK: can't be reached: timed out. The run continues; this is said once",
+        "notifications: webhook in HOOK: can't be reached: timed out. The run continues; "
+        "this is said once",
     ]
     if mark.exists():  # what the command started is gone, too
         with suppress(psutil.NoSuchProcess):
@@ -139,7 +155,10 @@ def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["sh", "-c", "cat >/dev/null; echo no such user >&2; exit 3"], "exit status 3: no such user"),
+        (
+            ["sh", "-c", "cat >/dev/null; echo no such user >&2; exit 3"],
+            "exit status 3: no such user",
+        ),
         (["sh", "-c", "exit 1"], "exit status 1"),
         (["/nowhere/mail"], "can't be run: No such file or directory"),
     ],
@@ -155,7 +174,10 @@ def test_a_server_in_trouble_is_asked_again(monkeypatch):
     with Server(503, 429, 200) as server:
         post(server.url, {}, 5)
         assert len(server.got) == 3
-    with Server(404) as server, pytest.raises(DeliveryError, match=r"^the server answered HTTP 404$"):
+    with (
+        Server(404) as server,
+        pytest.raises(DeliveryError, match=r"^the server answered HTTP 404$"),
+    ):
         post(server.url, {}, 5)
     assert len(server.got) == 1
     with pytest.raises(DeliveryError, match="can't be reached: Connection refused"):
@@ -163,7 +185,8 @@ def test_a_server_in_trouble_is_asked_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "ftp://x/T0K3N", "T0K3N", "http://", "http://h/T0 K3N\n", "http://["]
+    "url",
+    ["file:///etc/passwd", "ftp://x/T0K3N", "T0K3N", "http://", "http://h/T0 K3N\n", "http://["],
 )
 def test_other_urls_are_refused_without_being_told(url):
     with pytest.raises(DeliveryError) as error:
@@ -176,7 +199,8 @@ def test_other_urls_are_refused_without_being_told(url):
 
 class Limits:
     def __init__(self, monkeypatch, folder, **keys):
-        self.now, self.limit = 1000.0, RateLimit(folder / "notifications.jsonl", Notifications(**keys))
+        self.now = 1000.0
+        self.limit = RateLimit(folder / "notifications.jsonl", Notifications(**keys))
         monkeypatch.setattr(notify.time, "time", lambda: self.now)
 
     def at(self, now, kind):
@@ -200,10 +224,16 @@ def test_all_kinds_together_are_limited_but_not_the_end(tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_in_a_loop_is_many_processes(tmp_path, monkeypatch):
-    """They share the limit, whatever else the file holds; several ranks and nodes report one failure."""
-    (tmp_path / "notifications.jsonl").write_bytes(b'\xff\n{"time": "x", "kind": 1}\n[]\n{"time": 1')
+    """They share the limit, whatever else the file holds; several ranks and nodes report one
+    failure.
+    """
+    (tmp_path / "notifications.jsonl").write_bytes(
+        b'\xff\n{"time": "x", "kind": 1}\n[]\n{"time": 1'
+    )
     (tmp_path / "notifications.jsonl").open("a").write("\n")
-    found = [Limits(monkeypatch, tmp_path, interval_seconds=1).at(at, "failed") for at in (0, 0, 5, 100)]
+    found = [
+        Limits(monkeypatch, tmp_path, interval_seconds=1).at(at, "failed") for at in (0, 0, 5, 100)
+    ]
     assert found == [0, None, None, 2]
 
 
@@ -223,7 +253,9 @@ def test_messages_say_how_many_were_left_out(tmp_path, webhook):
 
 
 def config(folder, *flags):
-    return resolve([f"--job.dump_folder={folder}", "--notifications.webhook_env=HOOK", *flags], 1).config
+    return resolve(
+        [f"--job.dump_folder={folder}", "--notifications.webhook_env=HOOK", *flags], 1
+    ).config
 
 
 def test_a_failure_is_sent_once_by_who_knows_the_cause(tmp_path, webhook, monkeypatch):
@@ -242,14 +274,23 @@ def test_a_failure_is_sent_once_by_who_knows_the_cause(tmp_path, webhook, monkey
     monkeypatch.setenv("RANK", "0")
     report_error(run, RuntimeError("Connection closed by peer"))
     report_failure(run, "another launcher")
-    assert [body["text"] for *_, body in webhook.got] == [f"{tmp_path.name}: failed at step 40: the data can't be read"]
+    assert [body["text"] for *_, body in webhook.got] == [
+        f"{tmp_path.name}: failed at step 40: the data can't be read"
+    ]
 
 
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "notifications.webhook_env: the environment variable 'HOOK' is not set; set it to the URL"),
-        (f"slack/{SECRET}", "notifications.webhook_env: the environment variable 'HOOK' must be a URL that begins"),
+        (
+            None,
+            "notifications.webhook_env: the environment variable 'HOOK' is not set; set "
+            "it to the URL",
+        ),
+        (
+            f"slack/{SECRET}",
+            "notifications.webhook_env: the environment variable 'HOOK' must be a URL that begins",
+        ),
     ],
 )
 def test_a_receiver_that_cannot_work_is_refused_at_the_start(tmp_path, monkeypatch, value, problem):
@@ -259,7 +300,10 @@ def test_a_receiver_that_cannot_work_is_refused_at_the_start(tmp_path, monkeypat
     with pytest.raises(ConfigError) as error:
         preflight(config(tmp_path, "--notifications.command=/nowhere/mail"))
     assert error.value.problems[0].startswith(problem)
-    assert error.value.problems[1] == "notifications.command: no program '/nowhere/mail' that can be run"
+    assert (
+        error.value.problems[1]
+        == "notifications.command: no program '/nowhere/mail' that can be run"
+    )
     assert SECRET not in str(error.value)
 
 
@@ -267,7 +311,11 @@ def test_a_webhook_that_hangs_takes_no_time_from_the_command(tmp_path, monkeypat
     out = tmp_path / "out"
     with Server(hangs=True) as server:
         monkeypatch.setenv("HOOK", server.url)
-        one = notifier(tmp_path, webhook_env="HOOK", command=["sh", "-c", f"cat > {out}.part; mv {out}.part {out}"])
+        one = notifier(
+            tmp_path,
+            webhook_env="HOOK",
+            command=["sh", "-c", f"cat > {out}.part; mv {out}.part {out}"],
+        )
         one.send(event("failed"))
         one.close(0.5)
     assert json.loads(out.read_text())["kind"] == "failed"

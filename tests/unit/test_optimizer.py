@@ -20,7 +20,9 @@ def curve(total, **kwargs):
 
 
 def test_warmup_rises_linearly_to_the_peak():
-    assert curve(10, warmup_steps=4, decay_ratio=0.0) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 7)
+    assert curve(10, warmup_steps=4, decay_ratio=0.0) == pytest.approx(
+        [0.25, 0.5, 0.75] + [1.0] * 7
+    )
 
 
 def test_stable_phase_then_decay_over_the_last_share():
@@ -40,19 +42,28 @@ SHAPES = {
 def test_decay_shapes_end_at_the_floor(decay_type, shape):
     factors = curve(9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
     assert factors == pytest.approx([0.1 + 0.9 * shape((i + 1) / 10) for i in range(9)])
-    beyond = lr_factor(50, LRScheduler(total_steps=9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1))
+    beyond = lr_factor(
+        50, LRScheduler(total_steps=9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
+    )
     assert beyond == pytest.approx(0.1)
 
 
 def named(name, *flags, steps=40, warmup=8):
     """The factor at every step, and the effective configuration."""
-    argv = [f"--training.steps={steps}", f"--lr_scheduler.warmup_steps={warmup}", f"--lr_scheduler.name={name}", *flags]
+    argv = [
+        f"--training.steps={steps}",
+        f"--lr_scheduler.warmup_steps={warmup}",
+        f"--lr_scheduler.name={name}",
+        *flags,
+    ]
     schedule = resolve(argv, 1).config.lr_scheduler
     return [lr_factor(step, schedule) for step in range(steps)], schedule
 
 
 def ramp(schedule):
-    """`schedule(t)` after 8 steps of warm-up; `t` runs over 32 steps and reaches 1 one step after the last."""
+    """`schedule(t)` after 8 steps of warm-up; `t` runs over 32 steps and reaches 1 one step after
+    the last.
+    """
     return [(step + 1) / 8 for step in range(8)] + [schedule((step + 1) / 33) for step in range(32)]
 
 
@@ -79,7 +90,9 @@ def test_wsd_stays_constant_and_then_decays(shape, flags, decay):
 
 def test_without_a_name_the_schedule_is_that_of_its_keys():
     flags = ["--training.steps=40", "--lr_scheduler.warmup_steps=8"]
-    schedule = resolve([*flags, "--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.decay_type=sqrt"], 1).config
+    schedule = resolve(
+        [*flags, "--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.decay_type=sqrt"], 1
+    ).config
     assert [lr_factor(step, schedule.lr_scheduler) for step in range(40)] == named(
         "wsd", "--lr_scheduler.decay_type=sqrt"
     )[0]
@@ -88,12 +101,15 @@ def test_without_a_name_the_schedule_is_that_of_its_keys():
 
 
 def test_named_schedules_are_those_of_torch_and_transformers():
-    """Theirs count from the step after: factor 0 at step 0, and at the end the floor, one step after ours."""
+    """Theirs count from the step after: factor 0 at step 0, and at the end the floor, one step
+    after ours.
+    """
     hf = pytest.importorskip("transformers.optimization")
 
     def theirs(make, **options):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        scheduler, out = make(optimizer, **options), []
+        scheduler = make(optimizer, **options)
+        out = []
         for _ in range(40):
             optimizer.step()
             scheduler.step()
@@ -103,11 +119,22 @@ def test_named_schedules_are_those_of_torch_and_transformers():
     whole = {"num_warmup_steps": 8, "num_training_steps": 41}
     assert named("linear")[0] == pytest.approx(theirs(hf.get_linear_schedule_with_warmup, **whole))
     assert named("cosine")[0] == pytest.approx(theirs(hf.get_cosine_schedule_with_warmup, **whole))
-    assert named("constant")[0] == pytest.approx(theirs(hf.get_constant_schedule_with_warmup, num_warmup_steps=8))
-    parts = {"num_warmup_steps": 8, "num_stable_steps": 24, "num_decay_steps": 9, "min_lr_ratio": 0.1}
+    assert named("constant")[0] == pytest.approx(
+        theirs(hf.get_constant_schedule_with_warmup, num_warmup_steps=8)
+    )
+    parts = {
+        "num_warmup_steps": 8,
+        "num_stable_steps": 24,
+        "num_decay_steps": 9,
+        "min_lr_ratio": 0.1,
+    }
     for ours, shape in {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}.items():
-        factors, _ = named("wsd", f"--lr_scheduler.decay_type={ours}", "--lr_scheduler.min_lr_factor=0.1")
-        after_warmup = theirs(hf.get_wsd_schedule, decay_type=shape, **parts)[8:]  # theirs starts from the floor
+        factors, _ = named(
+            "wsd", f"--lr_scheduler.decay_type={ours}", "--lr_scheduler.min_lr_factor=0.1"
+        )
+        after_warmup = theirs(hf.get_wsd_schedule, decay_type=shape, **parts)[
+            8:
+        ]  # theirs starts from the floor
         assert factors[8:] == pytest.approx(after_warmup)
     floor = ["--lr_scheduler.min_lr_factor=0.1"]
     torchs = torch.optim.lr_scheduler
@@ -118,22 +145,34 @@ def test_named_schedules_are_those_of_torch_and_transformers():
 
 
 def test_a_short_run_cuts_a_long_schedule_with_a_warning(tmp_path):
-    """A file for 1000 steps with `--training.steps`: as TorchTitan 0.2, warm-up first, then what is left decays."""
+    """A file for 1000 steps with `--training.steps`: as TorchTitan 0.2, warm-up first, then what is
+    left decays.
+    """
     file = tmp_path / "long.toml"
-    file.write_text("[training]\nsteps = 1000\n[lr_scheduler]\nwarmup_steps = 200\ndecay_ratio = 0.8\n")
+    file.write_text(
+        "[training]\nsteps = 1000\n[lr_scheduler]\nwarmup_steps = 200\ndecay_ratio = 0.8\n"
+    )
     resolved = resolve(["--config", str(file), "--training.steps=10"], 1)
     schedule = resolved.config.lr_scheduler
-    assert [lr_factor(step, schedule) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert [lr_factor(step, schedule) for step in range(10)] == pytest.approx(
+        [(step + 1) / 10 for step in range(10)]
+    )
     assert resolved.warnings == [
         f"{file}:4: lr_scheduler.warmup_steps: 200 cut to total_steps 10",
-        f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 0 steps, which 10 warmup_steps leave of 10",
+        f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 0 steps, which 10 warmup_steps "
+        "leave of 10",
     ]
-    resolved = resolve(["--config", str(file), "--training.steps=300", "--lr_scheduler.warmup_steps=100"], 1)
+    resolved = resolve(
+        ["--config", str(file), "--training.steps=300", "--lr_scheduler.warmup_steps=100"], 1
+    )
     schedule = resolved.config.lr_scheduler
     factors = [lr_factor(step, schedule) for step in range(300)]
-    assert factors == pytest.approx([(s + 1) / 100 for s in range(100)] + [1 - (i + 1) / 201 for i in range(200)])
+    assert factors == pytest.approx(
+        [(s + 1) / 100 for s in range(100)] + [1 - (i + 1) / 201 for i in range(200)]
+    )
     assert resolved.warnings == [
-        f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 200 steps, which 100 warmup_steps leave of 300"
+        f"{file}:5: lr_scheduler.decay_ratio: 0.8 cut to 200 steps, which 100 "
+        "warmup_steps leave of 300"
     ]
     assert resolve(["--config", str(file)], 1).warnings == []
 
@@ -143,7 +182,9 @@ def test_a_short_run_cuts_a_long_schedule_with_a_warning(tmp_path):
 def test_weight_decay_spares_vectors(name, decayed, implementation):
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = build_optimizer([model], Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation))
+    optimizer = build_optimizer(
+        [model], Optimizer(name=name, lr=0.5, weight_decay=0.25, implementation=implementation)
+    )
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(before)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -175,21 +216,33 @@ def test_schedule_resumes_where_it_was():
 
 def test_parameter_groups_set_rate_and_decay_and_the_first_match_counts():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
-    groups = [ParamGroup(pattern="0.*", lr_scale=0.5), ParamGroup(pattern="?.weight", weight_decay=0.3)]
+    groups = [
+        ParamGroup(pattern="0.*", lr_scale=0.5),
+        ParamGroup(pattern="?.weight", weight_decay=0.3),
+    ]
     optimizer = build_optimizer([model], Optimizer(weight_decay=0.1, param_groups=groups))
     rate = LRSchedule(optimizer, 1.0, LRScheduler(total_steps=9, warmup_steps=2)).apply()
     assert rate == pytest.approx(0.5)
-    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    found = {
+        id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
+    }
     own = {name: found[id(p)] for name, p in model.named_parameters()}
-    assert own == {"0.weight": (0.25, 0.1), "0.bias": (0.25, 0.0), "1.weight": (0.5, 0.3), "2.weight": (0.5, 0.3)}
+    assert own == {
+        "0.weight": (0.25, 0.1),
+        "0.bias": (0.25, 0.0),
+        "1.weight": (0.5, 0.3),
+        "2.weight": (0.5, 0.3),
+    }
 
 
 def test_bf16_state_is_bf16_and_follows_adamw():
     torch.manual_seed(0)
-    plain, narrow = nn.Linear(8, 8), nn.Linear(8, 8)
+    plain = nn.Linear(8, 8)
+    narrow = nn.Linear(8, 8)
     narrow.load_state_dict(plain.state_dict())
     pair = [
-        build_optimizer([m], Optimizer(lr=1e-2, state_dtype=d)) for m, d in ((plain, "float32"), (narrow, "bfloat16"))
+        build_optimizer([m], Optimizer(lr=1e-2, state_dtype=d))
+        for m, d in ((plain, "float32"), (narrow, "bfloat16"))
     ]
     for _ in range(10):
         gradient = torch.randn(8, 8)
@@ -198,19 +251,28 @@ def test_bf16_state_is_bf16_and_follows_adamw():
             optimizer.step()
     assert pair[1].state[narrow.weight]["exp_avg"].dtype == torch.bfloat16
     assert not torch.equal(narrow.weight, plain.weight)
-    # Moments round by up to eps / 2, and keep what they rounded before: 10 updates are off by 1 % of lr each.
+    # Moments round by up to eps / 2, and keep what they rounded before: 10 updates are off by 1 %
+    # of lr each.
     torch.testing.assert_close(narrow.weight, plain.weight, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "reference"), [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)]
+)
 def test_update_divides_gradients_and_skips_on_the_device(name, reference):
-    """What `train_step` asks for before the host knows the norm, against torch's optimizer and a plain division."""
+    """What `train_step` asks for before the host knows the norm, against torch's optimizer and a
+    plain division.
+    """
     torch.manual_seed(0)
     config = Optimizer(name=name, lr=0.1, weight_decay=0.25, implementation="fused")
     start = nn.Linear(4, 3)
     models = [copy.deepcopy(start), copy.deepcopy(start)]
-    groups = [{"params": [p], "weight_decay": 0.25 if p.dim() > 1 else 0.0} for p in models[1].parameters()]
-    ours, theirs = build_optimizer(models[:1], config), reference(groups, lr=0.1, betas=(0.9, 0.95))
+    groups = [
+        {"params": [p], "weight_decay": 0.25 if p.dim() > 1 else 0.0}
+        for p in models[1].parameters()
+    ]
+    ours = build_optimizer(models[:1], config)
+    theirs = reference(groups, lr=0.1, betas=(0.9, 0.95))
     for step in range(4):
         skipped = step == 2
         for mine, his in zip(*(model.parameters() for model in models), strict=True):
@@ -234,8 +296,12 @@ def test_muon_updates_each_matrix_of_a_stack_on_its_own(shape):
     settings = {"lr": 0.1, "weight_decay": 0.2}
     ours = build_optimizer([model], Optimizer(name="Muon", **settings))
     theirs = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)
-    directions = torch.linalg.qr(torch.randn(shape).mT if shape[1] < shape[2] else torch.randn(shape)).Q
-    directions = directions.mT if shape[1] < shape[2] else directions  # small singular values would amplify rounding
+    directions = torch.linalg.qr(
+        torch.randn(shape).mT if shape[1] < shape[2] else torch.randn(shape)
+    ).Q
+    directions = (
+        directions.mT if shape[1] < shape[2] else directions
+    )  # small singular values would amplify rounding
     for size in (1.0, 3.0):
         stack.grad = size * directions
         for matrix, gradient in zip(matrices, stack.grad, strict=True):
@@ -244,4 +310,6 @@ def test_muon_updates_each_matrix_of_a_stack_on_its_own(shape):
         theirs.step()
     # Two updates, of 0.2 lr in the root mean square; each is off by at most a few eps of bf16.
     expected = torch.stack([matrix.detach() for matrix in matrices])
-    assert (stack.detach() - expected).square().mean().sqrt() < 2 * 0.2 * 0.1 * 4 * torch.finfo(torch.bfloat16).eps
+    assert (stack.detach() - expected).square().mean().sqrt() < 2 * 0.2 * 0.1 * 4 * torch.finfo(
+        torch.bfloat16
+    ).eps

@@ -14,10 +14,12 @@ from torchtitan.utils.text import show_date
 
 
 def estimates(seconds, total, at):
-    """Estimate after each step of `at`, and the truth; `seconds[n]` is the time from the end of step n to that of the
-    next one."""
+    """Estimate after each step of `at`, and the truth; `seconds[n]` is the time from the end of
+    step n to that of the next one.
+    """
     clock = [0.0]
-    pace, found = Pace(total, lambda: clock[0]), {}
+    pace = Pace(total, lambda: clock[0])
+    found = {}
     for step in range(1, total + 1):
         pace.step_done(step)
         if step in at:
@@ -27,9 +29,13 @@ def estimates(seconds, total, at):
 
 
 def test_saves_and_validation_count_in_proportion():
-    """Both take far longer than a step, and the long one is rarer than the steps that are looked back on."""
+    """Both take far longer than a step, and the long one is rarer than the steps that are looked
+    back on.
+    """
     noise = random.Random(0)
-    seconds = [noise.uniform(0.9, 1.1) + 20.0 * (n % 50 == 0) + 300.0 * (n % 500 == 0) for n in range(5000)]
+    seconds = [
+        noise.uniform(0.9, 1.1) + 20.0 * (n % 50 == 0) + 300.0 * (n % 500 == 0) for n in range(5000)
+    ]
     for estimate, truth in estimates(seconds, 5000, (1250, 2750)).values():
         assert estimate == pytest.approx(truth, rel=0.06)
     assert sum(seconds) / 5000 == pytest.approx(2.0, rel=0.01), "twice what the steps alone take"
@@ -55,14 +61,18 @@ def test_the_line_says_when_the_run_ends(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("torchtitan.telemetry.console.time.time", lambda: 1_795_406_706.0)
     console = ConsoleSink(1000, 0, plain=True, clock=lambda: clock[0])
-    record = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "memory_gib", "memory_pct"), 1.0)
+    record = dict.fromkeys(
+        ("loss", "grad_norm", "lr", "tokens_per_second", "tflops", "memory_gib", "memory_pct"), 1.0
+    )
     record |= {"mfu": None}
     console.advance(1)
     assert console.line(record | {"step": 1}).endswith("left unknown")
     for step in range(2, 101):
         clock[0] += 2.0
         console.advance(step)
-    assert console.line(record | {"step": 100}).endswith(f"left 30 min 00 s  ends {show_date(1_795_406_706 + 1800)}")
+    assert console.line(record | {"step": 100}).endswith(
+        f"left 30 min 00 s  ends {show_date(1_795_406_706 + 1800)}"
+    )
     assert console.line(record | {"step": 1000}).endswith("(1%)"), "at the end nothing is left"
 
 
@@ -79,9 +89,22 @@ def test_a_terminal_shows_the_same_figures_live(monkeypatch, plain, shown):
     console = ConsoleSink(100, 0, plain=plain, clock=lambda: next(clock))
     for step in range(1, 41):
         console.advance(step)
-    console.log({"step": 40, "loss": 2.5, "grad_norm": 1, "lr": 1, "tokens_per_second": 7822, "tflops": 1,
-                 "memory_gib": 1, "memory_pct": 1, "mfu": None})  # fmt: skip
-    live = r"40/100 +loss 2\.5000  7,822 tok/s +left 2 min 00 s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    console.log(
+        {
+            "step": 40,
+            "loss": 2.5,
+            "grad_norm": 1,
+            "lr": 1,
+            "tokens_per_second": 7822,
+            "tflops": 1,
+            "memory_gib": 1,
+            "memory_pct": 1,
+            "mfu": None,
+        }
+    )
+    live = (
+        r"40/100 +loss 2\.5000  7,822 tok/s +left 2 min 00 s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    )
     deadline = time.monotonic() + (30 if shown else 0)
     while not re.search(live, terminal.getvalue()) and time.monotonic() < deadline:
         time.sleep(0.05)  # it is drawn by a thread

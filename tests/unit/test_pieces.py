@@ -16,17 +16,30 @@ from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-QWEN = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN.replace("{1,3}", "")}, "behavior": "Isolated"}
+QWEN = {
+    "type": "Split",
+    "pattern": {"Regex": LLAMA3_PATTERN.replace("{1,3}", "")},
+    "behavior": "Isolated",
+}
 WORDS = {
     "llama": {},
     "qwen": {"pre_tokenizer": [QWEN | {"invert": False}, BYTES], "normalizer": {"type": "NFC"}},
     "gpt2": {"pre_tokenizer": [BYTES | {"use_regex": True}]},
-    "smollm": {"pre_tokenizer": [{"type": "Digits", "individual_digits": True}, BYTES | {"use_regex": True}]},
+    "smollm": {
+        "pre_tokenizer": [
+            {"type": "Digits", "individual_digits": True},
+            BYTES | {"use_regex": True},
+        ]
+    },
 }
 WHOLE = {
-    "metaspace": {"pre_tokenizer": [{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}]},
+    "metaspace": {
+        "pre_tokenizer": [{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}]
+    },
     "prefix": {"pre_tokenizer": [BYTES | {"use_regex": True, "add_prefix_space": True}]},
-    "other expression": {"pre_tokenizer": [QWEN | {"invert": False, "pattern": {"Regex": r"\w+ \w+"}}, BYTES]},
+    "other expression": {
+        "pre_tokenizer": [QWEN | {"invert": False, "pattern": {"Regex": r"\w+ \w+"}}, BYTES]
+    },
     "none": {"pre_tokenizer": [BYTES]},
     "normalizer": {"normalizer": {"type": "Prepend", "prepend": "_"}},
     "token with a blank": {"token": {"content": "a b"}},
@@ -48,9 +61,39 @@ def variant(folder, pre_tokenizer=None, normalizer=None, token=None):
 
 TEXTS = st.lists(
     st.one_of(
-        st.sampled_from([" ", "  ", "\n", "\r\n", "\t", "'s", "'", "\u2019ll", "12345", "abc", "DON'T", ".", ");"]),
         st.sampled_from(
-            ["\u0301", "\u00a0", "\u2028", "\u0085", "\x1c", "日本", "。", "한글", "ß", "Ⅷ", "½", "🚀", "_"]
+            [
+                " ",
+                "  ",
+                "\n",
+                "\r\n",
+                "\t",
+                "'s",
+                "'",
+                "\u2019ll",
+                "12345",
+                "abc",
+                "DON'T",
+                ".",
+                ");",
+            ]
+        ),
+        st.sampled_from(
+            [
+                "\u0301",
+                "\u00a0",
+                "\u2028",
+                "\u0085",
+                "\x1c",
+                "日本",
+                "。",
+                "한글",
+                "ß",
+                "Ⅷ",
+                "½",
+                "🚀",
+                "_",
+            ]
         ),
         st.text(max_size=4),
     ),
@@ -68,7 +111,11 @@ def check(tokenizer, text):
 @pytest.mark.parametrize("words", [*WORDS, "tiktoken"])
 def test_no_word_crosses_a_cut(words, cases, tmp_path, llama_folder):  # noqa: F811
     """Cut wherever a cut is allowed, which is far more often than long texts are."""
-    tokenizer = build_tokenizer(str(llama_folder)) if words == "tiktoken" else variant(tmp_path, **WORDS[words])
+    tokenizer = (
+        build_tokenizer(str(llama_folder))
+        if words == "tiktoken"
+        else variant(tmp_path, **WORDS[words])
+    )
     assert tokenizer.separable
     bounded = settings(max_examples=cases, derandomize=True, database=None, deadline=None)
     bounded(given(TEXTS)(lambda text: check(tokenizer, text)))()
@@ -95,7 +142,15 @@ def test_pieces_are_short_and_make_up_the_text(text):
     assert all(len(part) <= 6 for part in parts)
 
 
-RUNS = {"letters": "a", "blanks": " ", "newlines": "\n", "digits": "7", "marks": ".", "kanji": "日本語", "lines": " \n"}
+RUNS = {
+    "letters": "a",
+    "blanks": " ",
+    "newlines": "\n",
+    "digits": "7",
+    "marks": ".",
+    "kanji": "日本語",
+    "lines": " \n",
+}
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -1,4 +1,6 @@
-"""The planner's formulas: sizes, FLOPs, memory, collectives and time, against real modules and hand arithmetic."""
+"""The planner's formulas: sizes, FLOPs, memory, collectives and time, against real modules and hand
+arithmetic.
+"""
 
 import dataclasses
 import weakref
@@ -33,7 +35,10 @@ def test_parameters_are_those_of_the_model(flavor):
 
 def test_stages_share_the_parameters_out():
     w = workload(
-        "--model.flavor=8B", "--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4", world=4
+        "--model.flavor=8B",
+        "--parallelism.pipeline_parallel_degree=4",
+        "--training.local_batch_size=4",
+        world=4,
     )
     assert sum(map(w.params, w.stages)) == 8_030_261_248
 
@@ -53,21 +58,33 @@ def test_flops_are_those_that_run(mode):
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     counts = counter.get_flop_counts()["Global"]
-    products = sum(n for operation, n in counts.items() if str(operation) in ("aten.mm", "aten.addmm", "aten.bmm"))
+    products = sum(
+        n
+        for operation, n in counts.items()
+        if str(operation) in ("aten.mm", "aten.addmm", "aten.bmm")
+    )
     assert hardware_flops(w)["matmul", "bfloat16"] == pytest.approx(products, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", [[NONE], OP, [FULL], ["--activation_checkpoint.mode=selective"]])
 def test_activations_are_those_that_stay(mode):
     """Bytes that two more layers leave alive after the forward, exactly."""
-    alive, planned = [], []
+    alive = []
+    planned = []
     for layers in (2, 4):
-        shape = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.mixed_precision_param=float32"]
+        shape = [
+            "--training.seq_len=64",
+            "--training.local_batch_size=2",
+            "--training.mixed_precision_param=float32",
+        ]
         w = workload(*TINY, *mode, f"--model.overrides.n_layers={layers}", *shape)
         alive.append(left_alive(*real_model(w)))
         planned.append(memory_of(w, 0).parts["activations"])
-    # On the CPU a norm keeps its scale too, and torch's its normalized input; CUDA's fused one does not.
-    whole_layers = {NONE: 2, "--activation_checkpoint.mode=selective": 1}.get(mode[0], 0) if mode != OP else 0
+    # On the CPU a norm keeps its scale too, and torch's its normalized input; CUDA's fused one does
+    # not.
+    whole_layers = (
+        {NONE: 2, "--activation_checkpoint.mode=selective": 1}.get(mode[0], 0) if mode != OP else 0
+    )
     norms = whole_layers * 2 * (65 if torch_is_before_2_13() else 1) * 4 * 128
     assert planned[1] - planned[0] == alive[1] - alive[0] - norms
 
@@ -91,10 +108,12 @@ def left_alive(model, tokens):
 
 
 def test_attention_counts_the_causal_half():
-    """Forward 2 S q per token, and backward 2.5 times that; recomputed once by full checkpointing."""
+    """Forward 2 S q per token, and backward 2.5 times that; recomputed once by full
+    checkpointing.
+    """
     w = workload("--model.flavor=8B", NONE, *ONE_ROW)
     assert hardware_flops(w)["attention", "bfloat16"] == 3.5 * 2 * 8192 * 4096 * 32 * 8192
-    full = workload("--model.flavor=8B", FULL, *ONE_ROW)  # fmt: skip
+    full = workload("--model.flavor=8B", FULL, *ONE_ROW)
     assert hardware_flops(full)["attention", "bfloat16"] == 4.5 * 2 * 8192 * 4096 * 32 * 8192
 
 
@@ -102,24 +121,40 @@ def test_attention_counts_the_causal_half():
 
 
 def test_bytes_of_fsdp():
-    """Gathered in bf16 for the forward, all but the last block and the ends again; reduced once in fp32."""
+    """Gathered in bf16 for the forward, all but the last block and the ends again; reduced once in
+    fp32.
+    """
     w = workload("--model.flavor=8B", "--training.seq_len=8192", world=8)
-    made, params = collectives(w), w.params(w.stages[0])
+    made = collectives(w)
+    params = w.params(w.stages[0])
     assert made.bytes["fsdp", "all_gather"] == 2 * (params + 31 * w.block_params)
     assert made.bytes["fsdp", "reduce_scatter"] == 4 * params
     assert made.calls["fsdp", "all_gather"] == 33 + 31
-    narrow = ["--training.mixed_precision_reduce=bfloat16", "--parallelism.data_parallel_replicate_degree=2"]
-    halved = collectives(workload("--model.flavor=8B", "--training.seq_len=8192", *narrow, world=16))
+    narrow = [
+        "--training.mixed_precision_reduce=bfloat16",
+        "--parallelism.data_parallel_replicate_degree=2",
+    ]
+    halved = collectives(
+        workload("--model.flavor=8B", "--training.seq_len=8192", *narrow, world=16)
+    )
     assert halved.bytes["fsdp", "reduce_scatter"] == 2 * params
     assert halved.bytes["dp_replicate", "all_reduce"] == 2 * params / 8
 
 
-@pytest.mark.parametrize(("mode", "gathers", "scatters"), [([NONE], 4, 4), (OP, 6, 4), ([FULL], 6, 6)])
+@pytest.mark.parametrize(
+    ("mode", "gathers", "scatters"), [([NONE], 4, 4), (OP, 6, 4), ([FULL], 6, 6)]
+)
 def test_collectives_of_tensor_parallelism(mode, gathers, scatters):
-    """Two of each forward and backward; what is computed again gathers its inputs, and scatters its results, again."""
-    w = workload("--model.flavor=8B", *mode, "--parallelism.tensor_parallel_degree=8", *ONE_ROW, world=8)
+    """Two of each forward and backward; what is computed again gathers its inputs, and scatters its
+    results, again.
+    """
+    w = workload(
+        "--model.flavor=8B", *mode, "--parallelism.tensor_parallel_degree=8", *ONE_ROW, world=8
+    )
     made = collectives(w)
-    assert made.calls["tp", "all_gather"] == gathers * 32 + 2  # the embedding's gradient, the output's input
+    assert (
+        made.calls["tp", "all_gather"] == gathers * 32 + 2
+    )  # the embedding's gradient, the output's input
     assert made.calls["tp", "reduce_scatter"] == scatters * 32 + 2
     assert made.bytes["tp", "reduce_scatter"] == (scatters * 32 + 2) * 8192 * 4096 * 2
 
@@ -127,7 +162,9 @@ def test_collectives_of_tensor_parallelism(mode, gathers, scatters):
 def test_rings_take_the_narrowest_way():
     link = H100.link * H100.link_efficiency
     assert H100.bandwidth(8, 1) == link
-    assert H100.bandwidth(16, 1) == pytest.approx(min(link, 8 * 50e9 * 0.84))  # a node's 8 ports carry one ring
+    assert H100.bandwidth(16, 1) == pytest.approx(
+        min(link, 8 * 50e9 * 0.84)
+    )  # a node's 8 ports carry one ring
     assert H100.bandwidth(16, 8) == pytest.approx(50e9 * 0.84)  # one rank of each ring per node
 
 
@@ -135,20 +172,29 @@ def test_rings_take_the_narrowest_way():
 
 
 def test_matrix_products_by_hand():
-    """6 FLOPs per weight of the blocks and token at the sustained rate, and what small sizes cost beside it."""
+    """6 FLOPs per weight of the blocks and token at the sustained rate, and what small sizes cost
+    beside it.
+    """
     w = workload("--model.flavor=8B", NONE, *ONE_ROW, world=8)
-    q, kv, up, down = (8192, 4096, 4096), (8192, 4096, 1024), (8192, 4096, 14336), (8192, 14336, 4096)
+    q = (8192, 4096, 4096)
+    kv = (8192, 4096, 1024)
+    up = (8192, 4096, 14336)
+    down = (8192, 14336, 4096)
     by_hand = 32 * product_seconds(H100, [q, kv, kv, q, up, up, down], 989e12 * H100.gemm_bf16)
     assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
     blocks = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
     large = H100.model_copy(update={"gemm_ramp": 0.0, "gemm_depth": 0.0})
-    assert step_time(w, large).parts["matrix products"] == pytest.approx(6 * blocks * 8192 / 989e12 / H100.gemm_bf16)
+    assert step_time(w, large).parts["matrix products"] == pytest.approx(
+        6 * blocks * 8192 / 989e12 / H100.gemm_bf16
+    )
 
 
 def test_splitting_products_costs_more_than_their_communication():
     """An eighth of each product takes more than an eighth of the time."""
     whole = workload("--model.flavor=8B", NONE, *ONE_ROW, world=8)
-    split = workload("--model.flavor=8B", NONE, *ONE_ROW, "--parallelism.tensor_parallel_degree=8", world=8)
+    split = workload(
+        "--model.flavor=8B", NONE, *ONE_ROW, "--parallelism.tensor_parallel_degree=8", world=8
+    )
     parts = [step_time(w, H100).parts["matrix products"] for w in (whole, split)]
     assert 1.2 * parts[0] / 8 < parts[1] < 2 * parts[0] / 8
 
@@ -161,7 +207,9 @@ def test_a_ring_on_a_mesh_uses_the_links_between_its_own():
 
 
 def test_chance_to_fit():
-    """Even when the plan takes all there is; 19 in 20 where that is the upper end of a band that holds 90 %."""
+    """Even when the plan takes all there is; 19 in 20 where that is the upper end of a band that
+    holds 90 %.
+    """
     plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
 
     def chance(usable):
@@ -173,7 +221,9 @@ def test_chance_to_fit():
     assert chance(plan.peak_gib * (1 - plan.memory_band)) == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize(("extra", "known"), [([], 0.05), (["--parallelism.pipeline_parallel_degree=4"], 0.12)])
+@pytest.mark.parametrize(
+    ("extra", "known"), [([], 0.05), (["--parallelism.pipeline_parallel_degree=4"], 0.12)]
+)
 def test_memory_that_no_published_run_backs_has_a_wider_band(extra, known):
     """A compiled loss's: wide enough for runs that take 11 % more, however the loss is cut."""
     argv = ["--model.flavor=8B", "--training.seq_len=8192", "--training.local_batch_size=4", *extra]
@@ -213,15 +263,23 @@ def test_state_is_sharded_and_optimizers_differ():
     assert state() == pytest.approx(16 / 8)
     assert state(world=64) == pytest.approx(16 / 64)
     assert state("--optimizer.state_dtype=bfloat16") == pytest.approx(12 / 8)
-    assert state("--optimizer.early_step_in_backward", "--training.max_norm=0") == pytest.approx(12 / 8)
+    assert state("--optimizer.early_step_in_backward", "--training.max_norm=0") == pytest.approx(
+        12 / 8
+    )
     assert 12 / 8 < state("--optimizer.name=Muon") < 13 / 8
     assert state("--ema.enable") == pytest.approx(20 / 8)
     assert state("--training.enable_cpu_offload", "--ema.enable") == 0
 
 
 ONCE = "--parallelism.fsdp_reduce_once_per_step"
-HSDP = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"]
-DDP = ["--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree=1"]
+HSDP = [
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=4",
+]
+DDP = [
+    "--parallelism.data_parallel_replicate_degree=8",
+    "--parallelism.data_parallel_shard_degree=1",
+]
 OFFLOAD = "--training.enable_cpu_offload"
 
 
@@ -238,14 +296,22 @@ OFFLOAD = "--training.enable_cpu_offload"
     ],
 )
 def test_accumulation(argv, more, scatters, reduces):
-    """Bytes per parameter beyond those of one batch, and reductions of each group of parameters, for four batches."""
+    """Bytes per parameter beyond those of one batch, and reductions of each group of parameters,
+    for four batches.
+    """
     one, four = (
-        workload("--model.flavor=8B", *ONE_ROW, f"--training.global_batch_size={n}", *argv, world=8) for n in (8, 32)
+        workload("--model.flavor=8B", *ONE_ROW, f"--training.global_batch_size={n}", *argv, world=8)
+        for n in (8, 32)
     )
     assert memory_of(four, 0).reserved - memory_of(one, 0).reserved == more * 8_030_261_248
     calls = collectives(four).calls
-    assert (calls["fsdp", "reduce_scatter"], calls["dp_replicate", "all_reduce"]) == (33 * scatters, 33 * reduces)
-    once = workload("--model.flavor=8B", *ONE_ROW, "--training.global_batch_size=32", *argv, ONCE, world=8)
+    assert (calls["fsdp", "reduce_scatter"], calls["dp_replicate", "all_reduce"]) == (
+        33 * scatters,
+        33 * reduces,
+    )
+    once = workload(
+        "--model.flavor=8B", *ONE_ROW, "--training.global_batch_size=32", *argv, ONCE, world=8
+    )
     assert step_time(once, H100).seconds <= step_time(four, H100).seconds
 
 
@@ -265,14 +331,21 @@ def test_accumulation(argv, more, scatters, reduces):
 )
 def test_what_saves_memory(less, more):
     base = ["--model.flavor=8B", "--training.seq_len=8192"]
-    smaller, larger = (predict_memory(workload(*base, *argv, world=8)).reserved for argv in (less, more))
+    smaller, larger = (
+        predict_memory(workload(*base, *argv, world=8)).reserved for argv in (less, more)
+    )
     assert smaller < larger
 
 
 def test_weights_that_are_not_freed_stay_gathered():
     """All blocks in bf16 instead of two; and none is gathered again for the backward."""
     freed, kept = (
-        workload("--model.flavor=8B", *ONE_ROW, f"--parallelism.fsdp_reshard_after_forward={reshard}", world=8)
+        workload(
+            "--model.flavor=8B",
+            *ONE_ROW,
+            f"--parallelism.fsdp_reshard_after_forward={reshard}",
+            world=8,
+        )
         for reshard in ("default", "never")
     )
     block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
@@ -282,7 +355,12 @@ def test_weights_that_are_not_freed_stay_gathered():
 
 
 def test_earlier_pipeline_ranks_keep_more():
-    argv = ["--model.flavor=8B", NONE, "--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8"]
+    argv = [
+        "--model.flavor=8B",
+        NONE,
+        "--parallelism.pipeline_parallel_degree=4",
+        "--training.local_batch_size=8",
+    ]
     w = workload(*argv, "--training.seq_len=8192", world=4)
     sizes = [memory_of(w, rank).parts["activations"] for rank in range(4)]
     assert sizes[0] > sizes[1] > sizes[2]
@@ -296,7 +374,8 @@ def test_a_breadth_first_schedule_keeps_every_loss(extra, size):
     """Of the eager loss the log-softmax in fp32, of the compiled one logits in bf16, as traced."""
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4", *extra]
     breadth, depth = (
-        workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2) for name in ("GPipe", "1F1B")
+        workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2)
+        for name in ("GPipe", "1F1B")
     )
     more = memory_of(breadth, 1).parts["logits"] - memory_of(depth, 1).parts["logits"]
     assert more == 3 * size * breadth.tokens * breadth.vocab
@@ -304,9 +383,16 @@ def test_a_breadth_first_schedule_keeps_every_loss(extra, size):
 
 def test_compiled_blocks_run_a_split_backward_twice():
     """Autograd sees a compiled block as one operation: both parts of its backward are all of it."""
-    argv = ["--model.flavor=8B", NONE, "--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=16",
-            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]  # fmt: skip
-    eager, compiled = (step_time(workload(*argv, *more, world=4), H100) for more in ([], ["--compile.enable"]))
+    argv = [
+        "--model.flavor=8B",
+        NONE,
+        "--parallelism.pipeline_parallel_degree=4",
+        "--training.local_batch_size=16",
+        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+    ]
+    eager, compiled = (
+        step_time(workload(*argv, *more, world=4), H100) for more in ([], ["--compile.enable"])
+    )
     whole = step_time(workload(*argv[:-1], "--compile.enable", world=4), H100)
     assert eager.seconds < compiled.seconds
     assert compiled.seconds > 1.2 * whole.seconds

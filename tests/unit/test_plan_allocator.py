@@ -11,7 +11,8 @@ def test_grows_in_pages_and_uses_the_smallest_block_that_fits():
     assert reserved(take) == PAGE
     free = [(0, 0, "main"), (2, 0, "main")]  # holes of 8 MiB, and of 6 + the 2 left at the end
     assert reserved([*take, *free, (3, 8 * MIB, "main"), (4, 8 * MIB, "main")]) == PAGE
-    # 6 MiB go into the hole at the front only if they don't fit elsewhere better: both are 8, the first is taken.
+    # 6 MiB go into the hole at the front only if they don't fit elsewhere better: both are 8, the
+    # first is taken.
     assert reserved([*take, *free, (3, 6 * MIB, "main"), (4, 8 * MIB, "main")]) == PAGE
 
 

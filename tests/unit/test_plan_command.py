@@ -44,18 +44,24 @@ def accuracy():
 
 
 def test_accuracy(accuracy):
-    """The figures that docs/plan.md and the README state. Sources differ by up to 15 % about one configuration."""
+    """The figures that docs/plan.md and the README state. Sources differ by up to 15 % about one
+    configuration.
+    """
     script, rows = accuracy
     speed, space = script.errors([row for row in rows if row.system == script.TORCHTITAN])
     own = sorted(abs(error) for row, error in script.held_out(speed))
-    stated = rf"median error of {statistics.median(own):.1%}, at worst {own[-1]:.1%}".replace("%", " %")
+    stated = rf"median error of {statistics.median(own):.1%}, at worst {own[-1]:.1%}".replace(
+        "%", " %"
+    )
     assert stated in (ROOT / "README.md").read_text()
     assert stated in (ROOT / "docs/plan.md").read_text()
     assert statistics.median(own) <= 0.06
     assert sum(own) / len(own) <= 0.06
     assert own[-1] <= 0.15
     assert sum(abs(error) for _, error in space) / len(space) <= 0.03
-    assert all(abs(error) <= 0.08 for row, error in space if row.id != "repo-T5-b")  # 72.7, of another source 80.3 GiB
+    assert all(
+        abs(error) <= 0.08 for row, error in space if row.id != "repo-T5-b"
+    )  # 72.7, of another source 80.3 GiB
 
 
 def test_constants_are_those_of_the_fit(accuracy):
@@ -64,12 +70,17 @@ def test_constants_are_those_of_the_fit(accuracy):
     for hardware, constants in script.fit(rows).items():
         if find_hardware(hardware).fitted:
             for name, value in constants.items():
-                assert getattr(find_hardware(hardware), name) == pytest.approx(value, rel=0.01), (hardware, name)
+                assert getattr(find_hardware(hardware), name) == pytest.approx(value, rel=0.01), (
+                    hardware,
+                    name,
+                )
 
 
 @pytest.mark.slow  # torch takes most of a minute to build the pipelines of other systems
 def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
-    """They hold 90 % of the rows, each of which was left out of what made its band. And docs/plan.md has all rows."""
+    """They hold 90 % of the rows, each of which was left out of what made its band. And
+    docs/plan.md has all rows.
+    """
     script, rows = accuracy
     outside = script.held_out(script.errors(rows)[0])
     bands = script.fit_bands(outside)
@@ -87,19 +98,33 @@ def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
 
 def test_every_hardware_is_complete():
     known = load_hardware()
-    nvidia = {"h100-sxm", "h100-pcie", "h100-hbm2e", "h200", "a100", "b200", "b300", "gb200", "gb300"}
+    nvidia = {
+        "h100-sxm",
+        "h100-pcie",
+        "h100-hbm2e",
+        "h200",
+        "a100",
+        "b200",
+        "b300",
+        "gb200",
+        "gb300",
+    }
     assert known.keys() == nvidia | {"mi300x", "mi325x", "mi355x"}
     for hardware in known.values():
         hardware.check_ranks(10_000)
         assert hardware.capability is not None
-        if not hardware.name.startswith(("h100-hbm2e", "h100-pcie")):  # MFU is of the peak that plans use
+        if not hardware.name.startswith(
+            ("h100-hbm2e", "h100-pcie")
+        ):  # MFU is of the peak that plans use
             assert peak_flops(hardware.device_names[0], "bfloat16") == hardware.bf16
 
 
 def test_a_domain_of_nvlink_has_72_gpus():
     gb200 = find_hardware("gb200")
     assert gb200.bandwidth(72, 1) == gb200.link * gb200.link_efficiency
-    assert gb200.bandwidth(144, 1) > gb200.bandwidth(2, 72) == gb200.network * gb200.network_efficiency
+    assert (
+        gb200.bandwidth(144, 1) > gb200.bandwidth(2, 72) == gb200.network * gb200.network_efficiency
+    )
 
 
 def test_unknown_hardware_is_refused(tmp_path):
@@ -126,23 +151,45 @@ def test_calibration_describes_this_machine(tmp_path, monkeypatch, capsys):
     assert made.device == "cpu"
     assert made.fp32 > 1e8
     assert made.memory_gib > 0.5
-    assert main([str(ROOT / "train_configs/debug_model.toml"), f"--hardware={file}", "--world=1", "--fast"]) == 0
+    assert (
+        main(
+            [
+                str(ROOT / "train_configs/debug_model.toml"),
+                f"--hardware={file}",
+                "--world=1",
+                "--fast",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "on 1 x this-machine (1 node)" in out
     assert "link could not be measured" in out
     assert "guess" not in file.read_text()
     assert made.gemm_ramp == made.gemm_depth == 0  # small products were measured
-    with pytest.raises(ConfigError, match="this-machine has no network, the bytes/s of a GPU between nodes"):
-        main([str(ROOT / "train_configs/debug_model.toml"), f"--hardware={file}", "--world=2", "--fast"])
+    with pytest.raises(
+        ConfigError, match="this-machine has no network, the bytes/s of a GPU between nodes"
+    ):
+        main(
+            [
+                str(ROOT / "train_configs/debug_model.toml"),
+                f"--hardware={file}",
+                "--world=2",
+                "--fast",
+            ]
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_a_calibrated_product_takes_as_long_as_measured(bits):
     """A GPU is measured with a square product, of which the plan must not count the ramp twice."""
-    size, measured = 8192, 5e14
+    size = 8192
+    measured = 5e14
     rate = measured * calibrate._shortfall(size, bits)
     hw = H100.model_copy(update={"gemm_depth": H100.gemm_depth * 16 / bits})
-    assert product_seconds(hw, [(size, size, size)], rate) / 3 == pytest.approx(2 * size**3 / measured)
+    assert product_seconds(hw, [(size, size, size)], rate) / 3 == pytest.approx(
+        2 * size**3 / measured
+    )
 
 
 # ---- advice
@@ -164,14 +211,18 @@ def test_changes_do_what_they_say():
 def test_tensorwise_float8_is_suggested_where_it_wins():
     rowwise = ["--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise"]
     plan = predict(workload("--model.flavor=8B", NONE, *ONE_ROW, *rowwise, world=8), SPEC, H100)
-    (change,) = (change for change in changes(plan, "matrix products") if change.text == "tensorwise Float8")
+    (change,) = (
+        change for change in changes(plan, "matrix products") if change.text == "tensorwise Float8"
+    )
     assert change.settings["quantize.linear.float8.recipe_name"] == "tensorwise"
     assert change.gain > 0.05
 
 
 @pytest.mark.parametrize("holes", [1.5, 0.5])
 def test_traced_memory(monkeypatch, holes):
-    """A trace of the first, largest and last pipeline rank is told beside the plan's memory, which stays."""
+    """A trace of the first, largest and last pipeline rank is told beside the plan's memory, which
+    stays.
+    """
     argv = [
         "--model.flavor=8B",
         "--parallelism.pipeline_parallel_degree=8",
@@ -203,7 +254,9 @@ def test_traced_memory(monkeypatch, holes):
 def shipped():
     """(file, arguments) of each shipped TOML on the hardware that its comment names."""
     for file in sorted((ROOT / "train_configs").glob("*.toml")):
-        comment = re.search(r"# Hardware: (?:(\d+) (?:x|or more) H100 80 GB|any CPU)", file.read_text())
+        comment = re.search(
+            r"# Hardware: (?:(\d+) (?:x|or more) H100 80 GB|any CPU)", file.read_text()
+        )
         assert comment, f"{file.name}: its comment names no hardware"
         yield file, [str(file), f"--world={comment[1] or 1}", HARDWARE]
 
@@ -215,7 +268,11 @@ def test_shipped_files_fit_their_hardware(file, argv, capsys):
 
 
 def test_refusals_are_the_trainers():
-    argv = ["--model.flavor=8B", "--parallelism.tensor_parallel_degree=3", "--training.loss_chunks=7"]
+    argv = [
+        "--model.flavor=8B",
+        "--parallelism.tensor_parallel_degree=3",
+        "--training.loss_chunks=7",
+    ]
     for world, more in ((6, argv), (8, argv), (8, ["--training.stpes=3"])):
         with pytest.raises(ConfigError) as ours:
             main([f"--world={world}", HARDWARE, *more])
@@ -226,7 +283,12 @@ def test_refusals_are_the_trainers():
 
 @pytest.mark.parametrize(
     ("hardware", "converter"),
-    [("a100", "float8"), ("a100", "quantize.grouped_mm.float8"), ("h100-sxm", "mx"), ("mi355x", "mx")],
+    [
+        ("a100", "float8"),
+        ("a100", "quantize.grouped_mm.float8"),
+        ("h100-sxm", "mx"),
+        ("mi355x", "mx"),
+    ],
 )
 def test_the_device_is_refused_in_the_trainers_words(hardware, converter, monkeypatch):
     table = find_hardware(hardware)
@@ -279,7 +341,9 @@ def test_comparison(tmp_path, capsys):
     assert main(["--compare", LLAMA_8B, str(other), "--world=8", HARDWARE, "--fast"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"checkpointing +none +full", out)
-    assert main([f"--config={LLAMA_8B}", f"--compare={other}", "--world=8", HARDWARE, "--fast"]) == 0
+    assert (
+        main([f"--config={LLAMA_8B}", f"--compare={other}", "--world=8", HARDWARE, "--fast"]) == 0
+    )
     assert capsys.readouterr().out == out
     with pytest.raises(SystemExit):
         main(["--compare", str(other), "--world=8", HARDWARE, "--fast"])
@@ -293,16 +357,22 @@ def test_what_only_the_cluster_has_is_no_obstacle(tmp_path, capsys):
     for path, known in (("nowhere/*.jsonl", False), (f"{tmp_path}/[[]1]/*.jsonl", True)):
         data = ["--training.dataset=corpus", f"--training.dataset_path={path}"]
         assert main([LLAMA_8B, "--world=8", HARDWARE, "--fast", *data]) == 0
-        assert (f"training.dataset_path {path!r} is not on this machine" in capsys.readouterr().out) is not known
+        assert (
+            f"training.dataset_path {path!r} is not on this machine" in capsys.readouterr().out
+        ) is not known
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])  # the second takes 12 s to search
+@pytest.mark.parametrize(
+    "number", [0, pytest.param(1, marks=pytest.mark.slow)]
+)  # the second takes 12 s to search
 def test_the_examples_of_the_documentation(number, tmp_path, monkeypatch, capsys):
     """docs/plan.md shows what its commands print."""
     monkeypatch.chdir(tmp_path)
     Path("train_configs").symlink_to(ROOT / "train_configs")
     examples = re.findall(
-        r"```bash\ntorchtitan plan (.*?)\n```\n\n```text\n(.*?)```", (ROOT / "docs/plan.md").read_text(), re.S
+        r"```bash\ntorchtitan plan (.*?)\n```\n\n```text\n(.*?)```",
+        (ROOT / "docs/plan.md").read_text(),
+        re.S,
     )
     assert len(examples) == 2
     command, printed = examples[number]

@@ -1,4 +1,6 @@
-"""The planner's formulas for a mixture of experts, against the real model, real layouts and hand arithmetic."""
+"""The planner's formulas for a mixture of experts, against the real model, real layouts and hand
+arithmetic.
+"""
 
 import pytest
 import torch
@@ -22,11 +24,19 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
 SPEC = get_spec("qwen3_moe")
-LARGE = ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--training.seq_len=4096", "--training.local_batch_size=1"]
+LARGE = [
+    "--model.name=qwen3_moe",
+    "--model.flavor=30B-A3B",
+    "--training.seq_len=4096",
+    "--training.local_batch_size=1",
+]
 PARAMETERS = 30_532_122_624
-ATTENTION, EXPERTS, ROUTER = 2048 * 128 * (2 * 32 + 2 * 4), 8 * 3 * 2048 * 768, 2048 * 128
+ATTENTION = 2048 * 128 * (2 * 32 + 2 * 4)
+EXPERTS = 8 * 3 * 2048 * 768
+ROUTER = 2048 * 128
 """Of a block, the parameters that a token passes."""
-EP, TP = "--parallelism.expert_parallel_degree=", "--parallelism.tensor_parallel_degree="
+EP = "--parallelism.expert_parallel_degree="
+TP = "--parallelism.tensor_parallel_degree="
 
 
 def workload(*argv, world=1):
@@ -39,14 +49,22 @@ def test_parameters_are_those_of_the_model():
         model = SPEC.build(w.args, attention_backend("cpu"))
     assert w.params(w.stages[0]) == sum(p.numel() for p in model.parameters()) == PARAMETERS
     experts = 48 * 128 * 3 * 2048 * 768
-    for argv, kept in (([EP + "8"], experts / 8), ([EP + "4", TP + "2"], experts / 4), ([TP + "2"], experts)):
+    for argv, kept in (
+        ([EP + "8"], experts / 8),
+        ([EP + "4", TP + "2"], experts / 4),
+        ([TP + "2"], experts),
+    ):
         split = workload(*LARGE, *argv, world=16)
         assert 48 * split.expert_params == kept
-        assert split.shard(split.stages[0]) == pytest.approx(PARAMETERS / 16, rel=2e-3)  # norms, router: whole on tp
+        assert split.shard(split.stages[0]) == pytest.approx(
+            PARAMETERS / 16, rel=2e-3
+        )  # norms, router: whole on tp
 
 
 def test_whole_experts_are_padded():
-    """FSDP gives each of 256 ranks a whole one of 128 matrices or none, unless it may split them."""
+    """FSDP gives each of 256 ranks a whole one of 128 matrices or none, unless it may split
+    them.
+    """
     whole, split = (workload(*LARGE, *argv, world=256) for argv in ([], [TP + "2"]))
     assert (whole.expert_padding, split.expert_padding) == (2.0, 1.0)
     state = [memory_of(w, 0).parts["parameters"] for w in (whole, split)]
@@ -55,9 +73,22 @@ def test_whole_experts_are_padded():
 
 @pytest.mark.parametrize("mode", [[NONE], OP, [FULL]])
 def test_flops_are_those_that_run(mode):
-    """Products of one eager step: the router's in fp32, and those of a token's own experts alone."""
-    sizes = {"dim": 64, "n_layers": 2, "vocab_size": 512, "n_experts": 8, "experts_per_token": 2, "expert_dim": 48}
-    shape = ["--training.seq_len=32", "--training.local_batch_size=2", "--training.mixed_precision_param=float32"]
+    """Products of one eager step: the router's in fp32, and those of a token's own experts
+    alone.
+    """
+    sizes = {
+        "dim": 64,
+        "n_layers": 2,
+        "vocab_size": 512,
+        "n_experts": 8,
+        "experts_per_token": 2,
+        "expert_dim": 48,
+    }
+    shape = [
+        "--training.seq_len=32",
+        "--training.local_batch_size=2",
+        "--training.mixed_precision_param=float32",
+    ]
     tiny = [f"--model.overrides.{key}={value}" for key, value in sizes.items()]
     w = workload("--model.name=qwen3_moe", "--model.flavor=debugmodel", *tiny, *shape, *mode)
     torch.manual_seed(0)
@@ -68,21 +99,30 @@ def test_flops_are_those_that_run(mode):
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(0, 512, (2, 32))).square().sum().backward()
     counted = counter.get_flop_counts()["Global"]
-    products = sum(n for operation, n in counted.items() if str(operation).endswith((".mm", "grouped_mm", "_outer")))
+    products = sum(
+        n
+        for operation, n in counted.items()
+        if str(operation).endswith((".mm", "grouped_mm", "_outer"))
+    )
     assert hardware_flops(w)["matmul", "float32"] == products
 
 
 def test_exchanges_by_hand():
-    """Rows go to the experts and back in each pass; full checkpointing repeats the forward's, selection keeps them."""
+    """Rows go to the experts and back in each pass; full checkpointing repeats the forward's,
+    selection keeps them.
+    """
     rows = 2 * 4096 * 8 * 2048  # bytes of a microbatch's rows in bf16
     for mode, forwards in (([NONE], 1), (OP, 1), ([FULL], 2)):
         made = collectives(workload(*LARGE, *mode, EP + "8", world=8))
         assert made.calls["ep", "all_to_all"] == 48 * (3 * forwards + 2)
-        assert made.bytes["ep", "all_to_all"] == 48 * (2 * (forwards + 1) * rows + forwards * 4 * 128)
+        assert made.bytes["ep", "all_to_all"] == 48 * (
+            2 * (forwards + 1) * rows + forwards * 4 * 128
+        )
     halved = collectives(workload(*LARGE, NONE, EP + "4", TP + "2", world=8))
     assert halved.bytes["ep", "all_to_all"] == 48 * (4 * rows / 2 + 4 * 128)
     within = workload(*LARGE, NONE, EP + "8", world=16)
-    link, port = H100.link * H100.link_efficiency, H100.network * H100.network_efficiency
+    link = H100.link * H100.link_efficiency
+    port = H100.network * H100.network_efficiency
     expected = 48 * (4 * rows * 7 / 8 / link + 5 * H100.launch + HOST_WAIT)
     assert step_time(within, H100).parts["communication: ep"] == pytest.approx(expected)
     across = workload(*LARGE, NONE, EP + "16", world=16)
@@ -93,16 +133,26 @@ def test_exchanges_by_hand():
 def test_products_of_experts_by_hand():
     """1,024 rows for each expert, and half an empty tile; the router computes in fp32."""
     w = workload(*LARGE, NONE, "--training.local_batch_size=4", world=8)
-    rows, rate = 4 * 4096, H100.bf16 * H100.gemm_bf16
-    q, kv, out = (rows, 2048, 4096), (rows, 2048, 512), (rows, 4096, 2048)
+    rows = 4 * 4096
+    rate = H100.bf16 * H100.gemm_bf16
+    q = (rows, 2048, 4096)
+    kv = (rows, 2048, 512)
+    out = (rows, 4096, 2048)
     seconds = product_seconds(H100, [q, kv, kv, out], rate)
     expert = [(1024, 2048, 768), (1024, 2048, 768), (1024, 768, 2048)]
-    seconds += 128 * product_seconds(H100, expert, rate, ramp=1 / 128) * (1 + EXPERT_TILE / 2 / 1024)
-    router = H100.model_copy(update={"gemm_depth": H100.gemm_depth / 2})  # in fp32, half as many terms
+    seconds += (
+        128 * product_seconds(H100, expert, rate, ramp=1 / 128) * (1 + EXPERT_TILE / 2 / 1024)
+    )
+    router = H100.model_copy(
+        update={"gemm_depth": H100.gemm_depth / 2}
+    )  # in fp32, half as many terms
     seconds += product_seconds(router, [(rows, 2048, 128)], H100.fp32 * H100.gemm_bf16)
     by_hand = 48 * seconds
     assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
-    float8 = ["--model.converters=quantize.grouped_mm.float8", "--quantize.grouped_mm.float8.fqns=experts"]
+    float8 = [
+        "--model.converters=quantize.grouped_mm.float8",
+        "--quantize.grouped_mm.float8.fqns=experts",
+    ]
     rounded = workload(*LARGE, NONE, "--training.local_batch_size=4", *float8, world=8)
     assert hardware_flops(rounded)["matmul", "float8"] == 48 * 6 * EXPERTS * 4 * 4096
     time = step_time(rounded, H100)
@@ -111,8 +161,15 @@ def test_products_of_experts_by_hand():
 
 
 def test_search_tries_expert_parallelism():
-    """Each proposal is what the trainer accepts. With little work to hide gathers behind, experts are spread."""
-    argv = [*LARGE, "--training.global_batch_size=8", "--compile.enable", "--training.loss_chunks=8"]
+    """Each proposal is what the trainer accepts. With little work to hide gathers behind, experts
+    are spread.
+    """
+    argv = [
+        *LARGE,
+        "--training.global_batch_size=8",
+        "--compile.enable",
+        "--training.loss_chunks=8",
+    ]
     config = resolve(argv, 8).config
     found = search(config, SPEC, preflight(config, output=False).args, 8, H100)
     plans = [proposal.plan for proposal in found.best]

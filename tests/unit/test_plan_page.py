@@ -21,13 +21,27 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     """Pages with their JSON: of a pipeline of 16 ranks, and of a search for 8."""
-    folder, found = tmp_path_factory.mktemp("pages"), {}
+    folder = tmp_path_factory.mktemp("pages")
+    found = {}
     for name, argv in {
-        "pipeline": ["--model.flavor=8B", "--world=16", "--training.local_batch_size=8", "--training.seq_len=8192",
-                     FULL, "--parallelism.pipeline_parallel_degree=4"],
-        "search": ["--model.flavor=8B", "--world=8", "--training.local_batch_size=2", "--training.seq_len=8192",
-                   "--search", "--tokens=1e12", "--money=2"],
-    }.items():  # fmt: skip
+        "pipeline": [
+            "--model.flavor=8B",
+            "--world=16",
+            "--training.local_batch_size=8",
+            "--training.seq_len=8192",
+            FULL,
+            "--parallelism.pipeline_parallel_degree=4",
+        ],
+        "search": [
+            "--model.flavor=8B",
+            "--world=8",
+            "--training.local_batch_size=2",
+            "--training.seq_len=8192",
+            "--search",
+            "--tokens=1e12",
+            "--money=2",
+        ],
+    }.items():
         file = folder / f"{name}.html"
         main([*argv, "--hardware=h100-sxm", "--fast", f"--html={file}"])
         found[name] = file, json.loads(file.with_suffix(".json").read_text())
@@ -49,7 +63,8 @@ def test_the_page_carries_the_json_beside_it(planned):
     carried = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert json.loads(carried[1]) == data
     assert data["memory"]["peak_gib"] == max(r["reserved_gib"] for r in data["memory"]["ranks"])
-    assert data["schedule_svg"].count("<title>") == 2 * 4 * 8  # forward and backward, ranks, microbatches
+    # forward and backward, ranks, microbatches
+    assert data["schedule_svg"].count("<title>") == 2 * 4 * 8
     assert data["command"].startswith("torchtitan plan --model.flavor=8B --world=16")
     assert "pipeline_parallel_degree = 4" in data["toml"]
 
@@ -65,7 +80,10 @@ def test_ranges_are_the_bands_of_the_plan():
     plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
     data = as_data(plan)
     for figure, exponent in (("tokens_per_second_per_gpu", 1), ("mfu", 1), ("step_s", -1)):
-        ends = sorted((data["time"][figure] ** exponent * (1 + sign * plan.speed_band)) ** exponent for sign in (-1, 1))
+        ends = sorted(
+            (data["time"][figure] ** exponent * (1 + sign * plan.speed_band)) ** exponent
+            for sign in (-1, 1)
+        )
         assert list(data["time"]["ranges"][figure]) == pytest.approx(ends), figure
     assert data["memory"]["chance_to_fit"] == plan.chance_to_fit
 
@@ -73,7 +91,11 @@ def test_ranges_are_the_bands_of_the_plan():
 @pytest.mark.parametrize("schedule", [[], SPLIT], ids=["1F1B", "ZBV"])
 def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
     """One number in the headline, among the parts of the time and in the schedule."""
-    flags = ["--training.local_batch_size=8", "--training.seq_len=8192", "--parallelism.pipeline_parallel_degree=4"]
+    flags = [
+        "--training.local_batch_size=8",
+        "--training.seq_len=8192",
+        "--parallelism.pipeline_parallel_degree=4",
+    ]
     plan = predict(workload("--model.flavor=8B", *flags, *schedule, world=16), SPEC, H100)
     data = as_data(plan) | pictures(plan)
     area = {True: 0.0, False: 0.0}
@@ -83,13 +105,17 @@ def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
     blank = (1 - area[False] / area[True]) * plan.time.timeline.length / plan.time.seconds
     assert data["time"]["bubble"] == pytest.approx(blank, rel=0.01)
     parts = data["time"]["parts_s"]
-    assert parts["pipeline bubble"] / data["time"]["step_s"] == pytest.approx(data["time"]["bubble"])
+    assert parts["pipeline bubble"] / data["time"]["step_s"] == pytest.approx(
+        data["time"]["bubble"]
+    )
     assert sum(parts.values()) == pytest.approx(data["time"]["step_s"])
     assert f"bubble {data['time']['bubble']:.1%} of the step" in data["schedule_svg"]
     # A compiled backward runs twice when split: that is work, and no bubble.
     assert ("repeated by a split backward" in parts) == bool(schedule)
     if schedule:
-        assert "schedule Interleaved1F1B" in [change.text for change in changes(plan, "repeated by a split backward")]
+        assert "schedule Interleaved1F1B" in [
+            change.text for change in changes(plan, "repeated by a split backward")
+        ]
 
 
 def test_every_computation_of_the_warm_up_is_numbered(planned):
@@ -112,9 +138,14 @@ def test_a_browser_shows_the_figures(name, planned, tab):
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == (
             "rgb(22, 24, 28)" if dark else "rgb(255, 255, 255)"
         )
-    figures = "[...document.querySelectorAll('[data-figure]')].map(e => [e.dataset.figure, e.textContent])"
+    figures = (
+        "[...document.querySelectorAll('[data-figure]')].map(e => [e.dataset.figure, "
+        "e.textContent])"
+    )
     shown = dict(tab.evaluate(figures))
-    time, memory, run = data["time"], data["memory"], data["run"]
+    time = data["time"]
+    memory = data["memory"]
+    run = data["run"]
     assert shown["tokens_per_second_per_gpu"] == f"{time['tokens_per_second_per_gpu']:,.0f}"
     assert shown["mfu"] == f"{100 * time['mfu']:.1f} %"
     assert float(shown["step_s"]) == pytest.approx(time["step_s"], rel=0.005)
@@ -125,27 +156,36 @@ def test_a_browser_shows_the_figures(name, planned, tab):
         assert shown["bubble"] == f"{100 * time['bubble']:.1f} %"
     text = tab.evaluate("document.body.innerText")
     assert ("1 trillion tokens" in text) == (name == "search")
-    assert text.count(f"{100 * time['bubble']:.1f} %") >= 3 or name == "search"  # headline, parts, schedule
+    # headline, parts, schedule
+    assert text.count(f"{100 * time['bubble']:.1f} %") >= 3 or name == "search"
     last = data["world"] - 1
-    assert tab.evaluate(f"document.querySelectorAll('.mesh [data-tip^=\"rank {last}:\"]').length") == 1
+    assert (
+        tab.evaluate(f"document.querySelectorAll('.mesh [data-tip^=\"rank {last}:\"]').length") == 1
+    )
 
 
 @in_browser
 @pytest.mark.e2e
 def test_tooltips_answer_to_the_keyboard(planned, tab):
     tab.open(planned["pipeline"][0].as_uri(), 1280)
-    tip = "document.getElementById('tip').hidden ? null : document.getElementById('tip').textContent"
+    tip = (
+        "document.getElementById('tip').hidden ? null : document.getElementById('tip').textContent"
+    )
     seen = []
     for _ in range(40):
         tab.press("Tab")
-        if tab.evaluate("document.activeElement.closest('.schedule [data-explore]') !== null && "
-                        "'tip' in document.activeElement.dataset"):  # fmt: skip
+        if tab.evaluate(
+            "document.activeElement.closest('.schedule [data-explore]') !== null && "
+            "'tip' in document.activeElement.dataset"
+        ):
             break
     seen.append(tab.evaluate(tip))
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
         tab.press(key)
         seen.append(tab.evaluate(tip))
-    ranks = [re.match(r"rank (\d), stage \d: forward of microbatch (\d)", text).groups() for text in seen]
+    ranks = [
+        re.match(r"rank (\d), stage \d: forward of microbatch (\d)", text).groups() for text in seen
+    ]
     assert ranks == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
     tab.press("Escape")
     assert tab.evaluate(tip) is None
@@ -164,13 +204,16 @@ def test_dots_and_rows_of_a_search_are_tied(planned, tab):
     said = f"{best['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, {best['peak_gib']:.1f} GiB"
     assert said in tab.evaluate("document.getElementById('tip').textContent")
     x, y = tab.evaluate(
-        f"(box => [box.left + box.width / 2, box.top + box.height / 2])({mark}.getBoundingClientRect())"
+        "(box => [box.left + box.width / 2, box.top + box.height / "
+        f"2])({mark}.getBoundingClientRect())"
     )
     tab.evaluate(f"{row}.blur()")
     assert tab.evaluate(f"{mark}.hidden") is True
     assert tab.evaluate("document.querySelectorAll('tr.on').length") == 0
     tab.point(x, y)
-    marked = tab.evaluate("[...document.querySelectorAll('tr.on')].map(row => Number(row.dataset.key))")
+    marked = tab.evaluate(
+        "[...document.querySelectorAll('tr.on')].map(row => Number(row.dataset.key))"
+    )
     assert len(marked) == 1
     dot = data["search"]["best"][marked[0]]
     assert dot["peak_gib"] == pytest.approx(best["peak_gib"], rel=0.02)
@@ -182,15 +225,26 @@ def test_charts_zoom_and_follow_the_window(planned, tab):
     tab.open(planned["search"][0].as_uri(), 1280, height=4000)
     scale = "(({min, max}) => [min, max])(document.querySelector('.chart').plot.scales.x)"
     frame = (
-        "(box => [box.left, box.top, box.width, box.height])(document.querySelector('.u-over').getBoundingClientRect())"
+        "(box => [box.left, box.top, box.width, "
+        "box.height])(document.querySelector('.u-over').getBoundingClientRect())"
     )
     whole, (left, top, width, height) = tab.evaluate(scale), tab.evaluate(frame)
     tab.drag((left + width / 4, top + height / 4), (left + width / 2, top + height / 2))
-    low, high = whole[0] + (whole[1] - whole[0]) / 4, whole[0] + (whole[1] - whole[0]) / 2
+    low = whole[0] + (whole[1] - whole[0]) / 4
+    high = whole[0] + (whole[1] - whole[0]) / 2
     assert tab.evaluate(scale) == pytest.approx([low, high], rel=0.02)
-    tab.evaluate("document.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    tab.evaluate(
+        "document.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', "
+        "{bubbles: true}))"
+    )
     assert tab.evaluate(scale) == pytest.approx(whole)
-    tab.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    tab.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=500,
+        height=900,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
     tab.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert tab.evaluate("document.documentElement.scrollWidth") == 500
     assert tab.evaluate("document.querySelector('.chart').plot.width") < 500
@@ -205,7 +259,8 @@ def test_what_does_not_fit_is_drawn_so(planned, tab):
     assert [point["fits"] for point in data["scaling"]].count(False) > 0
     tab.open(file.as_uri(), 500)
     charts = tab.evaluate(
-        "[...document.querySelectorAll('.chart')].map(c => c.parentNode.querySelector('.key').textContent)"
+        "[...document.querySelectorAll('.chart')].map(c => "
+        "c.parentNode.querySelector('.key').textContent)"
     )
     assert len(charts) == 3  # the search, and speed and memory by the number of GPUs
     assert all("does not fit" in legend for legend in charts)
@@ -214,7 +269,9 @@ def test_what_does_not_fit_is_drawn_so(planned, tab):
     for _ in data["scaling"]:
         tab.press("ArrowRight")
         said.append(tab.evaluate("document.getElementById('tip').textContent"))
-    assert [text.endswith("does not fit") for text in said] == [not point["fits"] for point in data["scaling"]]
+    assert [text.endswith("does not fit") for text in said] == [
+        not point["fits"] for point in data["scaling"]
+    ]
 
 
 def test_pictures_need_no_search():

@@ -1,4 +1,6 @@
-"""What lowers a peak of memory: every saving is the difference of two plans, and the launcher names the best."""
+"""What lowers a peak of memory: every saving is the difference of two plans, and the launcher names
+the best.
+"""
 
 import os
 from types import SimpleNamespace
@@ -25,21 +27,37 @@ def test_savings_are_those_of_the_formulas():
                 "parallelism.fsdp_reduce_once_per_step", "parallelism.data_parallel_shard_degree",
                 "training.enable_cpu_offload"):  # fmt: skip
         assert key in keys
-    assert keys[-1] in ("training.seq_len", "optimizer.state_dtype")  # last, though a shorter row saves most
+    assert keys[-1] in (
+        "training.seq_len",
+        "optimizer.state_dtype",
+    )  # last, though a shorter row saves most
     assert "optimizer.early_step_in_backward" not in keys  # the trainer would refuse it
     for saving in found:
-        flags = [f"--{key}={str(value).lower() if value is False else value}" for key, value in saving.settings.items()]
+        flags = [
+            f"--{key}={str(value).lower() if value is False else value}"
+            for key, value in saving.settings.items()
+        ]
         after = predict_memory(workload(*BASE, *flags, world=saving.ranks)).reserved / GIB
         assert saving.before > saving.after == pytest.approx(after)
         assert str(saving).endswith(f"{after:.1f} GiB ({after - saving.before:+.1f})")
-    kept = [s.after for s in found if s.settings.keys().isdisjoint(("training.seq_len", "optimizer.state_dtype"))]
+    kept = [
+        s.after
+        for s in found
+        if s.settings.keys().isdisjoint(("training.seq_len", "optimizer.state_dtype"))
+    ]
     assert kept == sorted(kept)
 
 
 def test_accumulation_is_advised_only_where_it_saves():
     """A smaller batch on a rank lowers the peak now; whole gradients would have raised it."""
-    config = workload("--model.flavor=8B", NONE, *ONE_ROW, "--training.local_batch_size=2", world=8).config
-    (saving,) = [s for s in savings(config, SPEC, 8) if "training.local_batch_size" in s.settings and s.ranks == 8]
+    config = workload(
+        "--model.flavor=8B", NONE, *ONE_ROW, "--training.local_batch_size=2", world=8
+    ).config
+    (saving,) = [
+        s
+        for s in savings(config, SPEC, 8)
+        if "training.local_batch_size" in s.settings and s.ranks == 8
+    ]
     assert saving.after < saving.before - 10
 
 
@@ -54,7 +72,9 @@ def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):
         raise OutOfMemoryError("step 1: out of memory")
 
     def fail(argv):
-        raise ChildFailedError("train", {1: ProcessFailure(1, 1, OutOfMemoryError.exit_code, str(tmp_path / "none"))})
+        raise ChildFailedError(
+            "train", {1: ProcessFailure(1, 1, OutOfMemoryError.exit_code, str(tmp_path / "none"))}
+        )
 
     monkeypatch.setattr(command, "Stop", lambda grace: SimpleNamespace())
     monkeypatch.setattr(command, "train", run_out)
@@ -63,7 +83,9 @@ def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "environ", {**os.environ})
     os.environ.pop("RANK", None)
     argv = ["--", f"--job.dump_folder={tmp_path}", "--training.seq_len=8192"]
-    advised = r"(?s)out of memory\nWhat lowers the planned peak of .*\n  training.local_batch_size = 4: "
+    advised = (
+        r"(?s)out of memory\nWhat lowers the planned peak of .*\n  training.local_batch_size = 4: "
+    )
     with pytest.raises(OutOfMemoryError, match=advised):
         command.main(["--nproc-per-node=1", *argv])
     assert command.main(["--nproc-per-node=2", *argv]) == OutOfMemoryError.exit_code

@@ -1,4 +1,6 @@
-"""Pipeline schedules in the planner: bubbles against published formulas, and what stays in flight."""
+"""Pipeline schedules in the planner: bubbles against published formulas, and what stays in
+flight.
+"""
 
 import pytest
 
@@ -11,21 +13,27 @@ from torchtitan.tools.planner.pipeline_timeline import Held, Program, program, s
 def stages(name, degree, per_rank=1, csv_file=None):
     count = degree * per_rank
     v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
-    owners = tuple(2 * degree - 1 - s if v_shaped and s >= degree else s % degree for s in range(count))
+    owners = tuple(
+        2 * degree - 1 - s if v_shaped and s >= degree else s % degree for s in range(count)
+    )
     return PipelineStages(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
 
 
 def run(pipeline, microbatches, *, forward=1.0, backward=2.0, weights=1.0):
     per_rank = len(pipeline.ranks) / (max(pipeline.ranks) + 1)
     seconds = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
-    return simulate(program(pipeline, microbatches), lambda stage, kind: seconds[kind] / per_rank, 0.0)
+    return simulate(
+        program(pipeline, microbatches), lambda stage, kind: seconds[kind] / per_rank, 0.0
+    )
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 @pytest.mark.parametrize(("degree", "microbatches"), [(2, 2), (4, 8), (8, 32)])
 def test_bubble_of_one_stage_per_rank(name, degree, microbatches):
     """(P - 1) / (m + P - 1), Huang et al., arXiv:1811.06965."""
-    assert run(stages(name, degree), microbatches).idle == pytest.approx((degree - 1) / (microbatches + degree - 1))
+    assert run(stages(name, degree), microbatches).idle == pytest.approx(
+        (degree - 1) / (microbatches + degree - 1)
+    )
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
@@ -35,7 +43,8 @@ def test_bubble_of_interleaved_stages(name):
 
 
 def test_splitting_the_backward_fills_the_bubble():
-    zero, whole = run(stages("ZBVZeroBubble", 4, 2), 8), run(stages("Interleaved1F1B", 4, 2), 8)
+    zero = run(stages("ZBVZeroBubble", 4, 2), 8)
+    whole = run(stages("Interleaved1F1B", 4, 2), 8)
     assert zero.idle < 0.4 * whole.idle
 
 
@@ -48,14 +57,17 @@ def test_a_transfer_delays_what_waits_for_it():
 def test_a_schedule_file_is_run_as_written(tmp_path):
     file = tmp_path / "s.csv"
     orders = program(stages("1F1B", 3), 6).orders
-    file.write_text("\n".join(",".join(f"{a.stage}{a.kind}{a.microbatch}" for a in order) for order in orders))
+    file.write_text(
+        "\n".join(",".join(f"{a.stage}{a.kind}{a.microbatch}" for a in order) for order in orders)
+    )
     pipeline = stages("1F1B", 3, csv_file=str(file))
     assert program(pipeline, 6).orders == orders
     assert run(pipeline, 6).length == run(stages("1F1B", 3), 6).length
 
 
 @pytest.mark.parametrize(
-    "name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS"]
+    "name",
+    ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS"],
 )
 def test_every_named_schedule_computes_everything_once(name):
     pipeline = stages(name, 4, 1 if name == "1F1B" else 2)
@@ -68,16 +80,20 @@ def test_every_named_schedule_computes_everything_once(name):
 
 def test_microbatches_in_flight():
     most = [
-        max(held, key=lambda h: h.microbatches[rank]) for rank, held in enumerate(program(stages("1F1B", 4), 8).held)
+        max(held, key=lambda h: h.microbatches[rank])
+        for rank, held in enumerate(program(stages("1F1B", 4), 8).held)
     ]
     assert [held.microbatches for held in most] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
-    assert program(stages("GPipe", 4), 8).held[0] == (Held({0: 8}, 1),)  # and the gradient of the first to come back
+    assert program(stages("GPipe", 4), 8).held[0] == (
+        Held({0: 8}, 1),
+    )  # and the gradient of the first to come back
     assert Action(0, "F", 0) in program(stages("GPipe", 2), 1).orders[0]
 
 
 def test_microbatches_that_wait_for_their_weights_only():
-    """Under ZB-H1, the last of 4 ranks postpones all 4 microbatches that it keeps; the first postpones none,
-    since no stage waits for its inputs' gradients."""
+    """Under ZB-H1, the last of 4 ranks postpones all 4 microbatches that it keeps; the first
+    postpones none, since no stage waits for its inputs' gradients.
+    """
     orders = orders_of("zb-h1", 4, 8)
     first, *_, last = Program(orders, range(4)).held
     assert [(held.microbatches, held.postponed) for held in last] == [({3: 4}, {3: 4})]

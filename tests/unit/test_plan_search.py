@@ -1,4 +1,6 @@
-"""A search: that it misses no legal layout, that what it proposes is legal, likely to fit and worth showing."""
+"""A search: that it misses no legal layout, that what it proposes is legal, likely to fit and worth
+showing.
+"""
 
 import itertools
 import math
@@ -21,13 +23,20 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--model.flavor=8B", "--training.seq_len=8192", "--training.global_batch_size=32", "--compile.enable"]
+SMALL = [
+    "--model.flavor=8B",
+    "--training.seq_len=8192",
+    "--training.global_batch_size=32",
+    "--compile.enable",
+]
 HARDWARE = "--hardware=h100-sxm"
 
 
 def found_for(argv, world, axes=(), hardware=H100):
     config = any_layout(load_config(argv).config, world)
-    args = SPEC.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
+    args = SPEC.args(
+        config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len
+    )
     return search(config, SPEC, args, world, hardware, axes=axes)
 
 
@@ -39,10 +48,21 @@ def found():
 def test_everything_that_a_search_proposes_is_legal_and_fits(found):
     assert found.seen > 100
     for made in (proposal.plan for proposal in found.best):
-        p, ac = made.config.parallelism, made.config.activation_checkpoint
+        p = made.config.parallelism
+        ac = made.config.activation_checkpoint
         flags = [f"--parallelism.{k}={v}" for k, v in p.model_dump().items() if v not in (None, "")]
-        flags += [f"--activation_checkpoint.{key}={getattr(ac, key)}" for key in ("mode", "selective_ac_option")]
-        again = resolve([*SMALL, *flags, f"--training.local_batch_size={made.config.training.local_batch_size}"], 16)
+        flags += [
+            f"--activation_checkpoint.{key}={getattr(ac, key)}"
+            for key in ("mode", "selective_ac_option")
+        ]
+        again = resolve(
+            [
+                *SMALL,
+                *flags,
+                f"--training.local_batch_size={made.config.training.local_batch_size}",
+            ],
+            16,
+        )
         assert preflight(again.config, output=False).args == made.workload.args
         assert again.config.training.global_batch_size == 32
         assert made.chance_to_fit >= 0.9
@@ -52,7 +72,9 @@ def test_no_legal_layout_is_missed(monkeypatch):
     """All degrees of 24 ranks, tried one by one, are those that the search prices."""
     priced = set()
     module = "torchtitan.tools.planner.search"
-    monkeypatch.setattr(f"{module}.memory_of", lambda w, rank: priced.add(degrees_of(w.config)) or HUGE)
+    monkeypatch.setattr(
+        f"{module}.memory_of", lambda w, rank: priced.add(degrees_of(w.config)) or HUGE
+    )
     argv = ["--model.flavor=8B", "--training.seq_len=6144", "--training.global_batch_size=24"]
     found_for(argv, 24)
     legal = set()
@@ -64,7 +86,9 @@ def test_no_legal_layout_is_missed(monkeypatch):
             for local in [n for n in range(1, 25) if 24 % (n * degrees[1] * degrees[2]) == 0]:
                 t = config.training.model_copy(update={"local_batch_size": local})
                 try:
-                    derived_workload(config.model_copy(update={"parallelism": p, "training": t}), SPEC, 24)
+                    derived_workload(
+                        config.model_copy(update={"parallelism": p, "training": t}), SPEC, 24
+                    )
                 except ConfigError:
                     continue
                 legal.add((*degrees, 1))
@@ -85,7 +109,10 @@ def test_proposals_differ_and_none_beats_another(found):
     shown = [proposal for proposal in found.best if not proposal.why.startswith("the fastest with")]
     assert len(shown) >= 3
     given = load_config(SMALL).config
-    merits = [(p.plan.tokens_per_second, -p.plan.peak_gib, -complexity(p.plan.config, given)) for p in shown]
+    merits = [
+        (p.plan.tokens_per_second, -p.plan.peak_gib, -complexity(p.plan.config, given))
+        for p in shown
+    ]
     for one, other in itertools.permutations(merits, 2):
         assert not all(x >= y for x, y in zip(one, other, strict=True))
     for one, other in itertools.pairwise(shown[1:]):
@@ -118,7 +145,9 @@ def test_the_files_own_layout_is_a_row():
     assert found.best[-1].baseline
     assert found.best[-1].plan.workload.pp == 16
     data = search_data(found)
-    assert [best["baseline"] for best in data["best"]] == [proposal.baseline for proposal in found.best]
+    assert [best["baseline"] for best in data["best"]] == [
+        proposal.baseline for proposal in found.best
+    ]
     assert all(best["why"] and 0 <= best["chance_to_fit"] <= 1 for best in data["best"])
     assert data["limit_gib"] == H100.usable_gib
     assert search_table(found).count("this file's own layout") == 1
@@ -126,9 +155,11 @@ def test_the_files_own_layout_is_a_row():
 
 def test_a_search_starts_from_any_file(tmp_path, capsys):
     """A file whose degrees don't divide the ranks; what is written trains."""
-    file, out = tmp_path / "a.toml", tmp_path / "b.toml"
+    file = tmp_path / "a.toml"
+    out = tmp_path / "b.toml"
     file.write_text(
-        "[model]\nflavor = '1B'\n[training]\nlocal_batch_size = 4\n[parallelism]\ntensor_parallel_degree = 8\n"
+        "[model]\nflavor = '1B'\n[training]\nlocal_batch_size = "
+        "4\n[parallelism]\ntensor_parallel_degree = 8\n"
         "pipeline_parallel_degree = 8\npipeline_parallel_schedule = 'Interleaved1F1B'\n"
         "pipeline_parallel_layers_per_stage = 1\n[activation_checkpoint]\nmode = 'full'\n"
     )
@@ -142,13 +173,24 @@ def test_a_search_starts_from_any_file(tmp_path, capsys):
 
 
 def test_a_batch_that_cant_be_divided_is_said():
-    with pytest.raises(ConfigError, match=r"training\.global_batch_size: 4 rows can't be divided .* 7 ranks; .*: 7"):
+    with pytest.raises(
+        ConfigError, match=r"training\.global_batch_size: 4 rows can't be divided .* 7 ranks; .*: 7"
+    ):
         make_plan(["--model.flavor=8B", "--training.global_batch_size=4"], 7, H100, searching=True)
 
 
 def test_a_world_too_small_is_said():
-    argv = [str(ROOT / "train_configs/llama3_70b.toml"), "--world=8", HARDWARE, "--search", "--fast"]
-    with pytest.raises(UserError, match=r"none of .* is likely to fit .* the leanest takes [\d.]+ GiB; use more ranks"):
+    argv = [
+        str(ROOT / "train_configs/llama3_70b.toml"),
+        "--world=8",
+        HARDWARE,
+        "--search",
+        "--fast",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"none of .* is likely to fit .* the leanest takes [\d.]+ GiB; use more ranks",
+    ):
         main(argv)
 
 

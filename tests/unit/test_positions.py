@@ -1,4 +1,6 @@
-"""Every position that a reader can be in goes through a checkpoint's manifest and gives the same rows."""
+"""Every position that a reader can be in goes through a checkpoint's manifest and gives the same
+rows.
+"""
 
 import gzip
 import itertools
@@ -30,7 +32,9 @@ from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import FormatBugError, UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
-SEQ, STEPS, AFTER = 16, 12, 3
+SEQ = 16
+STEPS = 12
+AFTER = 3
 RANDOM = random.Random(7)
 WORDS = ["some", "words,", "grün", "1234", "日本", "a\r\nline"]
 SHORT = [" ".join(RANDOM.choices(WORDS, k=RANDOM.randrange(1, 30))) for _ in range(19)]
@@ -69,7 +73,11 @@ def folder(tmp_path_factory):
     (root / "long/c.jsonl").write_bytes(lines([LONG[2], *SHORT[:2]]))
     (root / "json/a.jsonl").write_bytes(lines(SHORT[:9]))
     (root / "json/b.json").write_text(json.dumps([{"text": text} for text in SHORT[9:]]))
-    for name, texts in {"parquet/a": SHORT, "rows/a": [*SHORT[:9], LONG[3]], "rows/b": SHORT[9:]}.items():
+    for name, texts in {
+        "parquet/a": SHORT,
+        "rows/a": [*SHORT[:9], LONG[3]],
+        "rows/b": SHORT[9:],
+    }.items():
         pq.write_table(pa.table({"text": texts}), root / f"{name}.parquet", row_group_size=4)
     (root / "bad/a.jsonl").write_bytes(lines([*SHORT, LONG[0]], *BAD))
     for i in range(4):
@@ -78,7 +86,13 @@ def folder(tmp_path_factory):
     ids = [TOKENIZER.encode_document(text) for text in SHORT + LONG]
     write_token_file(root / "a.bin", ids, TOKENIZER, {})
     documents = LocalDocuments(str(root / "long"), "key")
-    assert [isinstance(documents[i], LongText) for i in range(5)] == [True, True, True, False, False]
+    assert [isinstance(documents[i], LongText) for i in range(5)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     return root
 
 
@@ -100,7 +114,9 @@ def interleaved(dataset_path):
     """Its state has the generator's, integers of 128 bits."""
     import datasets
 
-    return datasets.interleave_datasets([generated(None), generated(None)], probabilities=[0.3, 0.7], seed=5)
+    return datasets.interleave_datasets(
+        [generated(None), generated(None)], probabilities=[0.3, 0.7], seed=5
+    )
 
 
 def rows_of(shards):
@@ -109,7 +125,14 @@ def rows_of(shards):
             yield {"text": text}
 
 
-FILES = {"text": "text", "long": "long", "json": "json", "parquet": "parquet", "bad": "bad", "tokens": "a.bin"}
+FILES = {
+    "text": "text",
+    "long": "long",
+    "json": "json",
+    "parquet": "parquet",
+    "bad": "bad",
+    "tokens": "a.bin",
+}
 STREAMS = {"stream": "shards", "skipping": "bad_shards", "columns": "rows"}
 CUSTOM = {"numbered": numbered, "generated": generated, "interleaved": interleaved}
 KINDS = [*FILES, *STREAMS, *CUSTOM]
@@ -118,7 +141,9 @@ NEED_SKIP = {"bad", "skipping"}
 
 def source(folder, kind, weight=1.0, max_epochs=None):
     if kind in FILES:
-        return Source(name=kind, dataset_path=str(folder / FILES[kind]), weight=weight, max_epochs=max_epochs)
+        return Source(
+            name=kind, dataset_path=str(folder / FILES[kind]), weight=weight, max_epochs=max_epochs
+        )
     dataset = str(folder / STREAMS[kind]) if kind in STREAMS else kind
     return Source(name=kind, dataset=dataset, weight=weight)
 
@@ -141,11 +166,16 @@ def loader(sources, stages=(), *, rows=6, seed=3, skip=True, **options):
 
 def read(loader, start, ranks, workers, steps):
     """Rows and position of each step, as the workers of several ranks read them."""
-    shares = [((rank, ranks), (worker, workers)) for rank in range(ranks) for worker in range(workers)]
+    shares = [
+        ((rank, ranks), (worker, workers)) for rank in range(ranks) for worker in range(workers)
+    ]
     readers = [StepReader(loader.spec, loader.sources, share, start).steps() for share in shares]
     for _ in range(steps):
         found = pickle.loads(pickle.dumps([next(reader) for reader in readers]))
-        of_ranks = [joined([part.position for part in found[i : i + workers]]) for i in range(0, len(found), workers)]
+        of_ranks = [
+            joined([part.position for part in found[i : i + workers]])
+            for i in range(0, len(found), workers)
+        ]
         yield [row for part in found for row in part.rows], loader.state(of_ranks)
 
 
@@ -158,9 +188,13 @@ def mixtures(draw, kind):
     sources = [(kind, draw(weights)) for kind in kinds]
     stages = []
     for step in draw(st.lists(st.integers(2, STEPS), max_size=2, unique=True).map(sorted)):
-        changed = draw(st.dictionaries(st.sampled_from(kinds[1:] or kinds), weights | st.just(0.0), max_size=1))
+        changed = draw(
+            st.dictionaries(st.sampled_from(kinds[1:] or kinds), weights | st.just(0.0), max_size=1)
+        )
         size = draw(st.sampled_from([None, 4, 8]))
-        stages.append(Stage(from_step=step, weights=changed if len(kinds) > 1 else {}, global_batch_size=size))
+        stages.append(
+            Stage(from_step=step, weights=changed if len(kinds) > 1 else {}, global_batch_size=size)
+        )
     skip = bool(NEED_SKIP & set(kinds)) or draw(st.booleans())
     epochs = draw(st.sampled_from([None, 1])) if len(kinds) > 1 else None
     return sources, stages, skip, epochs
@@ -171,7 +205,11 @@ LAYOUTS = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 
 def counts_of(state):
     """What two positions have in common that give the same rows."""
-    return state.step, state.shares, {name: (source.rows, source.skipped) for name, source in state.sources.items()}
+    return (
+        state.step,
+        state.shares,
+        {name: (source.rows, source.skipped) for name, source in state.sources.items()},
+    )
 
 
 RARE = {
@@ -184,10 +222,16 @@ RARE = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_manifest_keeps_every_position(folder, kind):
-    """A run that is saved and resumed twice, each time in another layout, reads what an uninterrupted one does."""
+    """A run that is saved and resumed twice, each time in another layout, reads what an
+    uninterrupted one does.
+    """
     lanes = []
 
-    @given(mixtures(kind), st.tuples(st.integers(1, 8), st.integers(1, 3)), st.lists(LAYOUTS, min_size=3, max_size=3))
+    @given(
+        mixtures(kind),
+        st.tuples(st.integers(1, 8), st.integers(1, 3)),
+        st.lists(LAYOUTS, min_size=3, max_size=3),
+    )
     @settings(
         max_examples=4,
         derandomize=True,
@@ -198,7 +242,10 @@ def test_a_manifest_keeps_every_position(folder, kind):
     )
     def check(mixture, counts, layouts):
         sources, stages, skip, epochs = mixture
-        tables = [source(folder, kind, weight, epochs if kind == "tokens" else None) for kind, weight in sources]
+        tables = [
+            source(folder, kind, weight, epochs if kind == "tokens" else None)
+            for kind, weight in sources
+        ]
         reading = loader(tables, stages, skip=skip)
         whole = list(read(reading, reading.start, 1, 1, STEPS))
         done = 0
@@ -263,7 +310,10 @@ def numbered_rows():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.ones(1), r"a value of type torch\.Tensor at \.examples_iterable\.mine\[0\]\.seen, which a checkpoint"),
+        (
+            torch.ones(1),
+            r"a value of type torch\.Tensor at \.examples_iterable\.mine\[0\]\.seen, which a checkpoint",  # noqa: E501
+        ),
         (np.int64(3), r"a value of type numpy\.int64 at .*\.seen,"),
         (np.float64(3), r"a value of type numpy\.float64 at .*\.seen,"),
         (float("nan"), r"the number nan at .*\.seen,"),
@@ -272,13 +322,18 @@ def numbered_rows():
         ({1: 2}, r"a key of type int at .*\.seen,"),
         ("\ud800", r"a string with a lone surrogate at .*\.seen,"),
         ({"\ud800": 1}, r"as a key, a string with a lone surrogate at .*\.seen,"),
-        (reduce(lambda inner, _: [inner], range(200), 0), r"more than 100 levels of lists and dicts at .*\.seen"),
+        (
+            reduce(lambda inner, _: [inner], range(200), 0),
+            r"more than 100 levels of lists and dicts at .*\.seen",
+        ),
     ],
     ids=lambda value: str(value)[:10] if isinstance(value, str) else type(value).__name__,
 )
 def test_a_state_that_is_no_json_is_refused_at_start(monkeypatch, value, text):
     monkeypatch.setitem(CUSTOM, "odd", lambda dataset_path: odd_stream(value, 0))
-    with pytest.raises(UserError, match=r"training\.dataset: the state_dict\(\) of 'odd' has " + text):
+    with pytest.raises(
+        UserError, match=r"training\.dataset: the state_dict\(\) of 'odd' has " + text
+    ):
         loader([Source(name="data", dataset="odd")])
 
 
@@ -296,12 +351,17 @@ def test_any_json_is_a_state(monkeypatch):
     reading = loader([Source(name="data", dataset="odd")], rows=1)
     state = list(read(reading, reading.start, 1, 1, 8))[-1][1]
     kept = parse(manifest_bytes(state)).state()["data"]
-    assert kept.sources["data"].lanes["0"].cursor.stream["examples_iterable"]["mine"] == [{"seen": value}]
+    assert kept.sources["data"].lanes["0"].cursor.stream["examples_iterable"]["mine"] == [
+        {"seen": value}
+    ]
 
 
 def test_positions_of_earlier_versions_are_read():
     """Those that had been written before `position` and `skipped` were."""
-    lanes = {"0": {"cursor": {"position": 5}, "offset": 3}, "1": {"cursor": {"epoch": 1, "stream": None}, "offset": -1}}
+    lanes = {
+        "0": {"cursor": {"position": 5}, "offset": 3},
+        "1": {"cursor": {"epoch": 1, "stream": None}, "offset": -1},
+    }
     read = SourcePosition.model_validate_json(
         json.dumps({"contents": "x", "rows": 9, "lane_count": 2, "lanes": lanes}),
     )
@@ -314,7 +374,10 @@ def test_positions_of_earlier_versions_are_read():
     ("change", "text"),
     [
         ({"data": {"more": 1}}, r"train_state\.data\.more: Extra inputs are not permitted"),
-        ({"guard": {"calm": -1}}, r"train_state\.guard\.calm: Input should be greater than or equal to 0"),
+        (
+            {"guard": {"calm": -1}},
+            r"train_state\.guard\.calm: Input should be greater than or equal to 0",
+        ),
         ({"progress": {"tokens": np.int64(3)}}, r"a value of type int64"),
     ],
 )
@@ -322,5 +385,8 @@ def test_what_a_manifest_cannot_hold_is_called_a_bug(change, text):
     content = train_state(2)
     for part, entries in change.items():
         content[part] |= entries
-    with pytest.raises(FormatBugError, match=rf"{text} \(manifest\.json\): this is a bug in torchtitan, please report"):
+    with pytest.raises(
+        FormatBugError,
+        match=rf"{text} \(manifest\.json\): this is a bug in torchtitan, please report",
+    ):
         render({**ABOUT, **MINIMAL, "step": 2, "train_state": content})

@@ -1,4 +1,6 @@
-"""Which layers are converted, and the numbers of emulated Float8 and MXFP8 against their definitions."""
+"""Which layers are converted, and the numbers of emulated Float8 and MXFP8 against their
+definitions.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,11 @@ def converted(*argv, flavor="8B", tp_degree=1, **overrides):
     }
 
 
-ALL = {f"attention.{w}" for w in ("wq", "wk", "wv", "wo")} | {f"feed_forward.w{i}" for i in (1, 2, 3)} | {"output"}
+ALL = (
+    {f"attention.{w}" for w in ("wq", "wk", "wv", "wo")}
+    | {f"feed_forward.w{i}" for i in (1, 2, 3)}
+    | {"output"}
+)
 
 
 def test_layers_are_left_out_by_name_and_by_size():
@@ -39,9 +45,13 @@ def test_layers_are_left_out_by_name_and_by_size():
     }
     narrow = {"dim": 64, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96, "vocab_size": 100}
     assert converted(*FLOAT8, **narrow) == ALL - {"output"}
-    assert converted(*FLOAT8, tp_degree=4, **narrow) == {f"attention.{w}" for w in ("wq", "wk", "wv", "wo")}
+    assert converted(*FLOAT8, tp_degree=4, **narrow) == {
+        f"attention.{w}" for w in ("wq", "wk", "wv", "wo")
+    }
     assert converted(*MX) == ALL - {"output"}
-    assert converted(*MX, tp_degree=2, **narrow) == {f"attention.{w}" for w in ("wq", "wk", "wv", "wo")}
+    assert converted(*MX, tp_degree=2, **narrow) == {
+        f"attention.{w}" for w in ("wq", "wk", "wv", "wo")
+    }
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -52,8 +62,15 @@ def test_small_layers_are_those_that_torchao_names(recipe, flavor):
     worth_it = _auto_filter_for_recipe(recipe, [])
     with torch.device("meta"):
         model = SPEC.build(SPEC.args(flavor, {"n_layers": 1}), attention_backend("cpu"))
-    expected = {name.removeprefix("layers.0.") for name, module in model.named_modules() if worth_it(module, name)}
-    options = (f"--quantize.linear.float8.recipe_name={recipe}", "--float8.filter_fqns=auto_filter_small_kn")
+    expected = {
+        name.removeprefix("layers.0.")
+        for name, module in model.named_modules()
+        if worth_it(module, name)
+    }
+    options = (
+        f"--quantize.linear.float8.recipe_name={recipe}",
+        "--float8.filter_fqns=auto_filter_small_kn",
+    )
     assert converted(*FLOAT8, *options, flavor=flavor) == expected
 
 
@@ -93,20 +110,24 @@ def float8(x, amax):
 
 
 def test_emulated_float8_rounds_with_one_scale_for_the_tensor():
-    layer, x = linear(FLOAT8), torch.randn(32, 64)
+    layer = linear(FLOAT8)
+    x = torch.randn(32, 64)
     expected = float8(x, x.abs().max()) @ float8(layer.weight, layer.weight.abs().max()).T
     assert_rounds(layer(x), expected, terms=64, chain=1)
 
 
 def mxfp8(x):
-    """Blocks of 32 along the last axis share 2^(floor(log2(max)) - 8), 8 being e4m3's largest exponent."""
+    """Blocks of 32 along the last axis share 2^(floor(log2(max)) - 8), 8 being e4m3's largest
+    exponent.
+    """
     blocks = x.unflatten(-1, (-1, 32))
     scale = 2 ** (blocks.abs().amax(-1, keepdim=True).log2().floor() - 8)
     return ((blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
 def test_emulated_mxfp8_is_the_definition_in_all_three_products():
-    layer, x = linear(MX), torch.randn(32, 64, requires_grad=True)
+    layer = linear(MX)
+    x = torch.randn(32, 64, requires_grad=True)
     upstream = torch.randn(32, 96)
     out = layer(x)
     out.backward(upstream)

@@ -15,8 +15,18 @@ from torchtitan.train.preflight import check_quantized_experts
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("qwen3_moe")
-SIZES = {"n_layers": 2, "dim": 32, "head_size": 16, "expert_dim": 32, "n_experts": 4, "experts_per_token": 2}
-FLOAT8 = ["--model.converters=quantize.grouped_mm.float8", "--quantize.grouped_mm.float8.fqns=experts"]
+SIZES = {
+    "n_layers": 2,
+    "dim": 32,
+    "head_size": 16,
+    "expert_dim": 32,
+    "n_experts": 4,
+    "experts_per_token": 2,
+}
+FLOAT8 = [
+    "--model.converters=quantize.grouped_mm.float8",
+    "--quantize.grouped_mm.float8.fqns=experts",
+]
 EMULATED = [*FLOAT8, "--quantize.grouped_mm.float8.emulate"]
 MX = ["--model.converters=quantize.grouped_mm.mx", "--quantize.grouped_mm.mx.fqns=experts"]
 ENDS = torch.tensor([30, 30, 96, 104], dtype=torch.int32)
@@ -35,13 +45,17 @@ def gradients(product, rows, weight, upstream):
 
 
 def e4m3(x, dim):
-    """Scaled by the power of two that brings the largest closest to 448 from below, rounded, and back."""
+    """Scaled by the power of two that brings the largest closest to 448 from below, rounded, and
+    back.
+    """
     scale = 2 ** (448 / x.abs().amax(dim, keepdim=True).clamp(min=1e-12)).log2().floor()
     return (x * scale).to(torch.float8_e4m3fn).float() / scale
 
 
 def mx(x, dim):
-    """Blocks of 32 along `dim` share the smallest power of two that brings the largest below 448."""
+    """Blocks of 32 along `dim` share the smallest power of two that brings the largest below
+    448.
+    """
     blocks = x.movedim(dim, -1).unflatten(-1, (-1, 32))
     scale = 2 ** (blocks.abs().amax(-1, keepdim=True) / 448).clamp(min=2**-127).log2().ceil()
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).movedim(-1, dim)
@@ -52,8 +66,10 @@ def by_expert(rounded, rows, weight, upstream):
     starts = [0, *ENDS.tolist()]
     parts = []
     for start, end, matrix in zip(starts, starts[1:], weight.detach(), strict=False):
-        x, g = rows.detach()[start:end], upstream[start:end]
-        out, of_x = rounded(x, 1) @ rounded(matrix, 1).T, rounded(g, 1) @ rounded(matrix, 0)
+        x = rows.detach()[start:end]
+        g = upstream[start:end]
+        out = rounded(x, 1) @ rounded(matrix, 1).T
+        of_x = rounded(g, 1) @ rounded(matrix, 0)
         fill = torch.zeros(32 - len(x) % 32, 1)  # in blocks
         of_w = rounded(torch.cat([g, fill.expand(-1, g.shape[1])]), 0).T @ rounded(
             torch.cat([x, fill.expand(-1, x.shape[1])]), 0
@@ -64,7 +80,9 @@ def by_expert(rounded, rows, weight, upstream):
 
 
 def assert_same_products(ours, theirs, inputs):
-    """Each element, in whatever order its products are added: at most 104, each of which rounds by eps / 2."""
+    """Each element, in whatever order its products are added: at most 104, each of which rounds by
+    eps / 2.
+    """
     rows, weight, upstream = (x.detach().abs() for x in inputs)
     sizes = gradients(grouped_mm, rows.requires_grad_(), weight.requires_grad_(), upstream)
     for one, other, size in zip(ours, theirs, sizes, strict=True):
@@ -76,18 +94,26 @@ def test_emulated_float8_is_the_definition_in_all_three_products(inputs):
 
 
 def test_error_of_float8_is_within_that_of_its_rounding(inputs):
-    """Each operand is at most 2^-4 off, so a sum of products is at most 2^-3 + 2^-8 of the sum of their sizes."""
+    """Each operand is at most 2^-4 off, so a sum of products is at most 2^-3 + 2^-8 of the sum of
+    their sizes.
+    """
     rows, weight, upstream = inputs
-    sizes = gradients(grouped_mm, rows.detach().abs().requires_grad_(), weight.abs(), upstream.abs())
+    sizes = gradients(
+        grouped_mm, rows.detach().abs().requires_grad_(), weight.abs(), upstream.abs()
+    )
     exact = gradients(grouped_mm, *inputs)
     for rounded, whole, size in zip(gradients(emulated_float8, *inputs), exact, sizes, strict=True):
-        assert ((rounded - whole).abs() <= (2**-3 + 2**-8) * size + 1e-3 * size.amax(-1, keepdim=True)).all()
+        assert (
+            (rounded - whole).abs() <= (2**-3 + 2**-8) * size + 1e-3 * size.amax(-1, keepdim=True)
+        ).all()
         assert not torch.equal(rounded, whole)
 
 
 def test_emulated_mxfp8_is_the_definition_in_all_three_products():
     torch.manual_seed(0)
-    rows, weight, upstream = torch.randn(104, 64), torch.randn(4, 96, 64), torch.randn(104, 96).bfloat16().float()
+    rows = torch.randn(104, 64)
+    weight = torch.randn(4, 96, 64)
+    upstream = torch.randn(104, 96).bfloat16().float()
     rows, weight = (x.bfloat16().float().requires_grad_() for x in (rows, weight))
     ours = gradients(padded(mxfp8(emulate=True), 32), rows, weight, upstream)
     for one, other in zip(ours, by_expert(mx, rows, weight, upstream), strict=True):
@@ -100,7 +126,9 @@ def test_padding_changes_nothing_but_the_sizes_of_the_groups(inputs):
         assert ends[-1] == len(rows)
         return grouped_mm(rows, weight, ends)
 
-    assert_same_products(gradients(padded(product, 16), *inputs), gradients(grouped_mm, *inputs), inputs)
+    assert_same_products(
+        gradients(padded(product, 16), *inputs), gradients(grouped_mm, *inputs), inputs
+    )
 
 
 def test_float8_on_cuda_calls_torchao_with_groups_that_it_takes(inputs, monkeypatch):
@@ -116,7 +144,9 @@ def test_float8_on_cuda_calls_torchao_with_groups_that_it_takes(inputs, monkeypa
     model = nn.Module()
     model.experts = Experts(4, 64, 48)
     quantize(model, resolve(FLOAT8, 1).config, 1)
-    assert_same_products(gradients(model.experts.product, *inputs), gradients(grouped_mm, *inputs), inputs)
+    assert_same_products(
+        gradients(model.experts.product, *inputs), gradients(grouped_mm, *inputs), inputs
+    )
 
 
 def test_experts_are_converted_by_name_and_nothing_else():
@@ -126,7 +156,11 @@ def test_experts_are_converted_by_name_and_nothing_else():
     before = {name: type(module) for name, module in model.named_modules()}
     quantize(model, resolve(argv, 1).config, 1)
     assert {name: type(module) for name, module in model.named_modules()} == before
-    products = {name: module.product for name, module in model.named_modules() if isinstance(module, Experts)}
+    products = {
+        name: module.product
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+    }
     assert products == {"layers.0.moe.experts": grouped_mm, "layers.1.moe.experts": emulated_float8}
 
 
@@ -145,8 +179,16 @@ def test_float8_of_linear_layers_leaves_router_and_experts_alone():
     ("argv", "sizes", "words"),
     [
         (FLOAT8[:1], {}, 'fqns names no experts; set it to ["experts"]'),
-        ([FLOAT8[0], "--quantize.grouped_mm.float8.fqns=expert,atention"], {}, "'atention' is in the name of no"),
-        (FLOAT8, {"expert_dim": 40}, "expert_dim 40 of model.flavor debugmodel of qwen3_moe must be a multiple of 16"),
+        (
+            [FLOAT8[0], "--quantize.grouped_mm.float8.fqns=expert,atention"],
+            {},
+            "'atention' is in the name of no",
+        ),
+        (
+            FLOAT8,
+            {"expert_dim": 40},
+            "expert_dim 40 of model.flavor debugmodel of qwen3_moe must be a multiple of 16",
+        ),
         (MX, {"expert_dim": 48}, "must be a multiple of 32"),
         (MX, {"n_experts": 0}, "has no experts; remove it"),
     ],

@@ -40,9 +40,14 @@ def read(documents):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A folder of all formats and compressions, with what usually lies beside data; its texts in order of the files."""
+    """A folder of all formats and compressions, with what usually lies beside data; its texts in
+    order of the files.
+    """
     folder = tmp_path_factory.mktemp("corpus")
-    lines = ["\n".join(json.dumps({"body": text, "id": i, "text": 5}) for text in part) for i, part in parts()]
+    lines = [
+        "\n".join(json.dumps({"body": text, "id": i, "text": 5}) for text in part)
+        for i, part in parts()
+    ]
     content = [line.encode() for line in lines]
     (folder / "0.jsonl").write_bytes(b"\xef\xbb\xbf" + content[0])
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(content[1]))
@@ -52,11 +57,20 @@ def corpus(tmp_path_factory):
         file.write(content[4])
     table = pa.table({"body": dict(parts())[5], "id": range(5)})
     pq.write_table(table, folder / "5.parquet", row_group_size=4)
-    (folder / "6.json").write_text(json.dumps([{"body": text} for text in dict(parts())[6]], indent=1))
+    (folder / "6.json").write_text(
+        json.dumps([{"body": text} for text in dict(parts())[6]], indent=1)
+    )
     (folder / "7").mkdir()
     (folder / "7/a.txt").write_bytes("a text\r\nof lines ä".encode())
     (folder / "7/b.md.gz").write_bytes(gzip.compress(b"another"))
-    for name in ("README.md", "LICENSE", "LICENSE.txt", "dataset_infos.json", ".hidden.jsonl", "image.png"):
+    for name in (
+        "README.md",
+        "LICENSE",
+        "LICENSE.txt",
+        "dataset_infos.json",
+        ".hidden.jsonl",
+        "image.png",
+    ):
         (folder / name).write_text("{ nothing")
     (folder / ".git").mkdir()
     (folder / ".git/x.json").write_text("{ nothing")
@@ -65,7 +79,9 @@ def corpus(tmp_path_factory):
 
 
 def parts():
-    return [(i, [*part]) for i, part in enumerate(np.array_split(np.array(TEXTS[:36], object), 7))][:7]
+    return [(i, [*part]) for i, part in enumerate(np.array_split(np.array(TEXTS[:36], object), 7))][
+        :7
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "*", "**/*"])
@@ -75,7 +91,9 @@ def test_a_folder_of_everything(corpus, tmp_path, name, caplog, monkeypatch):
         monkeypatch.setattr(module, "BLOCK", 64)
     folder, texts = corpus
     with caplog.at_level("INFO", "torchtitan"):
-        documents = LocalDocuments(f"{folder}/{name}", "key", text_column="body", cache_folder=str(tmp_path))
+        documents = LocalDocuments(
+            f"{folder}/{name}", "key", text_column="body", cache_folder=str(tmp_path)
+        )
     expected = texts[:-2] if name == "*" else texts
     found = read(documents)
     assert sorted(found) == sorted(expected)
@@ -93,10 +111,16 @@ def test_a_second_start_reads_only_the_index(corpus, tmp_path, monkeypatch):
     LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(Cache, "_make", None)
-        assert read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))) == texts
+        assert (
+            read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path)))
+            == texts
+        )
     for file in tmp_path.glob("*.ranges"):
         file.unlink()
-    assert read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))) == texts
+    assert (
+        read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path)))
+        == texts
+    )
     assert not list(tmp_path.glob("*.tmp"))
     assert not list(tmp_path.glob("*.lock"))
 
@@ -104,12 +128,17 @@ def test_a_second_start_reads_only_the_index(corpus, tmp_path, monkeypatch):
 def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
     """Threads stand for processes: each opens the lock files for itself."""
     folder, texts = corpus
-    made, find = [], index.find_documents
+    made = []
+    find = index.find_documents
     module = "torchtitan.data.text.cache"
-    monkeypatch.setattr(f"{module}.find_documents", lambda one, *a: made.append(one.path) or find(one, *a))
+    monkeypatch.setattr(
+        f"{module}.find_documents", lambda one, *a: made.append(one.path) or find(one, *a)
+    )
     with ThreadPoolExecutor(4) as pool:
         jobs = [
-            pool.submit(LocalDocuments, str(folder), "key", text_column="body", cache_folder=str(tmp_path))
+            pool.submit(
+                LocalDocuments, str(folder), "key", text_column="body", cache_folder=str(tmp_path)
+            )
             for _ in range(4)
         ]
         assert all(read(job.result()) == texts for job in jobs)
@@ -119,7 +148,12 @@ def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
 
 def test_only_texts_that_cannot_be_read_at_any_place_are_copied(corpus, tmp_path):
     folder, _ = corpus
-    LocalDocuments([f"{folder}/0.jsonl", f"{folder}/7/a.txt"], "key", text_column="body", cache_folder=str(tmp_path))
+    LocalDocuments(
+        [f"{folder}/0.jsonl", f"{folder}/7/a.txt"],
+        "key",
+        text_column="body",
+        cache_folder=str(tmp_path),
+    )
     assert not list(tmp_path.glob("*.texts"))
 
 
@@ -130,14 +164,20 @@ def test_without_a_cache(corpus, tmp_path, monkeypatch):
     documents = LocalDocuments(plain, "key", text_column="body", cache_folder="none")
     assert read(documents) == [*texts[:6], "a text\r\nof lines ä"]
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"1.jsonl.gz is compressed and .* name a folder, or tokenize ahead"):
+    with pytest.raises(
+        UserError, match=r"1.jsonl.gz is compressed and .* name a folder, or tokenize ahead"
+    ):
         LocalDocuments(str(folder), "key", text_column="body", cache_folder="none")
 
 
 def test_a_cache_that_cannot_be_written(corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"training.dataloader.cache_folder: can't write to .*file/cache"):
-        LocalDocuments(f"{corpus[0]}/0.jsonl", "key", text_column="body", cache_folder=f"{tmp_path}/file/cache")
+    with pytest.raises(
+        UserError, match=r"training.dataloader.cache_folder: can't write to .*file/cache"
+    ):
+        LocalDocuments(
+            f"{corpus[0]}/0.jsonl", "key", text_column="body", cache_folder=f"{tmp_path}/file/cache"
+        )
 
 
 def test_a_file_that_changes_is_indexed_again_or_an_error(tmp_path):
@@ -184,7 +224,9 @@ def test_bad_documents_are_skipped_and_counted(tmp_path, caplog, monkeypatch):
         assert documents.skipped == Counter(BAD_LINES.values())
     assert "skipping 9 bad documents" in caplog.text
     assert "0.jsonl: line 3: column 'text' is null" in caplog.text
-    with pytest.raises(UserError, match=r"0.jsonl: line 3: column 'text' is null. on_bad_document = .skip."):
+    with pytest.raises(
+        UserError, match=r"0.jsonl: line 3: column 'text' is null. on_bad_document = .skip."
+    ):
         LocalDocuments(str(tmp_path / "data"), "key")  # also from the index of those who skipped
 
 
@@ -197,15 +239,25 @@ def test_a_bad_line_is_named(tmp_path, line):
 
 def test_bad_rows_entries_and_texts(tmp_path):
     texts = pa.array(["a", None, "b"])
-    bad = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(np.int32([0, 1, 3])), pa.py_buffer(b"c\xff\xfe")])
+    bad = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.int32([0, 1, 3])), pa.py_buffer(b"c\xff\xfe")]
+    )
     pq.write_table(pa.table({"text": pa.chunked_array([texts, bad])}), tmp_path / "0.parquet")
-    (tmp_path / "1.json").write_bytes(b'[{"text": "d"}, {"text": "\xe9"}, "e", {"text": 2}, {"text": "f"}, {"te')
+    (tmp_path / "1.json").write_bytes(
+        b'[{"text": "d"}, {"text": "\xe9"}, "e", {"text": 2}, {"text": "f"}, {"te'
+    )
     (tmp_path / "2.txt").write_bytes(b"sound\n" * 10 + b"caf\xe9")
     (tmp_path / "3.txt.gz").write_bytes(gzip.compress(os.urandom(3000).hex().encode())[:-500])
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "4.parquet")
     documents = LocalDocuments(str(tmp_path), "key", on_bad_document="skip")
     assert read(documents) == ["a", "b", "c", "d", "e", "f"]
-    kinds = {"null text": 1, "not UTF-8": 3, "not a string": 3, "not JSON": 1, "damaged compression": 1}
+    kinds = {
+        "null text": 1,
+        "not UTF-8": 3,
+        "not a string": 3,
+        "not JSON": 1,
+        "damaged compression": 1,
+    }
     assert documents.skipped == kinds
     for name, place in {
         "0.parquet": "row 2: column 'text' is null",
@@ -221,15 +273,20 @@ def test_bad_rows_entries_and_texts(tmp_path):
 @pytest.mark.parametrize("kind", ["files", "stream"])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
-    """Rows equal those of a folder without the bad lines, also after a resume; a stream counts what it passed over."""
+    """Rows equal those of a folder without the bad lines, also after a resume; a stream counts what
+    it passed over.
+    """
     good = write_bad(tmp_path / "data")
     path = None if kind == "stream" else tmp_path / "data"
-    rows, options = (2 if kind == "stream" else 4), {"dataset": str(tmp_path / "data"), "on_bad_document": "skip"}
+    rows = 2 if kind == "stream" else 4
+    options = {"dataset": str(tmp_path / "data"), "on_bad_document": "skip"}
     whole = take(loader(path, rows=rows, **options), 8)
     ids = [[TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id] for text in good]
     if kind == "files":
         (tmp_path / "good").mkdir()
-        (tmp_path / "good/x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in good))
+        (tmp_path / "good/x.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in good)
+        )
         expected = take(loader(tmp_path / "good", rows=rows), 8)
         assert all(torch.equal(a[0], b[0]) for a, b in zip(whole, expected, strict=True))
     else:
@@ -237,7 +294,10 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
         for lane, part in enumerate((ids[:split], ids[split:])):
             flat = [i for document in part for i in document]
             steps = min(8, len(flat) // SEQ)
-            assert torch.cat([tokens[lane] for tokens, *_ in whole[:steps]]).tolist() == flat[: steps * SEQ]
+            assert (
+                torch.cat([tokens[lane] for tokens, *_ in whole[:steps]]).tolist()
+                == flat[: steps * SEQ]
+            )
     degree = min(degree, rows)
     ranks = [take(loader(path, rank, degree, rows=rows, **options), 5) for rank in range(degree)]
     assert all(torch.equal(torch.cat([r[i][0] for r in ranks]), whole[i][0]) for i in range(5))
@@ -246,7 +306,9 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
     later = take(resumed, 3)
     assert all(torch.equal(later[i][0], whole[5 + i][0]) for i in range(3))
     assert later[-1][2] == whole[-1][2]
-    assert resumed.skipped(later[-1][2]) == (Counter(BAD_LINES.values()) if kind == "files" else stream_tally(later))
+    assert resumed.skipped(later[-1][2]) == (
+        Counter(BAD_LINES.values()) if kind == "files" else stream_tally(later)
+    )
 
 
 def stream_tally(steps):
@@ -258,12 +320,22 @@ def stream_tally(steps):
 
 def test_streams_read_another_column(tmp_path):
     (tmp_path / "README.md").write_text(
-        "---\ndataset_info:\n  features:\n  - {name: id, dtype: int64}\n  - {name: body, dtype: string}\n---\n"
+        "---\ndataset_info:\n  features:\n  - {name: id, dtype: int64}\n  - {name: body, "
+        "dtype: string}\n---\n"
     )
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"id": i, "body": f"text {i}"}) + "\n" for i in range(50)))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"id": i, "body": f"text {i}"}) + "\n" for i in range(50))
+    )
     (tmp_path / "rows").mkdir()
-    pq.write_table(pa.table({"id": range(50), "body": [f"text {i}" for i in range(50)]}), tmp_path / "rows/t.parquet")
-    expected = [i for k in range(50) for i in [TOKENIZER.bos_id, *TOKENIZER.encode(f"text {k}"), TOKENIZER.eos_id]]
+    pq.write_table(
+        pa.table({"id": range(50), "body": [f"text {i}" for i in range(50)]}),
+        tmp_path / "rows/t.parquet",
+    )
+    expected = [
+        i
+        for k in range(50)
+        for i in [TOKENIZER.bos_id, *TOKENIZER.encode(f"text {k}"), TOKENIZER.eos_id]
+    ]
     for folder in (tmp_path, tmp_path / "rows"):
         steps = take(loader(None, rows=1, dataset=str(folder), text_column="body"), 3)
         assert torch.cat([tokens[0] for tokens, *_ in steps]).tolist() == expected[: 3 * SEQ]
@@ -272,7 +344,9 @@ def test_streams_read_another_column(tmp_path):
 
 
 def test_long_documents_in_pieces(tmp_path, monkeypatch):
-    """The same rows and, from every position, the same after a resume, while a piece at a time is tokenized."""
+    """The same rows and, from every position, the same after a resume, while a piece at a time is
+    tokenized.
+    """
     text = " ".join(RANDOM.choices(TEXTS[2:4] + TEXTS[6:], k=400))
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}')
@@ -285,8 +359,11 @@ def test_long_documents_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 500)
     documents = LocalDocuments(str(tmp_path), "key")
     assert [isinstance(documents[i], LongText) for i in range(4)] == [True, True, False, True]
-    longest, encode = [], TOKENIZER.encode
-    monkeypatch.setattr(TOKENIZER, "encode", lambda text, **k: longest.append(len(text)) or encode(text, **k))
+    longest = []
+    encode = TOKENIZER.encode
+    monkeypatch.setattr(
+        TOKENIZER, "encode", lambda text, **k: longest.append(len(text)) or encode(text, **k)
+    )
     reading = loader(tmp_path, rows=2)
     got = take(reading, 400)
     assert max(longest) <= 1000
@@ -301,17 +378,30 @@ def test_long_documents_in_pieces(tmp_path, monkeypatch):
 
 
 def token_file_ids(folder):
-    return np.concatenate([np.fromfile(file, np.uint16) for file in sorted(folder.glob("*.bin"))]).tolist()
+    return np.concatenate(
+        [np.fromfile(file, np.uint16) for file in sorted(folder.glob("*.bin"))]
+    ).tolist()
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.e2e)])
 def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
     monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 3000)
     folder, texts = corpus
-    argv = ["--output", str(tmp_path), "--part", "10", "--workers", str(workers), "--text-column", "body"]
+    argv = [
+        "--output",
+        str(tmp_path),
+        "--part",
+        "10",
+        "--workers",
+        str(workers),
+        "--text-column",
+        "body",
+    ]
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
     tokenize.main(["--input", str(folder), *argv])
-    expected = [i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]]
+    expected = [
+        i for text in texts for i in [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
+    ]
     assert token_file_ids(tmp_path) == expected
     assert not (tmp_path / "cache").exists()
     report = json.loads((tmp_path / "tokens-report.json").read_text())
@@ -335,9 +425,23 @@ def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
 
 def test_tokenize_skips_counts_and_finds_duplicates(tmp_path, capsys):
     good = write_bad(tmp_path / "data")
-    (tmp_path / "data/2.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in good[:7]))
-    argv = ["--input", str(tmp_path / "data"), "--output", str(tmp_path / "out"), "--workers", "1", "--part", "20"]
-    with pytest.raises(UserError, match=r"--input: .*0.jsonl: line 3: column 'text' is null. --on-bad-document skip"):
+    (tmp_path / "data/2.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in good[:7])
+    )
+    argv = [
+        "--input",
+        str(tmp_path / "data"),
+        "--output",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+        "--part",
+        "20",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"--input: .*0.jsonl: line 3: column 'text' is null. --on-bad-document skip",
+    ):
         tokenize.main(argv)
     tokenize.main([*argv, "--on-bad-document", "skip"])
     report = json.loads((tmp_path / "out/tokens-report.json").read_text())
@@ -386,13 +490,28 @@ def test_duplicates_are_counted_in_bounded_memory(tmp_path):
 
 def test_sizes_of_texts_are_known(tmp_path, corpus):
     folder, texts = corpus
-    tokenize.main(["--input", str(folder), "--text-column", "body", "--output", str(tmp_path), "--workers", "1"])
-    assert loader(tmp_path).sources["data"].files.text_bytes == sum(len(text.encode()) for text in texts)
+    tokenize.main(
+        [
+            "--input",
+            str(folder),
+            "--text-column",
+            "body",
+            "--output",
+            str(tmp_path),
+            "--workers",
+            "1",
+        ]
+    )
+    assert loader(tmp_path).sources["data"].files.text_bytes == sum(
+        len(text.encode()) for text in texts
+    )
 
 
 @pytest.mark.parametrize("kind", ["files", "stream"])
 def test_a_run_records_what_it_skipped(tmp_path, ranks, kind):
-    """In `run.json`, alike on one rank and two, where each reads a lane of its own of the stream, after a resume."""
+    """In `run.json`, alike on one rank and two, where each reads a lane of its own of the stream,
+    after a resume.
+    """
     write_bad(tmp_path / "data")
     source = [f"--training.dataset={tmp_path / 'data'}"]
     if kind == "files":
@@ -400,7 +519,9 @@ def test_a_run_records_what_it_skipped(tmp_path, ranks, kind):
     found = []
     for world in (1, 2):
         out = tmp_path / f"out{world}"
-        argv = [a for a in arguments(tmp_path, steps=6) if "dataset" not in a and "dump_folder" not in a]
+        argv = [
+            a for a in arguments(tmp_path, steps=6) if "dataset" not in a and "dump_folder" not in a
+        ]
         argv += [*source, *SAVE, f"--job.dump_folder={out}", "--training.on_bad_document=skip"]
         if world == 2:
             ranks(1, train, [*argv, "--training.steps=3"])

@@ -1,4 +1,6 @@
-"""What a module of the user registers: its keys are checked where they stand, and its promises when it is made."""
+"""What a module of the user registers: its keys are checked where they stand, and its promises when
+it is made.
+"""
 
 import itertools
 import json
@@ -58,7 +60,9 @@ def toml(tmp_path, monkeypatch):
     """Writes a configuration that imports `MODULE`; returns its path."""
     (tmp_path / "slopes.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield lambda text: write(tmp_path / "run.toml", f'experimental.custom_import = "slopes"\n{text}')
+    yield lambda text: write(
+        tmp_path / "run.toml", f'experimental.custom_import = "slopes"\n{text}'
+    )
     sys.modules.pop("slopes", None)
 
 
@@ -90,31 +94,45 @@ def test_keys_come_from_file_and_flags_and_are_written_back(toml, tmp_path):
 
 
 def test_mistakes_in_tables_are_named_with_their_place(toml):
-    file = toml('[custom.slope]\nstpes = 3\nstart = "high"\n[custom.slpe]\nstart = 1\n[custom]\nplain = 4\n')
+    file = toml(
+        '[custom.slope]\nstpes = 3\nstart = "high"\n[custom.slpe]\nstart = 1\n[custom]\nplain = 4\n'
+    )
     assert problems("--config", file) == [
         f"{file}:4: custom.slope.start: got 'high', must be a number",
         f"{file}:3: custom.slope.stpes: unknown key; did you mean 'steps'?",
-        f"{file}:6: custom.slpe: slopes registers nothing with keys as 'slpe'; with keys it registers slope; did you "
+        f"{file}:6: custom.slpe: slopes registers nothing with keys as 'slpe'; with keys "
+        "it registers slope; did you "
         "mean 'slope'?",
-        f"{file}:8: custom.plain: slopes registers nothing with keys as 'plain'; with keys it registers slope",
+        f"{file}:8: custom.plain: slopes registers nothing with keys as 'plain'; with "
+        "keys it registers slope",
     ]
     (problem,) = problems("--config", toml('lr_scheduler.name = "slope"\n'))
     assert problem == "custom.slope.start: must be set"
     (problem,) = problems("--custom.unheard.start=1")
     assert problem == (
-        "--custom.unheard.start: custom.unheard: nothing is registered as 'unheard'; name the module that does as "
+        "--custom.unheard.start: custom.unheard: nothing is registered as 'unheard'; "
+        "name the module that does as "
         "experimental.custom_import"
     )
 
 
 def test_names_are_checked_with_all_other_mistakes_and_before_a_module_is_imported(toml):
     with pytest.raises(ConfigError) as error:
-        load_config(["--optimizer.name=adamw", "--lr_scheduler.name=cosin", "--metrics.sinks=csv", "--job.folder=1"])
+        load_config(
+            [
+                "--optimizer.name=adamw",
+                "--lr_scheduler.name=cosin",
+                "--metrics.sinks=csv",
+                "--job.folder=1",
+            ]
+        )
     for text in (
-        "--optimizer.name: no optimizer 'adamw'; known: Adam, AdamW, Muon; register others from a module named by "
+        "--optimizer.name: no optimizer 'adamw'; known: Adam, AdamW, Muon; register "
+        "others from a module named by "
         "experimental.custom_import; did you mean 'AdamW'?",
         "did you mean 'cosine'?",
-        "--metrics.sinks: no metric sink 'csv'; known: jsonl, mlflow, prometheus, tensorboard, trackio, wandb;",
+        "--metrics.sinks: no metric sink 'csv'; known: jsonl, mlflow, prometheus, "
+        "tensorboard, trackio, wandb;",
         "--job.folder: unknown key",
     ):
         assert any(text in problem for problem in error.value.problems), text
@@ -122,7 +140,9 @@ def test_names_are_checked_with_all_other_mistakes_and_before_a_module_is_import
     load_config(["--config", file])
     assert "slopes" not in sys.modules
     (problem,) = problems("--config", file)
-    assert problem.startswith(f"{file}:2: training.loss: no loss 'plane'; known: cross_entropy, plain")
+    assert problem.startswith(
+        f"{file}:2: training.loss: no loss 'plane'; known: cross_entropy, plain"
+    )
     assert problem.endswith("did you mean 'plain'?")
 
 
@@ -140,8 +160,14 @@ def other(*arguments, keys=None):
         (lambda: optimizers.register("two words")(make), "must be named by letters, digits and _"),
         (lambda: optimizers.register("AdamW")(make), "is built in"),
         (lambda: registry.data_sources.register("demo")(make), "data source 'demo' is built in"),
-        (lambda: optimizers.register("local")(lambda: None), "define it at the top level of its module"),
-        (lambda: (optimizers.register("same")(make), losses.register("same")(other)), "is registered twice"),
+        (
+            lambda: optimizers.register("local")(lambda: None),
+            "define it at the top level of its module",
+        ),
+        (
+            lambda: (optimizers.register("same")(make), losses.register("same")(other)),
+            "is registered twice",
+        ),
     ],
 )
 def test_names_that_cannot_be_registered(register, text):
@@ -163,11 +189,17 @@ def with_name(kind: Functions, made) -> str:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda logits, labels: logits.float().mean(), r"float32 \[\]; it must return the sum of each row's losses"),
+        (
+            lambda logits, labels: logits.float().mean(),
+            r"float32 \[\]; it must return the sum of each row's losses",
+        ),
         (lambda logits, labels: logits.double().sum((1, 2)), r"float64 \[2\]"),
         (lambda logits, labels: logits.sum((1, 2)), "gives a loss to tokens whose label is -100"),
         (lambda logits, labels: (logits.sum(2) * (labels >= 0)).mean(1), "return sums, not means"),
-        (lambda logits, labels: (logits.sum(2) * (labels >= 0)).sum(1) / len(labels), "return sums, not means"),
+        (
+            lambda logits, labels: (logits.sum(2) * (labels >= 0)).sum(1) / len(labels),
+            "return sums, not means",
+        ),
     ],
 )
 def test_a_loss_that_depends_on_the_layout_is_refused(loss, text):
@@ -213,8 +245,14 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_named(state, text):
     ("wrong", "text"),
     [
         (lambda groups, optimizer: object(), "made a object; it must make a torch.optim.Optimizer"),
-        (lambda groups, optimizer: torch.optim.SGD(groups[0]["params"][:1]), "doesn't hold the parameters"),
-        (lambda groups, optimizer: torch.optim.SGD([p for g in groups for p in g["params"]]), "dropped lr_scale"),
+        (
+            lambda groups, optimizer: torch.optim.SGD(groups[0]["params"][:1]),
+            "doesn't hold the parameters",
+        ),
+        (
+            lambda groups, optimizer: torch.optim.SGD([p for g in groups for p in g["params"]]),
+            "dropped lr_scale",
+        ),
     ],
 )
 def test_optimizers_that_leave_out_parameters_or_groups_are_refused(wrong, text):
@@ -227,8 +265,12 @@ def test_optimizers_that_leave_out_parameters_or_groups_are_refused(wrong, text)
 @pytest.mark.parametrize("factor", [-0.1, float("nan"), float("inf"), None])
 def test_a_schedule_without_a_number_is_refused_at_its_step(factor):
     name = with_name(schedules, lambda step: factor)
-    config = resolve(["--lr_scheduler.warmup_steps=0"], 1).config.lr_scheduler.model_copy(update={"name": name})
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 1.0}], lr=1.0)
+    config = resolve(["--lr_scheduler.warmup_steps=0"], 1).config.lr_scheduler.model_copy(
+        update={"name": name}
+    )
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 1.0}], lr=1.0
+    )
     with pytest.raises(UserError, match=r'lr_scheduler.name: "mine" gives .* at step 0 of 10000'):
         LRSchedule(optimizer, 1.0, config).apply()
 
@@ -261,7 +303,9 @@ def texts(shards):
 
 
 def stream(dataset_path):
-    return datasets().IterableDataset.from_generator(texts, gen_kwargs={"shards": ["a", "b", "c", "d"]})
+    return datasets().IterableDataset.from_generator(
+        texts, gen_kwargs={"shards": ["a", "b", "c", "d"]}
+    )
 
 
 def documents(dataset_path):
@@ -274,7 +318,10 @@ def datasets():
 
 def rows(*names, path=None, rank=0, degree=1, after=(), steps=4):
     """Tokens of the steps that follow the positions `after`, and the position after them."""
-    sources = [Source(name=name, dataset=name, dataset_path=path if name == "file" else None) for name in names]
+    sources = [
+        Source(name=name, dataset=name, dataset_path=path if name == "file" else None)
+        for name in names
+    ]
     spec = DataSpec(
         sources=sources,
         tokenizer=build_tokenizer("./tests/assets/tokenizer"),
@@ -296,7 +343,9 @@ def rows(*names, path=None, rank=0, degree=1, after=(), steps=4):
 @pytest.mark.parametrize("names", [["stream"], ["documents"], ["documents", "stream"]])
 def test_registered_sources_keep_the_global_order_and_resume(names):
     whole, _ = rows(*names)
-    parts, positions = zip(*(rows(*names, rank=rank, degree=2, steps=2) for rank in (0, 1)), strict=True)
+    parts, positions = zip(
+        *(rows(*names, rank=rank, degree=2, steps=2) for rank in (0, 1)), strict=True
+    )
     assert torch.equal(torch.cat(parts, dim=1), whole[:2])
     assert torch.equal(rows(*names, after=positions, steps=2)[0], whole[2:])
 
@@ -308,7 +357,10 @@ def test_registered_documents_are_read_as_those_of_a_file(tmp_path):
 
 
 class Letters(Tokenizer):
-    fingerprint, vocab_size, bos_id, eos_id = "letters", 3, None, 3
+    fingerprint = "letters"
+    vocab_size = 3
+    bos_id = None
+    eos_id = 3
 
     def __init__(self, path): ...
 
@@ -322,7 +374,9 @@ class Letters(Tokenizer):
 def test_a_tokenizer_that_lacks_something_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"model\.tokenizer: PosixPath must be a subclass"):
         build_tokenizer("x", lambda path: path)
-    with pytest.raises(UserError, match=r"Letters has the special ids \[3\], which must be below its vocab_size 3"):
+    with pytest.raises(
+        UserError, match=r"Letters has the special ids \[3\], which must be below its vocab_size 3"
+    ):
         build_tokenizer("x", Letters)
     monkeypatch.setattr(Letters, "eos_id", 2)
     assert build_tokenizer("x", Letters).encode("abc", eos=True) == [0, 2]

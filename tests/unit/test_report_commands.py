@@ -20,7 +20,14 @@ def run(monkeypatch, capsys, *argv, status=0):
 
 
 def start(end, **more):
-    return {"time": BEGAN, "last_seen": BEGAN + 60, "step": 2, "end": end, "ranks": 4, "layout": {"tp": 4}} | more
+    return {
+        "time": BEGAN,
+        "last_seen": BEGAN + 60,
+        "step": 2,
+        "end": end,
+        "ranks": 4,
+        "layout": {"tp": 4},
+    } | more
 
 
 @pytest.fixture
@@ -28,7 +35,12 @@ def runs(tmp_path):
     """Runs in several states and depths, beside what is none."""
     out = tmp_path / "outputs"
     write_run(out, [record(1)])
-    write_run(out / "grid" / "lr=1", [record(1), record(2, loss=3.0)], [start("completed")], "[optimizer]\nlr = 1.0\n")
+    write_run(
+        out / "grid" / "lr=1",
+        [record(1), record(2, loss=3.0)],
+        [start("completed")],
+        "[optimizer]\nlr = 1.0\n",
+    )
     write_run(
         out / "grid" / "lr=2",
         [record(1, loss=2.5)],
@@ -36,7 +48,12 @@ def runs(tmp_path):
         "[optimizer]\nlr = 2.0\n",
     )
     live = [start(None, last_seen=time.time())]
-    write_run(out / "live", [record(3, loss=4.0, mfu=40.0)], live, "[training]\nsteps = 2000\n[optimizer]\nlr = 1\n")
+    write_run(
+        out / "live",
+        [record(3, loss=4.0, mfu=40.0)],
+        live,
+        "[training]\nsteps = 2000\n[optimizer]\nlr = 1\n",
+    )
     write_run(out / "live" / "checkpoint" / "step-1", [record(1)])  # of no interest: a checkpoint
     (out / "empty").mkdir()
     (out / "grid" / "up").symlink_to(out)
@@ -48,7 +65,12 @@ def runs(tmp_path):
 def test_runs_are_found_once_each(runs, monkeypatch, capsys):
     said = run(monkeypatch, capsys, "runs", runs, runs / "grid", "--sort", "name", "--json")
     found = json.loads(said.out)
-    assert [row["name"] for row in found] == ["outputs", "outputs/grid/lr=1", "outputs/grid/lr=2", "outputs/live"]
+    assert [row["name"] for row in found] == [
+        "outputs",
+        "outputs/grid/lr=1",
+        "outputs/grid/lr=2",
+        "outputs/live",
+    ]
     assert [row["state"] for row in found] == ["completed", "completed", "failed", "running"]
     assert [row["loss"] for row in found] == [10 - 1e-5, 3.0, 2.5, 4.0]
     assert [row["step"] for row in found] == [10, 2, 2, 3]
@@ -57,8 +79,13 @@ def test_runs_are_found_once_each(runs, monkeypatch, capsys):
 
 
 def test_the_table(runs, monkeypatch, capsys):
-    lines = run(monkeypatch, capsys, "runs", runs, "--sort", "loss", "--differences").out.splitlines()
-    headings = "run state step loss tokens/s MFU goodput last seen ranks layout training.steps optimizer.lr message"
+    lines = run(
+        monkeypatch, capsys, "runs", runs, "--sort", "loss", "--differences"
+    ).out.splitlines()
+    headings = (
+        "run state step loss tokens/s MFU goodput last seen ranks layout training.steps "
+        "optimizer.lr message"
+    )
     assert " ".join(lines[0].split()) == headings
     names = [line.split()[0] for line in lines[1:5]]
     assert names == ["outputs/grid/lr=2", "outputs/grid/lr=1", "outputs/live", "outputs"]
@@ -71,7 +98,10 @@ def test_the_table(runs, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--state", "running", "--state", "failed", "--sort", "state"], ["outputs/live", "outputs/grid/lr=2"]),
+        (
+            ["--state", "running", "--state", "failed", "--sort", "state"],
+            ["outputs/live", "outputs/grid/lr=2"],
+        ),
         (["--state", "completed", "--sort", "step"], ["outputs", "outputs/grid/lr=1"]),
         (["--state", "completed", "--sort", "step", "--reverse"], ["outputs/grid/lr=1", "outputs"]),
         (["--state", "killed"], []),
@@ -85,7 +115,9 @@ def test_filter_and_order(runs, monkeypatch, capsys, options, expected):
 
 def test_the_default_is_outputs(runs, monkeypatch, capsys):
     monkeypatch.chdir(runs.parent)
-    assert run(monkeypatch, capsys, "runs").out.endswith("4 runs: 1 running, 2 completed, 1 failed\n")
+    assert run(monkeypatch, capsys, "runs").out.endswith(
+        "4 runs: 1 running, 2 completed, 1 failed\n"
+    )
     monkeypatch.chdir(runs / "empty")
     assert "outputs: there is no such folder" in run(monkeypatch, capsys, "runs", status=1).err
     assert "no runs in . or below" in run(monkeypatch, capsys, "runs", ".", status=1).err
@@ -115,18 +147,37 @@ def test_names_do_not_control_the_terminal(tmp_path, monkeypatch, capsys):
 
 
 def test_absurd_numbers(tmp_path, monkeypatch, capsys):
-    huge, tiny = 9e59, 5e-324
-    extremes = {"loss": huge, "tokens": huge, "tokens_per_second": tiny, "tflops": huge, "mfu": -huge, "time": huge}
-    records = [record(1), record(2) | extremes, *(record(step, tokens=huge, loss=-huge) for step in range(3, 99))]
-    starts = [start(None, last_seen=time.time()), start(None, time=1e300, last_seen=-1e300), start("failed", time=None)]
+    huge = 9e59
+    tiny = 5e-324
+    extremes = {
+        "loss": huge,
+        "tokens": huge,
+        "tokens_per_second": tiny,
+        "tflops": huge,
+        "mfu": -huge,
+        "time": huge,
+    }
+    records = [
+        record(1),
+        record(2) | extremes,
+        *(record(step, tokens=huge, loss=-huge) for step in range(3, 99)),
+    ]
+    starts = [
+        start(None, last_seen=time.time()),
+        start(None, time=1e300, last_seen=-1e300),
+        start("failed", time=None),
+    ]
     write_run(tmp_path / "a", records, starts, f"[training]\nsteps = {2**52}\n")
     write_run(tmp_path / "b", records[::-1], [start("completed", last_seen=1e300, ranks=2**60)])
     write(
-        tmp_path / "b" / "events.jsonl", [{"time": 1e99, "kind": "saved"}, {"time": -5, "kind": "spike", "step": 1e99}]
+        tmp_path / "b" / "events.jsonl",
+        [{"time": 1e99, "kind": "saved"}, {"time": -5, "kind": "spike", "step": 1e99}],
     )
     for command in ("runs", "report"):
         assert "a" in run(monkeypatch, capsys, command, tmp_path).out
-        json.loads(run(monkeypatch, capsys, command, tmp_path, "--json").out, parse_constant=pytest.fail)
+        json.loads(
+            run(monkeypatch, capsys, command, tmp_path, "--json").out, parse_constant=pytest.fail
+        )
 
 
 # ---- report
@@ -135,9 +186,18 @@ def test_absurd_numbers(tmp_path, monkeypatch, capsys):
 def test_report_of_one_run(tmp_path, monkeypatch, capsys):
     starts = [
         start("killed", last_seen=BEGAN + 3600, devices={"H100": 4}),
-        start("completed", time=BEGAN + 7200, last_seen=BEGAN + 7300, resumed_step=3, ranks=2, layout={"tp": 2}),
+        start(
+            "completed",
+            time=BEGAN + 7200,
+            last_seen=BEGAN + 7300,
+            resumed_step=3,
+            ranks=2,
+            layout={"tp": 2},
+        ),
     ]
-    records = [record(step, memory_gib=70.0) for step in range(1, 6)] + [{"step": 5, "validation_loss": 4.5}]
+    records = [record(step, memory_gib=70.0) for step in range(1, 6)] + [
+        {"step": 5, "validation_loss": 4.5}
+    ]
     folder = write_run(tmp_path / "a", records, starts)
     record_ = json.loads((folder / "run.json").read_text())
     record_["goodput"]["seconds"] = {"steps": 90, "restart": 3600}
@@ -161,22 +221,41 @@ def test_report_of_one_run(tmp_path, monkeypatch, capsys):
         "2 h 00 min resumed 3 2 ranks, tp 2 (changed)",
         "2 h 02 min completed 2",
     ]
-    assert json.loads(run(monkeypatch, capsys, "report", folder, "--json").out)["runs"][0]["name"] == "a"
+    assert (
+        json.loads(run(monkeypatch, capsys, "report", folder, "--json").out)["runs"][0]["name"]
+        == "a"
+    )
 
 
 def test_like_events_share_a_line(tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "a", [record(1)])
-    events = [{"kind": "started", "step": 0}, *({"kind": "saved", "step": 10 * i} for i in range(1, 4))]
-    events += [kind for i in range(30, 90) for kind in ({"kind": "spike", "step": i}, {"kind": "skipped", "step": i})]
-    write(folder / "events.jsonl", [{"time": BEGAN + i, "message": f"m{i}"} | one for i, one in enumerate(events)])
+    events = [
+        {"kind": "started", "step": 0},
+        *({"kind": "saved", "step": 10 * i} for i in range(1, 4)),
+    ]
+    events += [
+        kind
+        for i in range(30, 90)
+        for kind in ({"kind": "spike", "step": i}, {"kind": "skipped", "step": i})
+    ]
+    write(
+        folder / "events.jsonl",
+        [{"time": BEGAN + i, "message": f"m{i}"} | one for i, one in enumerate(events)],
+    )
     lines = run(monkeypatch, capsys, "report", folder).out.splitlines()
     line = [" ".join(one.split()) for one in lines[lines.index("Time line of a") + 2 :]]
     assert line[0] == "0 s started 0 m0"
     assert line[1] == "82 more"
     assert line[-1] == "2 min 03 s skipped 89 m123"
     assert len(line) == 41
-    write(folder / "events.jsonl", [{"time": BEGAN + i, "message": f"m{i}"} | one for i, one in enumerate(events[:5])])
-    assert "  1.0 s  saved x 3  10 to 30  m3" in run(monkeypatch, capsys, "report", folder).out.splitlines()
+    write(
+        folder / "events.jsonl",
+        [{"time": BEGAN + i, "message": f"m{i}"} | one for i, one in enumerate(events[:5])],
+    )
+    assert (
+        "  1.0 s  saved x 3  10 to 30  m3"
+        in run(monkeypatch, capsys, "report", folder).out.splitlines()
+    )
 
 
 def test_report_of_several_runs(runs, monkeypatch, capsys):
@@ -202,12 +281,16 @@ def test_nothing_of_an_event_controls_the_terminal(tmp_path, monkeypatch, capsys
 
 
 def test_report_refuses(runs, monkeypatch, capsys):
-    assert "no run here or below" in run(monkeypatch, capsys, "report", runs / "empty", status=1).err
+    assert (
+        "no run here or below" in run(monkeypatch, capsys, "report", runs / "empty", status=1).err
+    )
     said = run(monkeypatch, capsys, "report", runs, "--plot", "los", status=1).err
     assert "--plot: no run has the metric 'los'; they have loss, lr" in said
     for i in range(33):
         write_run(runs / "many" / str(i), [])
-    assert "too many for a report" in run(monkeypatch, capsys, "report", runs / "many", status=1).err
+    assert (
+        "too many for a report" in run(monkeypatch, capsys, "report", runs / "many", status=1).err
+    )
 
 
 def test_plots():
@@ -220,11 +303,23 @@ def test_plots():
     assert lines[-2].split() == ["0", "25", "50", "74", "99"]
     assert "\x1b" not in drawn
     assert "\x1b" in plot("loss", [Line("a", xs, xs)], unit="step", width=60, color=True)
-    two = plot("loss", [Line("a", xs, xs), Line("b", xs, [-x for x in xs])], unit="step", width=60, color=False)
+    two = plot(
+        "loss",
+        [Line("a", xs, xs), Line("b", xs, [-x for x in xs])],
+        unit="step",
+        width=60,
+        color=False,
+    )
     assert two.count("+") > 20
     assert two.count("x") > 20
     assert plot("loss", [Line("a", xs, [None] * 100)], unit="step", width=60, color=False) is None
     assert plot("loss", [Line("a", [5], [1.0])], unit="hours", width=60, color=False)
-    data = {"name": "a", "axes": {"step": xs, "flops": None}, "metrics": {"loss": [float(x) for x in xs]}}
-    assert lines_of([data], "loss", "step") == [Line("a", xs, smooth(data["metrics"]["loss"], 0.95))]
+    data = {
+        "name": "a",
+        "axes": {"step": xs, "flops": None},
+        "metrics": {"loss": [float(x) for x in xs]},
+    }
+    assert lines_of([data], "loss", "step") == [
+        Line("a", xs, smooth(data["metrics"]["loss"], 0.95))
+    ]
     assert lines_of([data], "loss", "flops") == []

@@ -1,4 +1,6 @@
-"""Differences between runs: found where there are some, and not made out of noise, however it is correlated."""
+"""Differences between runs: found where there are some, and not made out of noise, however it is
+correlated.
+"""
 
 import math
 
@@ -56,14 +58,18 @@ def test_independent_values(correlation):
 
 
 def test_a_difference_that_grows_is_found():
-    assert paired([0.001 * i + e for i, e in enumerate(noise(1, 400)[0].tolist())]).value == pytest.approx(0.2, abs=0.1)
+    assert paired(
+        [0.001 * i + e for i, e in enumerate(noise(1, 400)[0].tolist())]
+    ).value == pytest.approx(0.2, abs=0.1)
     assert paired([0.01 * i + e for i, e in enumerate(noise(1, 400)[0].tolist())]).significant
 
 
 def test_curves_at_other_points():
     """A batch twice as large: half as many records, none at the same number of tokens."""
-    base, half = noise(80, 800, seed=1), noise(80, 400, seed=2)
-    verdicts, shifted = [], []
+    base = noise(80, 800, seed=1)
+    half = noise(80, 400, seed=2)
+    verdicts = []
+    shifted = []
     for a, b in zip(base.tolist(), half.tolist(), strict=True):
         points = {i + 1.0: 5 - i / 100 + value for i, value in enumerate(a)}
         others = {2 * i + 1.5: 5 - (2 * i + 0.5) / 100 + value for i, value in enumerate(b)}
@@ -76,7 +82,8 @@ def test_curves_at_other_points():
 
 
 def test_speeds_with_outliers():
-    base, other = noise(200, 200, seed=3), noise(200, 150, seed=4)
+    base = noise(200, 200, seed=3)
+    other = noise(200, 150, seed=4)
     for one in (base, other):
         one[:, ::17] -= 300  # steps that waited
     pairs = [(a.tolist(), b.tolist()) for a, b in zip(base, other, strict=True)]
@@ -102,7 +109,8 @@ def test_smoothing_against_its_closed_form():
     values = noise(1, 60)[0].tolist()
     for weight in (0.0, 0.5, 0.95):
         expected = [
-            sum(weight**k * values[n - k] for k in range(n + 1)) / sum(weight**k for k in range(n + 1))
+            sum(weight**k * values[n - k] for k in range(n + 1))
+            / sum(weight**k for k in range(n + 1))
             for n in range(len(values))
         ]
         assert smooth(values, weight) == pytest.approx(expected)
@@ -124,8 +132,13 @@ def trained(folder, name, losses, *, freq=1, tokens=1000, rates=None, starts=Non
         for step, loss in enumerate(losses.tolist(), 1)
         if step % freq == 0
     ]
-    checks = [{"step": step, "validation_loss": loss, "time": BEGAN} for step, loss in (validation or {}).items()]
-    return write_run(folder / name, sorted([*records, *checks], key=lambda one: one["step"]), starts)
+    checks = [
+        {"step": step, "validation_loss": loss, "time": BEGAN}
+        for step, loss in (validation or {}).items()
+    ]
+    return write_run(
+        folder / name, sorted([*records, *checks], key=lambda one: one["step"]), starts
+    )
 
 
 def compared(*folders):
@@ -134,32 +147,48 @@ def compared(*folders):
 
 def test_runs_on_the_same_data_are_compared_step_by_step(tmp_path):
     """What the data adds to both losses is no noise."""
-    common, own = 0.5 * noise(1, 800)[0], 0.02 * noise(3, 800, seed=1)
+    common = 0.5 * noise(1, 800)[0]
+    own = 0.02 * noise(3, 800, seed=1)
     curve = 2 + 8 / np.sqrt(np.arange(1, 801))
     runs = [
-        trained(tmp_path, name, curve + common + shift + own[i], validation={300: 2.5, 600: 2.0 + shift})
+        trained(
+            tmp_path, name, curve + common + shift + own[i], validation={300: 2.5, 600: 2.0 + shift}
+        )
         for i, (name, shift) in enumerate([("base", 0.0), ("same", 0.0), ("worse", 0.01)])
     ]
     found = compared(*runs)
-    same, worse = found["loss", "same"], found["loss", "worse"]
+    same = found["loss", "same"]
+    worse = found["loss", "worse"]
     assert (same["base"], same["significant"], worse["significant"]) == ("base", False, True)
     assert worse["difference"] == pytest.approx(0.01, abs=worse["noise"])
-    assert worse["noise"] < 0.01  # of the difference of two runs; that of the data is 25 times as much
+    assert (
+        worse["noise"] < 0.01
+    )  # of the difference of two runs; that of the data is 25 times as much
     assert same["text"].startswith("loss within noise: 0.00")
     text = (
-        f"loss {worse['difference']:.4f} ± {worse['noise']:.4f} higher, over the last 25% of 800K tokens, 200 records"
+        f"loss {worse['difference']:.4f} ± {worse['noise']:.4f} higher, over the last 25% of "
+        "800K tokens, 200 records"
     )
     assert worse["text"] == text
     check = found["validation_loss", "worse"]
-    assert (check["difference"], check["noise"], check["significant"]) == (pytest.approx(0.01), None, False)
-    assert check["text"] == "validation loss 0.0100 higher (noise unknown), at step 600, one validation of each"
+    assert (check["difference"], check["noise"], check["significant"]) == (
+        pytest.approx(0.01),
+        None,
+        False,
+    )
+    assert (
+        check["text"]
+        == "validation loss 0.0100 higher (noise unknown), at step 600, one validation of each"
+    )
 
 
 def test_runs_of_other_batches_are_compared_at_the_same_tokens(tmp_path):
     tokens = np.arange(1, 2001) * 1000.0
     curves = [2 + 300 / np.sqrt(tokens), 2.05 + 300 / np.sqrt(3 * tokens)]
     base = trained(tmp_path, "base", curves[0] + 0.02 * noise(1, 2000, seed=5)[0])
-    large = trained(tmp_path, "large", curves[1] + 0.02 * noise(1, 2000, seed=6)[0], tokens=3000, freq=2)
+    large = trained(
+        tmp_path, "large", curves[1] + 0.02 * noise(1, 2000, seed=6)[0], tokens=3000, freq=2
+    )
     found = compared(base, large)["loss", "large"]
     assert found["significant"]
     assert found["difference"] == pytest.approx(0.05, abs=2 * found["noise"])
@@ -170,7 +199,10 @@ def test_speed_does_not_count_first_steps(tmp_path):
     rates = [1000 + 10 * noise(1, 400, seed=seed)[0] for seed in (7, 8)]
     for one in rates:
         one[[0, 350]] = 1  # compile
-    starts = [{"time": BEGAN, "last_seen": BEGAN, "resumed_step": step, "step": 400, "end": None} for step in (0, 350)]
+    starts = [
+        {"time": BEGAN, "last_seen": BEGAN, "resumed_step": step, "step": 400, "end": None}
+        for step in (0, 350)
+    ]
     flat = np.full(400, 2.0)
     runs = [
         trained(tmp_path, "base", flat, rates=rates[0], starts=starts),

@@ -21,7 +21,15 @@ def runs(tmp_path_factory):
     config = '[optimizer]\nname = "%s"\n' % HOSTILE  # noqa: UP031
     return [
         write_run(folder / "base", 300),
-        write_run(folder / "higher", 240, shift=0.5, seed=1, rich=False, end="failed: out of memory", config=config),
+        write_run(
+            folder / "higher",
+            240,
+            shift=0.5,
+            seed=1,
+            rich=False,
+            end="failed: out of memory",
+            config=config,
+        ),
     ]
 
 
@@ -42,13 +50,16 @@ def tab(tmp_path_factory):
 
 def records(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line], [line for line in lines if "validation_loss" in line]
+    return [line for line in lines if "loss" in line], [
+        line for line in lines if "validation_loss" in line
+    ]
 
 
 def drawn(tab, chart):
     """The columns of a chart: the axis, then a curve or two of each run."""
     return tab.evaluate(
-        f"Array.from(charts.find(one => one.key === '{chart}').plot.data, column => Array.from(column))"
+        f"Array.from(charts.find(one => one.key === '{chart}').plot.data, column => "
+        "Array.from(column))"
     )
 
 
@@ -63,37 +74,60 @@ def test_the_curves_are_the_files(runs, pages, tab):
     training, validation = records(runs[0])
     for key in ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory_gib"):
         columns = drawn(tab, key)
-        assert columns[:2] == [[one["step"] for one in training], [one[key] for one in training]], key
-    assert drawn(tab, "validation") == [[v["step"] for v in validation], [v["validation_loss"] for v in validation]]
+        assert columns[:2] == [[one["step"] for one in training], [one[key] for one in training]], (
+            key
+        )
+    assert drawn(tab, "validation") == [
+        [v["step"] for v in validation],
+        [v["validation_loss"] for v in validation],
+    ]
     web, code = drawn(tab, "sources")[1::2]
-    assert (web, code) == tuple([one[f"loss/{name}"] for one in training] for name in ("web", "code"))
+    assert (web, code) == tuple(
+        [one[f"loss/{name}"] for one in training] for name in ("web", "code")
+    )
     assert drawn(tab, "load_max")[1] == [one["expert_load_max"] for one in training]
-    figures = "[...document.querySelectorAll('[data-figure]')].map(e => [e.dataset.figure, e.textContent])"
-    shown, last = dict(tab.evaluate(figures)), training[-1]
+    figures = (
+        "[...document.querySelectorAll('[data-figure]')].map(e => [e.dataset.figure, "
+        "e.textContent])"
+    )
+    shown = dict(tab.evaluate(figures))
+    last = training[-1]
     goodput = json.loads((runs[0] / "run.json").read_text())["goodput"]
     assert shown == {
-        "state": "completed", "step": "300", "loss": text.show_loss(last["loss"]),
+        "state": "completed",
+        "step": "300",
+        "loss": text.show_loss(last["loss"]),
         "tokens": text.show_tokens(last["tokens"]),
-        "tokens_per_second": text.show_rate(last["tokens_per_second"]), "mfu": text.show_percent(last["mfu"]),
-        "memory_gib": text.show_gib(last["memory_gib"]), "goodput": text.show_percent(goodput["percent"]),
-    }  # fmt: skip
+        "tokens_per_second": text.show_rate(last["tokens_per_second"]),
+        "mfu": text.show_percent(last["mfu"]),
+        "memory_gib": text.show_gib(last["memory_gib"]),
+        "goodput": text.show_percent(goodput["percent"]),
+    }
 
 
 def test_smoothing_scale_and_axes(runs, pages, tab):
     tab.open(pages["two"], 1280)
     training, _ = records(runs[0])
     span = tab.evaluate("(view.smooth = 90, charts.forEach(chart => chart.update()), span())")
-    smoothed, total, norm = [], 0.0, 0.0
+    smoothed = []
+    total = 0.0
+    norm = 0.0
     for one in training:
         decay = math.exp(-1 / span)
-        total, norm = decay * total + one["loss"], decay * norm + 1
+        total = decay * total + one["loss"]
+        norm = decay * norm + 1
         smoothed.append(total / norm)
     assert drawn(tab, "loss")[2] == pytest.approx(smoothed)
-    choose = "(key => { const input = document.querySelector(`[value=${key}]`); input.click(); return input.checked; })"
+    choose = (
+        "(key => { const input = document.querySelector(`[value=${key}]`); input.click(); "
+        "return input.checked; })"
+    )
     assert tab.evaluate(f"{choose}('tokens')")
     assert drawn(tab, "loss")[0][-1] == 300 * STEP_TOKENS
     assert tab.evaluate(f"{choose}('hours')")
-    assert drawn(tab, "loss")[0] == pytest.approx([(one["time"] - BEGAN) / 3600 for one in training])
+    assert drawn(tab, "loss")[0] == pytest.approx(
+        [(one["time"] - BEGAN) / 3600 for one in training]
+    )
     assert tab.evaluate(f"{choose}('flops')")
     assert drawn(tab, "loss")[0][-1] == pytest.approx(300 * STEP_TOKENS * FLOPS_PER_TOKEN)
     tab.evaluate("document.querySelector('[data-control=log]').click()")
@@ -106,7 +140,8 @@ def test_smoothing_scale_and_axes(runs, pages, tab):
 def test_the_keyboard_reads_and_zooms(runs, pages, tab):
     tab.open(pages["one"], 1280)
     training, _ = records(runs[0])
-    tip, box = "document.getElementById('tip').textContent", "document.querySelector('[data-chart=loss] .chart')"
+    tip = "document.getElementById('tip').textContent"
+    box = "document.querySelector('[data-chart=loss] .chart')"
     scales = "charts.map(chart => [chart.plot.scales.x.min, chart.plot.scales.x.max])"
     tab.evaluate(f"{box}.focus()")
     tab.press("ArrowRight")
@@ -123,28 +158,40 @@ def test_the_keyboard_reads_and_zooms(runs, pages, tab):
     tab.press("Escape")
     assert tab.evaluate(scales) == [[1, 300]] * len(zoomed)
     over = "document.querySelector('[data-chart=loss] .u-over').getBoundingClientRect()"
-    left, top, width, height = tab.evaluate(f"(box => [box.left, box.top, box.width, box.height])({over})")
+    left, top, width, height = tab.evaluate(
+        f"(box => [box.left, box.top, box.width, box.height])({over})"
+    )
     tab.drag((left + width / 4, top + height / 2), (left + width / 2, top + height / 2))
     assert tab.evaluate(scales)[-1] == pytest.approx([1 + 299 / 4, 1 + 299 / 2], abs=2)
 
 
 def test_what_happened_and_where_the_time_went(runs, pages, tab):
     tab.open(pages["one"], 1280)
-    tips = tab.evaluate("[...document.querySelectorAll('.lane [data-tip]')].map(e => e.dataset.tip)")
+    tips = tab.evaluate(
+        "[...document.querySelectorAll('.lane [data-tip]')].map(e => e.dataset.tip)"
+    )
     for part in (
-        "preempted", "failed: rank 5: CUDA error", "step 50: loss 9.81 is a spike", "rewound to step 40",
-        "stage 2 of data: annealing", "rank 3 on node-7", "8 ranks, dp_shard 4 x tp 2 (before: dp_shard 16)",
-    ):  # fmt: skip
+        "preempted",
+        "failed: rank 5: CUDA error",
+        "step 50: loss 9.81 is a spike",
+        "rewound to step 40",
+        "stage 2 of data: annealing",
+        "rank 3 on node-7",
+        "8 ranks, dp_shard 4 x tp 2 (before: dp_shard 16)",
+    ):
         assert [tip for tip in tips if part in tip], part
     assert len([tip for tip in tips if tip.startswith("save at step")]) == 15
     rows = tab.evaluate(
-        "[...document.querySelectorAll('.events tbody tr')].map(row => row.innerText || row.textContent)"
+        "[...document.querySelectorAll('.events tbody tr')].map(row => row.innerText || "
+        "row.textContent)"
     )
     assert len(rows) == 3 + 3 + 15 + 4  # starts, their ends, saves, other events
     place = "document.querySelector('.lane [data-event=stage]').style.left"
     assert float(tab.evaluate(place).removesuffix("%")) == pytest.approx(100 / 3 / 1.01, abs=0.1)
     seconds = json.loads((runs[0] / "run.json").read_text())["goodput"]["seconds"]
-    widths = tab.evaluate("[...document.querySelectorAll('.time .track i')].map(e => parseFloat(e.style.width))")
+    widths = tab.evaluate(
+        "[...document.querySelectorAll('.time .track i')].map(e => parseFloat(e.style.width))"
+    )
     known = [seconds[kind] for kind in ("steps", "start", "restart", "saves")]
     assert widths == pytest.approx([100 * one / sum(known) for one in known], rel=1e-3)
     tab.evaluate("document.querySelector('.lanes [data-tip]').focus()")
@@ -154,12 +201,18 @@ def test_what_happened_and_where_the_time_went(runs, pages, tab):
 
 def test_runs_are_compared_and_nothing_they_hold_is_run(pages, tab):
     tab.open(pages["two"], 1280)
-    assert tab.evaluate("document.querySelector('.comparison').innerText").startswith("Compared with base")
+    assert tab.evaluate("document.querySelector('.comparison').innerText").startswith(
+        "Compared with base"
+    )
     assert "higher: loss 0.50" in tab.evaluate("document.querySelector('.sentences').innerText")
-    cells = tab.evaluate("[...document.querySelectorAll('.comparison td')].map(cell => cell.textContent)")
+    cells = tab.evaluate(
+        "[...document.querySelectorAll('.comparison td')].map(cell => cell.textContent)"
+    )
     assert cells[cells.index("optimizer.name") :][:3] == ["optimizer.name", "unset", HOSTILE]
     assert tab.evaluate("document.images.length + document.scripts.length") == 2
-    states = tab.evaluate("[...document.querySelectorAll('.heads tbody tr')].map(row => row.cells[1].innerText)")
+    states = tab.evaluate(
+        "[...document.querySelectorAll('.heads tbody tr')].map(row => row.cells[1].innerText)"
+    )
     assert states == ["completed", "failed\nout of memory"]
     assert tab.problems == []
     tab.call("Emulation.setEmulatedMedia", media="print")
@@ -170,7 +223,22 @@ def test_runs_are_compared_and_nothing_they_hold_is_run(pages, tab):
 def test_figures_look_as_in_logs(pages, tab):
     tab.open(pages["one"], 500)
     numbers = random.Random(0)
-    values = [0.0, 999.4, 999.5, 9995, 99950, 999500, 9.949, 9.95, 59.49, 59.5, 3599.4, 3599.5, 86369, 86370]
+    values = [
+        0.0,
+        999.4,
+        999.5,
+        9995,
+        99950,
+        999500,
+        9.949,
+        9.95,
+        59.49,
+        59.5,
+        3599.4,
+        3599.5,
+        86369,
+        86370,
+    ]
     values += [10 ** numbers.uniform(-2, 13) for _ in range(200)]
     for name in ("tokens", "loss", "percent", "gib", "rate", "duration"):
         said = tab.evaluate(f"{json.dumps(values)}.map(x => show.{name}(x))")

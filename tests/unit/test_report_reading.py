@@ -1,4 +1,6 @@
-"""Reading the folders of runs: curves equal to the files', at a cost that doesn't grow with them."""
+"""Reading the folders of runs: curves equal to the files', at a cost that doesn't grow with
+them.
+"""
 
 import json
 import os
@@ -22,7 +24,13 @@ BEGAN = 1_700_000_000.0
 
 
 def record(step, **more):
-    own = {"step": step, "loss": 10 - step / 10**5, "lr": 0.001, "tokens": step * 1000, "tokens_per_second": 500.0}
+    own = {
+        "step": step,
+        "loss": 10 - step / 10**5,
+        "lr": 0.001,
+        "tokens": step * 1000,
+        "tokens_per_second": 500.0,
+    }
     return own | {"tflops": 3.0, "mfu": None, "time": BEGAN + 60 + step} | more
 
 
@@ -33,8 +41,14 @@ def write(path, records):
 def write_run(folder, records, starts=None, config="[training]\nsteps = 100\n"):
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "metrics.jsonl", records)
-    starts = [{"time": BEGAN, "last_seen": BEGAN + 100, "step": 10, "end": "completed"}] if starts is None else starts
-    (folder / "run.json").write_text(json.dumps({"starts": starts, "goodput": {"percent": 90.0, "seconds": {}}}))
+    starts = (
+        [{"time": BEGAN, "last_seen": BEGAN + 100, "step": 10, "end": "completed"}]
+        if starts is None
+        else starts
+    )
+    (folder / "run.json").write_text(
+        json.dumps({"starts": starts, "goodput": {"percent": 90.0, "seconds": {}}})
+    )
     (folder / "config.toml").write_text(config)
     return folder
 
@@ -47,10 +61,18 @@ def collected(folder, **options):
 
 def test_a_short_run_is_shown_whole(tmp_path):
     records = [
-        record(1), record(2, **{"loss/web": 3.5, "expert_load_max": 1.5, "expert_entropy": 0.9}),
-        {"step": 2, "validation_loss": 5.5, "validation_loss/wiki": 6.5, "validation_tokens": 7, "time": BEGAN + 90},
-        {"step": 2, "eval/arc/acc": 0.25, "time": BEGAN + 95}, record(3),
-    ]  # fmt: skip
+        record(1),
+        record(2, **{"loss/web": 3.5, "expert_load_max": 1.5, "expert_entropy": 0.9}),
+        {
+            "step": 2,
+            "validation_loss": 5.5,
+            "validation_loss/wiki": 6.5,
+            "validation_tokens": 7,
+            "time": BEGAN + 90,
+        },
+        {"step": 2, "eval/arc/acc": 0.25, "time": BEGAN + 95},
+        record(3),
+    ]
     run = collected(write_run(tmp_path / "a", records))
     assert (run["name"], run["step"], run["total_steps"], run["sampled"], run["state"]) == (
         "a",
@@ -81,9 +103,12 @@ def long(tmp_path_factory):
     """Runs of 20,000 and 80,000 steps, each with 80 validations."""
     folder = tmp_path_factory.mktemp("long")
     for name, steps in (("short", 20_000), ("long", 80_000)):
-        freq, records = steps // 80, []
+        freq = steps // 80
+        records = []
         for step in range(1, steps + 1):
-            records += [record(step)] + ([] if step % freq else [{"step": step, "validation_loss": step / 7}])
+            records += [record(step)] + (
+                [] if step % freq else [{"step": step, "validation_loss": step / 7}]
+            )
         write_run(folder / name, records, config=f"[validation]\nenable = true\nfreq = {freq}\n")
     return folder
 
@@ -106,7 +131,8 @@ def test_a_long_run_is_thinned_evenly(long):
 
 
 def test_the_cost_does_not_grow_with_the_file(long, monkeypatch):
-    sizes, pread = [], os.pread
+    sizes = []
+    pread = os.pread
     monkeypatch.setattr(os, "pread", lambda *args: sizes.append(len(data := pread(*args))) or data)
 
     def cost(action, name):
@@ -115,8 +141,12 @@ def test_the_cost_does_not_grow_with_the_file(long, monkeypatch):
         return sum(sizes)
 
     size = (long / "long" / "metrics.jsonl").stat().st_size
-    for action in (lambda f: report.collect([f], points=100), lambda f: report.window(f, 15_000, 15_010, 50)):
-        few, many = cost(action, "short"), cost(action, "long")
+    for action in (
+        lambda f: report.collect([f], points=100),
+        lambda f: report.window(f, 15_000, 15_010, 50),
+    ):
+        few = cost(action, "short")
+        many = cost(action, "long")
         assert many < 2**21 < size / 4
         assert many < 1.2 * few + 2**15  # and two steps more of a search
 
@@ -137,24 +167,51 @@ def test_search_by_step(long, step):
     path = long / "short" / "metrics.jsonl"
     with JsonLines(path) as lines:
         place = next(lines.places(lines.find(step)), None)
-    expected = next((json.loads(line) for line in path.open() if json.loads(line)["step"] >= step), None)
-    assert (place and (place.step, place.record.get("loss"))) == (expected and (expected["step"], expected["loss"]))
+    expected = next(
+        (json.loads(line) for line in path.open() if json.loads(line)["step"] >= step), None
+    )
+    assert (place and (place.step, place.record.get("loss"))) == (
+        expected and (expected["step"], expected["loss"])
+    )
 
 
 def test_hours_and_tokens_continue_across_restarts(tmp_path):
     day = 86_400
     starts = [
-        {"time": BEGAN, "last_seen": BEGAN + 70, "resumed_step": 0, "step": 9, "end": "preempted", "layout": {"tp": 2}},
-        {"time": BEGAN + day, "last_seen": BEGAN + day + 9, "resumed_step": 5, "step": 7, "end": "failed: no memory"},
+        {
+            "time": BEGAN,
+            "last_seen": BEGAN + 70,
+            "resumed_step": 0,
+            "step": 9,
+            "end": "preempted",
+            "layout": {"tp": 2},
+        },
+        {
+            "time": BEGAN + day,
+            "last_seen": BEGAN + day + 9,
+            "resumed_step": 5,
+            "step": 7,
+            "end": "failed: no memory",
+        },
     ]
-    records = [record(step) for step in range(1, 6)] + [record(6, time=BEGAN + day + 36), record(7, time=BEGAN + day)]
+    records = [record(step) for step in range(1, 6)] + [
+        record(6, time=BEGAN + day + 36),
+        record(7, time=BEGAN + day),
+    ]
     run = collected(write_run(tmp_path / "a", records, starts))
-    assert run["axes"]["hours"][4:] == [65 / 3600, 24.01, 24.01]  # a clock that was set back doesn't turn the axis
+    assert run["axes"]["hours"][4:] == [
+        65 / 3600,
+        24.01,
+        24.01,
+    ]  # a clock that was set back doesn't turn the axis
     assert run["axes"]["tokens"] == [1000 * step for step in range(1, 8)]
     assert (run["state"], run["message"]) == ("failed", "no memory")
-    assert [(s["hours"], s["last_seen_hours"], s["resumed_step"], s["layout"]) for s in run["starts"]] == [
-        (0, 70 / 3600, 0, {"tp": 2}), (24, 24 + 9 / 3600, 5, {}),
-    ]  # fmt: skip
+    assert [
+        (s["hours"], s["last_seen_hours"], s["resumed_step"], s["layout"]) for s in run["starts"]
+    ] == [
+        (0, 70 / 3600, 0, {"tp": 2}),
+        (24, 24 + 9 / 3600, 5, {}),
+    ]
 
 
 # ---- files that are being written, damaged or hostile
@@ -193,18 +250,27 @@ def test_a_file_that_is_replaced_or_cut_while_it_is_read(tmp_path):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_part_of_any_file(tmp_path, seed, monkeypatch):
-    """Against splitting the whole file, with blocks and limits so small that every line crosses some."""
+    """Against splitting the whole file, with blocks and limits so small that every line crosses
+    some.
+    """
     monkeypatch.setattr(lines_module, "_BLOCK", 16)
     monkeypatch.setattr(lines_module, "LONGEST", 100)
-    random, step, content = Random(seed), 0, []
+    random = Random(seed)
+    step = 0
+    content = []
     for _ in range(120):
         step += random.choice([0, 1, 1, 2, 50])
         padding = random.choice([0, 0, 5, 30, 300])  # the last makes a line too long
         junk = random.choice([b"", b"x" * 99, b"{" * 250])
-        content.append(json.dumps({"step": step, "x": "y" * padding}).encode() if random.random() < 0.8 else junk)
+        content.append(
+            json.dumps({"step": step, "x": "y" * padding}).encode()
+            if random.random() < 0.8
+            else junk
+        )
     data = b"\n".join([*content, b'{"step": 10'])
     (tmp_path / "lines").write_bytes(data)
-    expected, begin = [], 0
+    expected = []
+    begin = 0
     for line in content:
         if line.startswith(b'{"') and len(line) <= 100:
             expected.append((begin, begin + len(line) + 1, json.loads(line)["step"]))
@@ -212,26 +278,52 @@ def test_any_part_of_any_file(tmp_path, seed, monkeypatch):
     with JsonLines(tmp_path / "lines") as lines:
         for first in range(0, len(data), 7):
             after = random.choice([None, first + 200])
-            found = [(place.begin, place.end, place.step) for place in lines.places(first, after, reach=10**6)]
-            assert found == [one for one in expected if one[0] >= first and (after is None or one[0] < after)]
+            found = [
+                (place.begin, place.end, place.step)
+                for place in lines.places(first, after, reach=10**6)
+            ]
+            assert found == [
+                one for one in expected if one[0] >= first and (after is None or one[0] < after)
+            ]
         for wanted in range(0, step + 5, 3):
-            assert lines.find(wanted) == next((begin for begin, _, at in expected if at >= wanted), lines.size)
+            assert lines.find(wanted) == next(
+                (begin for begin, _, at in expected if at >= wanted), lines.size
+            )
         last = lines.last(lambda record: True, 3)
-        assert [place.step for place in last] == [at for _, _, at in expected[len(expected) - len(last) :]]
+        assert [place.step for place in last] == [
+            at for _, _, at in expected[len(expected) - len(last) :]
+        ]
 
 
 HOSTILE = [
-    b"", b"null", b"[]", b"1", b"{}", b'{"step": "1"}', b'{"step": -1}', b'{"step": true}', b'{"step": 1e3}',
-    b'{"step": null}', b'{"step": 2' + b"0" * 50 + b"}", b'{"step": ' + b"9" * 5000 + b"}", b"[" * 10**5, b"\xff\xfe",
-    b'{"step": 4, "loss": 1' + b"0" * 400 + b', "lr": 1e999, "tokens": [1], "time": "x", "mfu": {}}',
-    b'{"step": 5, "loss": NaN, "lr": true, "tokens": -Infinity, "tflops": 1, "tokens_per_second": 0}',
-    b'{"step": 6, "loss": null, ' + b", ".join(b'"k%d": 1' % i for i in range(20_000)) + b"}", b"\0" * 3000,
-]  # fmt: skip
+    b"",
+    b"null",
+    b"[]",
+    b"1",
+    b"{}",
+    b'{"step": "1"}',
+    b'{"step": -1}',
+    b'{"step": true}',
+    b'{"step": 1e3}',
+    b'{"step": null}',
+    b'{"step": 2' + b"0" * 50 + b"}",
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b"[" * 10**5,
+    b"\xff\xfe",
+    b'{"step": 4, "loss": 1'
+    + b"0" * 400
+    + b', "lr": 1e999, "tokens": [1], "time": "x", "mfu": {}}',
+    b'{"step": 5, "loss": NaN, "lr": true, "tokens": -Infinity, "tflops": 1, "tokens_per_second": 0}',  # noqa: E501
+    b'{"step": 6, "loss": null, ' + b", ".join(b'"k%d": 1' % i for i in range(20_000)) + b"}",
+    b"\0" * 3000,
+]
 
 
 def test_lines_that_are_no_records(tmp_path):
     path = write_run(tmp_path / "a", []) / "metrics.jsonl"
-    path.write_bytes(b"\n".join([json.dumps(record(1)).encode(), *HOSTILE, json.dumps(record(7)).encode(), b""]))
+    path.write_bytes(
+        b"\n".join([json.dumps(record(1)).encode(), *HOSTILE, json.dumps(record(7)).encode(), b""])
+    )
     run = collected(tmp_path / "a")
     assert run["axes"]["step"] == [1, 4, 5, 6, 7]
     assert run["metrics"]["loss"] == [10 - 1e-5, None, None, None, 10 - 7e-5]
@@ -260,9 +352,12 @@ def test_a_gigabyte_that_is_no_record(tmp_path, filler, monkeypatch):
     assert run["axes"]["step"][-1] == 9 or filler == "lines"
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "config.toml", "events.jsonl", "guard.jsonl", ".lock"])
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff", b"[" * 10**5, b'{"starts": [[1], {"time": "x"}], "goodput": 3}\n', None]
+    "name", ["run.json", "metrics.jsonl", "config.toml", "events.jsonl", "guard.jsonl", ".lock"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[" * 10**5, b'{"starts": [[1], {"time": "x"}], "goodput": 3}\n', None],
 )
 def test_other_files_may_be_damaged(tmp_path, name, content):
     folder = write_run(tmp_path / "a", [record(1)])
@@ -325,7 +420,13 @@ def test_the_last_step_of_the_configuration(tmp_path, config, steps):
 def test_how_long_a_running_run_will_take(tmp_path):
     starts = [
         {"time": BEGAN, "last_seen": BEGAN + 50, "step": 20, "end": "killed"},
-        {"time": BEGAN + 1000, "last_seen": time.time(), "resumed_step": 20, "step": 30, "end": None},
+        {
+            "time": BEGAN + 1000,
+            "last_seen": time.time(),
+            "resumed_step": 20,
+            "step": 30,
+            "end": None,
+        },
     ]
     records = [record(s, time=BEGAN + s) for s in range(1, 21)]
     records += [record(s, time=BEGAN + 1000 + 3 * s) for s in range(21, 31)]
@@ -335,13 +436,22 @@ def test_how_long_a_running_run_will_take(tmp_path):
 def test_events(tmp_path):
     folder = write_run(tmp_path / "a", [record(1)])
     write(
-        folder / "guard.jsonl", [{"step": 3, "reason": "loss 9", "policy": "rewind", "back_to": 1, "time": BEGAN + 36}]
+        folder / "guard.jsonl",
+        [{"step": 3, "reason": "loss 9", "policy": "rewind", "back_to": 1, "time": BEGAN + 36}],
     )
-    assert collected(folder)["events"] == [{"hours": 0.01, "kind": "rewound", "step": 3, "message": "loss 9"}]
+    assert collected(folder)["events"] == [
+        {"hours": 0.01, "kind": "rewound", "step": 3, "message": "loss 9"}
+    ]
     write(
         folder / "events.jsonl",
         [
-            {"time": BEGAN + 72, "kind": "saved", "step": 5, "message": "Saved step-5", "folder": "/x"},
+            {
+                "time": BEGAN + 72,
+                "kind": "saved",
+                "step": 5,
+                "message": "Saved step-5",
+                "folder": "/x",
+            },
             {"time": BEGAN + 36, "kind": "started", "step": None, "message": "Started"},
             {"time": "soon", "kind": "saved"},
         ],
@@ -354,10 +464,24 @@ def test_events(tmp_path):
 
 def test_differences(tmp_path):
     a = write_run(
-        tmp_path / "x" / "a", [], config='[job]\ndump_folder = "a"\n[optimizer]\nlr = 0.1\n[training]\nsteps = 5\n'
+        tmp_path / "x" / "a",
+        [],
+        config='[job]\ndump_folder = "a"\n[optimizer]\nlr = 0.1\n[training]\nsteps = 5\n',
     )
-    start = {"time": BEGAN, "last_seen": BEGAN, "step": 1, "end": None, "ranks": 8, "layout": {"tp": 8}}
-    b = write_run(tmp_path / "x" / "b", [], [start], config="[training]\nsteps = 5\nsources = [{name = 'web'}]\n")
+    start = {
+        "time": BEGAN,
+        "last_seen": BEGAN,
+        "step": 1,
+        "end": None,
+        "ranks": 8,
+        "layout": {"tp": 8},
+    }
+    b = write_run(
+        tmp_path / "x" / "b",
+        [],
+        [start],
+        config="[training]\nsteps = 5\nsources = [{name = 'web'}]\n",
+    )
     data = report.collect([a, b])
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert data["differences"] == [

@@ -1,4 +1,6 @@
-"""The locked requirements: complete, with a hash for each file, and of the tested versions. The releases of torch."""
+"""The locked requirements: complete, with a hash for each file, and of the tested versions. The
+releases of torch.
+"""
 
 import os
 import re
@@ -16,7 +18,9 @@ from torchtitan.utils.torch_versions import TESTED_TORCH, feature_release, too_n
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CONSTRAINTS = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+CONSTRAINTS = dict(
+    re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+)
 
 
 def key(name):
@@ -41,12 +45,16 @@ def test_every_requirement_is_locked_by_hash(name, wanted):
     names = {key(re.split(r"[<>=\[ ]", requirement)[0]) for requirement in wanted} - {"torch"}
     assert not names - locked.keys(), "run scripts/lock.sh"
     tested = {key(package): version for package, version in CONSTRAINTS.items()}
-    assert {p: v for p, v in locked.items() if p in tested} == {p: v for p, v in tested.items() if p in locked}
+    assert {p: v for p, v in locked.items() if p in tested} == {
+        p: v for p, v in tested.items() if p in locked
+    }
 
 
 def test_what_is_said_of_torch_follows_from_the_tested_releases():
     assert list(TESTED_TORCH) == sorted(TESTED_TORCH, key=feature_release)
-    oldest, newest = (".".join(release.split(".")[:2]) for release in (TESTED_TORCH[0], TESTED_TORCH[-1]))
+    oldest, newest = (
+        ".".join(release.split(".")[:2]) for release in (TESTED_TORCH[0], TESTED_TORCH[-1])
+    )
     assert f"torch>={oldest}" in PROJECT["dependencies"]
     assert CONSTRAINTS["torch"] in TESTED_TORCH
     for file in ("README.md", "docs/tutorial-laptop.md"):
@@ -62,7 +70,11 @@ def test_what_is_said_of_torch_follows_from_the_tested_releases():
         ("1.13.1+cu117", "torch 1.13.1+cu117 is too old; upgrade it to 2.11 or newer", None),
         ("2.11.0a0+git1234", None, None),
         ("2.15.1", None, None),
-        ("2.16.0.dev2+cpu", None, "torch 2.16.0.dev2+cpu is newer than the tested releases, 2.11 to 2.15"),
+        (
+            "2.16.0.dev2+cpu",
+            None,
+            "torch 2.16.0.dev2+cpu is newer than the tested releases, 2.11 to 2.15",
+        ),
         ("3.0.0", None, "torch 3.0.0 is newer than the tested releases, 2.11 to 2.15"),
         (None, None, None),
     ],
@@ -82,13 +94,19 @@ def test_a_configuration_is_refused_with_an_old_torch(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call_with_torch(tmp_path):
-    """Runs a command in an environment that claims to have a release of torch; returns the finished process."""
+    """Runs a command in an environment that claims to have a release of torch; returns the finished
+    process.
+    """
 
     def call(release, *command):
         (tmp_path / f"torch-{release}.dist-info").mkdir()
-        (tmp_path / f"torch-{release}.dist-info/METADATA").write_text(f"Name: torch\nVersion: {release}\n")
+        (tmp_path / f"torch-{release}.dist-info/METADATA").write_text(
+            f"Name: torch\nVersion: {release}\n"
+        )
         env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCHTITAN_PYTHON": sys.executable}
-        return subprocess.run([str(c) for c in command], capture_output=True, text=True, env=env, cwd=tmp_path)
+        return subprocess.run(
+            [str(c) for c in command], capture_output=True, text=True, env=env, cwd=tmp_path
+        )
 
     return call
 
@@ -106,7 +124,9 @@ def test_set_up_refuses_only_an_old_torch(call_with_torch, release):
 
 @pytest.mark.e2e
 def test_training_warns_once_of_a_new_torch(call_with_torch):
-    done = call_with_torch("2.99.0", sys.executable, "-m", "torchtitan.train", "--training.dataset_path=missing")
+    done = call_with_torch(
+        "2.99.0", sys.executable, "-m", "torchtitan.train", "--training.dataset_path=missing"
+    )
     assert done.returncode == 2
     assert done.stdout.count("torch 2.99.0 is newer than the tested releases, 2.11 to 2.15") == 1
     assert done.stderr.count("2.99.0") == 0

@@ -1,4 +1,6 @@
-"""The schedules that this project generates: legal, and with the memory and the bubble of their papers."""
+"""The schedules that this project generates: legal, and with the memory and the bubble of their
+papers.
+"""
 
 import itertools
 import sys
@@ -27,13 +29,18 @@ def test_every_size_is_legal(name):
         stages = degree if name == "zb-h1" else 2 * degree
         assert list(order_problems("file", orders, stages)) == []
         for rank, order in enumerate(orders):
-            assert {action.stage for action in order} == {rank, stages - 1 - rank if name != "zb-h1" else rank}
+            assert {action.stage for action in order} == {
+                rank,
+                stages - 1 - rank if name != "zb-h1" else rank,
+            }
 
 
 @pytest.mark.parametrize(("degree", "microbatches"), [(2, 4), (4, 8), (8, 32)])
 @pytest.mark.parametrize("weights", [0.7, 1.0])
 def test_zb_h1(degree, microbatches, weights):
-    """Bubble (p - 1)(F + I - W), and the activations of 1F1B's first rank on all: arXiv:2401.10241, table 2."""
+    """Bubble (p - 1)(F + I - W), and the activations of 1F1B's first rank on all: arXiv:2401.10241,
+    table 2.
+    """
     orders = orders_of("zb-h1", degree, microbatches)
     work = microbatches * (1 + 1.2 + weights)
     length = run(orders, inputs=1.2, weights=weights).length
@@ -43,7 +50,9 @@ def test_zb_h1(degree, microbatches, weights):
 
 @pytest.mark.parametrize("degree", [4, 6, 8, 12])
 def test_v_shapes_keep_a_half_and_a_third(degree):
-    """Of 2 p, and a constant more: arXiv:2405.15362. Equally much on all ranks, and never more for a longer batch."""
+    """Of 2 p, and a constant more: arXiv:2405.15362. Equally much on all ranks, and never more for
+    a longer batch.
+    """
     for name, share, extra in ("v-half", 1 / 2, 2), ("v-min", 1 / 3, 3):
         orders = orders_of(name, degree, 4 * degree)
         kept = [most_kept([order]) for order in orders]
@@ -54,20 +63,32 @@ def test_v_shapes_keep_a_half_and_a_third(degree):
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_bubbles(degree):
-    """If passes are equally long, all idle less than 1F1B. Where they aren't, V-Min's small memory stalls it."""
+    """If passes are equally long, all idle less than 1F1B. Where they aren't, V-Min's small memory
+    stalls it.
+    """
     plain = (degree - 1) / (5 * degree - 1)
     idle = {name: run(orders_of(name, degree, 4 * degree)).idle for name in NAMES}
     assert idle["zb-h1"] <= idle["v-half"] <= idle["v-min"] < plain
     assert idle["v-half"] < 0.7 * plain
-    uneven = {name: run(orders_of(name, degree, 4 * degree), inputs=1.3, weights=0.9).idle for name in NAMES}
+    uneven = {
+        name: run(orders_of(name, degree, 4 * degree), inputs=1.3, weights=0.9).idle
+        for name in NAMES
+    }
     assert uneven["v-half"] < plain
     assert uneven["v-min"] > idle["v-min"] + 0.05
 
 
 def test_the_first_stage_runs_its_whole_backward_with_the_weights():
-    """As torch does (`backward_one_chunk` of a first stage), so a split backward of it costs one backward."""
+    """As torch does (`backward_one_chunk` of a first stage), so a split backward of it costs one
+    backward.
+    """
     program = Program([[Action(0, kind, 0) for kind in "FIW"]], ())
-    assert simulate(program, lambda stage, kind: {"F": 1.0, "B": 2.0, "I": 2.0, "W": 2.0}[kind], 0.0).length == 3
+    assert (
+        simulate(
+            program, lambda stage, kind: {"F": 1.0, "B": 2.0, "I": 2.0, "W": 2.0}[kind], 0.0
+        ).length
+        == 3
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +104,9 @@ def test_the_command_writes_what_the_trainer_reads(name, tmp_path, capsys):
 
 
 def test_the_command_refuses_what_the_trainer_could_not_read(tmp_path, capsys):
-    with pytest.raises(UserError, match=f"--microbatches 9000: a schedule file may have {MOST_BYTES:,} bytes"):
+    with pytest.raises(
+        UserError, match=f"--microbatches 9000: a schedule file may have {MOST_BYTES:,} bytes"
+    ):
         schedule.main(["v-min", "--pp=64", "--microbatches=9000", f"--output={tmp_path / 'x.csv'}"])
     with pytest.raises(SystemExit):
         schedule.main(["v-min", "--pp=1", "--microbatches=4", f"--output={tmp_path / 'x.csv'}"])
@@ -93,7 +116,9 @@ def test_the_command_refuses_what_the_trainer_could_not_read(tmp_path, capsys):
 
 
 def test_published_table():
-    """Of the four rows whose memory nothing was fitted to, and the five relative to 1F1B; the fastest stay so."""
+    """Of the four rows whose memory nothing was fitted to, and the five relative to 1F1B; the
+    fastest stay so.
+    """
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan_schedules
 

@@ -37,9 +37,14 @@ def layers(stages):
 
 
 def best_balance(costs, count):
-    """The least maximum, and the least sum of squares that goes with it, by trying every way to cut."""
+    """The least maximum, and the least sum of squares that goes with it, by trying every way to
+    cut.
+    """
     cuts = itertools.combinations(range(1, len(costs)), count - 1)
-    return min(balance_of([sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, len(costs)])]) for c in cuts)
+    return min(
+        balance_of([sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, len(costs)])])
+        for c in cuts
+    )
 
 
 def balance_of(stages):
@@ -49,11 +54,18 @@ def balance_of(stages):
 @pytest.mark.parametrize("count", range(1, 8))
 @pytest.mark.parametrize("head", [0.3, 1.0, 2.4, 5.5])
 def test_balance_is_the_best_there_is(count, head):
-    flops = {"tok_embeddings": 0.0, **{f"layers.{i}": 1.0 for i in range(6)}, "norm": 0.0, "output": head}
+    flops = {
+        "tok_embeddings": 0.0,
+        **{f"layers.{i}": 1.0 for i in range(6)},
+        "norm": 0.0,
+        "output": head,
+    }
     stages = balanced(flops, count)
     assert [name for stage in stages for name in stage] == list(flops)
     assert len(stages) == count
-    assert balance_of([sum(flops[m] for m in stage) for stage in stages]) == best_balance([1.0] * 6 + [head], count)
+    assert balance_of([sum(flops[m] for m in stage) for stage in stages]) == best_balance(
+        [1.0] * 6 + [head], count
+    )
 
 
 def test_balance_counts_the_output_projection():
@@ -75,22 +87,38 @@ def test_defaults():
     v = plan("--parallelism.pipeline_parallel_schedule=DualPipeV", degree=3)
     assert v.ranks == (0, 1, 2, 2, 1, 0)
     assert v.stages_of(0) == [0, 5]
-    assert plan("--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B").schedule == "Interleaved1F1B"
+    assert (
+        plan("--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B").schedule
+        == "Interleaved1F1B"
+    )
     assert plan(degree=1) is None
 
 
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
-        (["--parallelism.pipeline_parallel_first_stage_less_layers=0",
-          "--parallelism.pipeline_parallel_last_stage_less_layers=0"], [[0, 1, 2], [3, 4, 5]]),
+        (
+            [
+                "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+                "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+            ],
+            [[0, 1, 2], [3, 4, 5]],
+        ),
         (["--parallelism.pipeline_parallel_last_stage_less_layers=3"], [[0, 1, 2, 3], [4, 5]]),
-        (["--parallelism.pipeline_parallel_layers_per_stage=2",
-          "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], [[0], [1, 2], [3, 4], [5]]),
+        (
+            [
+                "--parallelism.pipeline_parallel_layers_per_stage=2",
+                "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+            ],
+            [[0], [1, 2], [3, 4], [5]],
+        ),
         (["--parallelism.module_fqns_per_model_part=layers.1"], [[0], [1, 2, 3, 4, 5]]),
-        ([f"--parallelism.module_fqns_per_model_part={[ALL[:6], ALL[6:]]}"], [[0, 1, 2, 3, 4], [5]]),
+        (
+            [f"--parallelism.module_fqns_per_model_part={[ALL[:6], ALL[6:]]}"],
+            [[0, 1, 2, 3, 4], [5]],
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_ways_to_cut(extra, expected):
     stages = plan(*extra).modules
     assert layers(stages) == expected
@@ -101,18 +129,41 @@ def test_other_ways_to_cut(extra, expected):
     ("degree", "extra", "expected"),
     [
         (2, ["--parallelism.pipeline_parallel_last_stage_less_layers=7"], [[0, 1, 2, 3, 4, 5], []]),
-        (2, ["--parallelism.pipeline_parallel_first_stage_less_layers=6",
-             "--parallelism.pipeline_parallel_last_stage_less_layers=0"], [[], [0, 1, 2, 3, 4, 5]]),
-        (4, ["--parallelism.pipeline_parallel_layers_per_stage=1",
-             "--parallelism.pipeline_parallel_schedule=LoopedBFS"], [[], [0], [1], [2], [3], [4], [5], []]),
-        (4, ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], [[], [0], [1], [2], [3], [4], [5], []]),
-        (4, ["--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
-         [[], [0], [1], [2], [3], [4], [5], []]),
+        (
+            2,
+            [
+                "--parallelism.pipeline_parallel_first_stage_less_layers=6",
+                "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+            ],
+            [[], [0, 1, 2, 3, 4, 5]],
+        ),
+        (
+            4,
+            [
+                "--parallelism.pipeline_parallel_layers_per_stage=1",
+                "--parallelism.pipeline_parallel_schedule=LoopedBFS",
+            ],
+            [[], [0], [1], [2], [3], [4], [5], []],
+        ),
+        (
+            4,
+            ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+            [[], [0], [1], [2], [3], [4], [5], []],
+        ),
+        (
+            4,
+            ["--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
+            [[], [0], [1], [2], [3], [4], [5], []],
+        ),
         (8, [], [[], [0], [1], [2], [3], [4], [5], []]),
         (7, [], [[0], [1], [2], [3], [4], [5], []]),
-        (3, ["--parallelism.module_fqns_per_model_part=layers.0,norm"], [[], [0, 1, 2, 3, 4, 5], []]),
+        (
+            3,
+            ["--parallelism.module_fqns_per_model_part=layers.0,norm"],
+            [[], [0, 1, 2, 3, 4, 5], []],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_ends_alone_on_their_stages(degree, extra, expected):
     stages = plan(*extra, degree=degree).modules
     assert layers(stages) == expected
@@ -122,52 +173,134 @@ def test_the_ends_alone_on_their_stages(degree, extra, expected):
 # ---- refusals: (arguments, options, text of the one problem, arguments that fix it)
 
 REFUSED = [
-    (["--parallelism.pipeline_parallel_microbatch_size=3"], {},
-     "3 does not divide training.local_batch_size 8; set it to one of 1, 2, 4, 8",
-     ["--parallelism.pipeline_parallel_microbatch_size=2"]),
-    (["--validation.enable", "--validation.local_batch_size=3",
-      "--parallelism.pipeline_parallel_microbatch_size=2"], {},
-     "2 does not divide validation.local_batch_size 3; set it to one of 1, 3", ["--validation.local_batch_size=4"]),
-    (["--parallelism.pipeline_parallel_microbatch_size=4"], {"degree": 4},
-     "1F1B needs at least as many microbatches as its 4 stages, got 2; set "
-     "parallelism.pipeline_parallel_microbatch_size to 1 or 2", ["--parallelism.pipeline_parallel_microbatch_size=2"]),
-    (["--training.local_batch_size=2"], {"degree": 4}, "raise training.local_batch_size to 4",
-     ["--training.local_batch_size=4"]),
-    (["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--training.local_batch_size=5"], {},
-     "can't run 5 microbatches on 2 ranks in 2 equal rounds", ["--training.local_batch_size=6"]),
-    (["--parallelism.pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=3"], {},
-     "needs at least as many microbatches as its 4 stages, got 3", ["--training.local_batch_size=4"]),
-    (["--parallelism.pipeline_parallel_schedule=LoopedBFS"], {"degree": 5}, "10 stages for 6 layers; at most 8",
-     ["--model.overrides.n_layers=8"]),
-    (["--parallelism.pipeline_parallel_layers_per_stage=2"], {},
-     "gives 4 stages on 2 ranks, but schedule 1F1B takes 1 stage per rank (2 stages)",
-     ["--parallelism.pipeline_parallel_layers_per_stage=4"]),
-    (["--parallelism.pipeline_parallel_layers_per_stage=4",
-      "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], {},
-     "gives 2 stages on 2 ranks, but schedule ZBVZeroBubble takes 2 stages per rank (4 stages)",
-     ["--parallelism.pipeline_parallel_layers_per_stage=2"]),
-    (["--parallelism.pipeline_parallel_layers_per_stage=3"], {"degree": 2}, "gives 3 stages on 2 ranks",
-     ["--parallelism.pipeline_parallel_layers_per_stage=4"]),
-    (["--parallelism.pipeline_parallel_last_stage_less_layers=9"], {}, "leave a stage empty (7, -1); lower them",
-     ["--parallelism.pipeline_parallel_last_stage_less_layers=2"]),
-    (["--parallelism.pipeline_parallel_schedule=LoopedBFS", "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-      "--parallelism.pipeline_parallel_last_stage_less_layers=0"], {"degree": 4},
-     "leave a stage empty (1, 1, 1, 1, 1, 1, 0, 0); raise them, or use fewer stages",
-     ["--parallelism.pipeline_parallel_first_stage_less_layers=1",
-      "--parallelism.pipeline_parallel_last_stage_less_layers=1"]),
-    (["--parallelism.module_fqns_per_model_part=layers.9"], {}, "no module 'layers.9'; the model has tok_embeddings",
-     ["--parallelism.module_fqns_per_model_part=layers.3"]),
-    (["--parallelism.module_fqns_per_model_part=layers.1,layers.2"], {}, "gives 3 stages on 2 ranks",
-     ["--parallelism.module_fqns_per_model_part=layers.2"]),
-    ([f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[5:]]}"], {}, "layers.3 is on no stage",
-     [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
-    ([f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[3:]]}"], {}, "layers.2 is on 2 stages",
-     [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
-    ([f"--parallelism.module_fqns_per_model_part={[ALL[4:], ALL[:4]]}"], {}, "layers.3 is out of order",
-     [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"]),
-    ([], {"flavor": "1B"}, "shares one weight between tok_embeddings and output",
-     ["--model.overrides.tie_embeddings=false"]),
-]  # fmt: skip
+    (
+        ["--parallelism.pipeline_parallel_microbatch_size=3"],
+        {},
+        "3 does not divide training.local_batch_size 8; set it to one of 1, 2, 4, 8",
+        ["--parallelism.pipeline_parallel_microbatch_size=2"],
+    ),
+    (
+        [
+            "--validation.enable",
+            "--validation.local_batch_size=3",
+            "--parallelism.pipeline_parallel_microbatch_size=2",
+        ],
+        {},
+        "2 does not divide validation.local_batch_size 3; set it to one of 1, 3",
+        ["--validation.local_batch_size=4"],
+    ),
+    (
+        ["--parallelism.pipeline_parallel_microbatch_size=4"],
+        {"degree": 4},
+        "1F1B needs at least as many microbatches as its 4 stages, got 2; set "
+        "parallelism.pipeline_parallel_microbatch_size "
+        "to 1 or 2",
+        ["--parallelism.pipeline_parallel_microbatch_size=2"],
+    ),
+    (
+        ["--training.local_batch_size=2"],
+        {"degree": 4},
+        "raise training.local_batch_size to 4",
+        ["--training.local_batch_size=4"],
+    ),
+    (
+        [
+            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+            "--training.local_batch_size=5",
+        ],
+        {},
+        "can't run 5 microbatches on 2 ranks in 2 equal rounds",
+        ["--training.local_batch_size=6"],
+    ),
+    (
+        ["--parallelism.pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=3"],
+        {},
+        "needs at least as many microbatches as its 4 stages, got 3",
+        ["--training.local_batch_size=4"],
+    ),
+    (
+        ["--parallelism.pipeline_parallel_schedule=LoopedBFS"],
+        {"degree": 5},
+        "10 stages for 6 layers; at most 8",
+        ["--model.overrides.n_layers=8"],
+    ),
+    (
+        ["--parallelism.pipeline_parallel_layers_per_stage=2"],
+        {},
+        "gives 4 stages on 2 ranks, but schedule 1F1B takes 1 stage per rank (2 stages)",
+        ["--parallelism.pipeline_parallel_layers_per_stage=4"],
+    ),
+    (
+        [
+            "--parallelism.pipeline_parallel_layers_per_stage=4",
+            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        ],
+        {},
+        "gives 2 stages on 2 ranks, but schedule ZBVZeroBubble takes 2 stages per rank (4 stages)",
+        ["--parallelism.pipeline_parallel_layers_per_stage=2"],
+    ),
+    (
+        ["--parallelism.pipeline_parallel_layers_per_stage=3"],
+        {"degree": 2},
+        "gives 3 stages on 2 ranks",
+        ["--parallelism.pipeline_parallel_layers_per_stage=4"],
+    ),
+    (
+        ["--parallelism.pipeline_parallel_last_stage_less_layers=9"],
+        {},
+        "leave a stage empty (7, -1); lower them",
+        ["--parallelism.pipeline_parallel_last_stage_less_layers=2"],
+    ),
+    (
+        [
+            "--parallelism.pipeline_parallel_schedule=LoopedBFS",
+            "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+            "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+        ],
+        {"degree": 4},
+        "leave a stage empty (1, 1, 1, 1, 1, 1, 0, 0); raise them, or use fewer stages",
+        [
+            "--parallelism.pipeline_parallel_first_stage_less_layers=1",
+            "--parallelism.pipeline_parallel_last_stage_less_layers=1",
+        ],
+    ),
+    (
+        ["--parallelism.module_fqns_per_model_part=layers.9"],
+        {},
+        "no module 'layers.9'; the model has tok_embeddings",
+        ["--parallelism.module_fqns_per_model_part=layers.3"],
+    ),
+    (
+        ["--parallelism.module_fqns_per_model_part=layers.1,layers.2"],
+        {},
+        "gives 3 stages on 2 ranks",
+        ["--parallelism.module_fqns_per_model_part=layers.2"],
+    ),
+    (
+        [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[5:]]}"],
+        {},
+        "layers.3 is on no stage",
+        [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"],
+    ),
+    (
+        [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[3:]]}"],
+        {},
+        "layers.2 is on 2 stages",
+        [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"],
+    ),
+    (
+        [f"--parallelism.module_fqns_per_model_part={[ALL[4:], ALL[:4]]}"],
+        {},
+        "layers.3 is out of order",
+        [f"--parallelism.module_fqns_per_model_part={[ALL[:4], ALL[4:]]}"],
+    ),
+    (
+        [],
+        {"flavor": "1B"},
+        "shares one weight between tok_embeddings and output",
+        ["--model.overrides.tie_embeddings=false"],
+    ),
+]
 
 
 @pytest.mark.parametrize(("extra", "options", "text", "fix"), REFUSED)
@@ -184,14 +317,21 @@ def test_microbatch_advice_is_legal():
         if name.startswith("PipelineSchedule"):
             continue
         for rows, degree in itertools.product(range(1, 12), (2, 3)):
-            argv = [f"--parallelism.pipeline_parallel_schedule={name}", f"--training.local_batch_size={rows}"]
+            argv = [
+                f"--parallelism.pipeline_parallel_schedule={name}",
+                f"--training.local_batch_size={rows}",
+            ]
             try:
                 plan(*argv, degree=degree)
             except ConfigError as error:
                 (text,) = error.problems
                 if sizes := re.search(r"microbatch_size to ([\d or]+)", text):
                     for size in sizes[1].split(" or "):
-                        plan(*argv, f"--parallelism.pipeline_parallel_microbatch_size={size}", degree=degree)
+                        plan(
+                            *argv,
+                            f"--parallelism.pipeline_parallel_microbatch_size={size}",
+                            degree=degree,
+                        )
                 else:
                     more = re.search(r"raise training.local_batch_size to (\d+)", text)[1]
                     plan(argv[0], f"--training.local_batch_size={more}", degree=degree)
@@ -203,7 +343,10 @@ def test_microbatch_advice_is_legal():
 def csv(tmp_path, text, rows=2, *extra, degree=2):
     file = tmp_path / "schedule.csv"
     file.write_text(text)
-    arguments = [f"--parallelism.pipeline_parallel_schedule_csv={file}", f"--training.local_batch_size={rows}"]
+    arguments = [
+        f"--parallelism.pipeline_parallel_schedule_csv={file}",
+        f"--training.local_batch_size={rows}",
+    ]
     return plan(*arguments, *extra, degree=degree)
 
 
@@ -250,7 +393,11 @@ def test_a_missing_file():
 @pytest.mark.parametrize(
     ("degree", "extra", "text"),
     [
-        (3, ["--training.seq_len=2049"], "3 does not divide n_heads 16, n_kv_heads 16, vocab_size 2048"),
+        (
+            3,
+            ["--training.seq_len=2049"],
+            "3 does not divide n_heads 16, n_kv_heads 16, vocab_size 2048",
+        ),
         (
             16,
             ["--model.overrides.n_kv_heads=8"],
@@ -284,17 +431,24 @@ MOE = ["--model.name=qwen3_moe", "--model.overrides.n_experts=12"]
             "expert_parallel_degree: model.flavor debugmodel of llama3 has no experts; set it to 1",
             "--parallelism.expert_parallel_degree=1",
         ),
-        (1, ["--moe.router_z_loss=0.1"], "[moe]: model.flavor debugmodel of llama3 has no experts", MOE[0]),
+        (
+            1,
+            ["--moe.router_z_loss=0.1"],
+            "[moe]: model.flavor debugmodel of llama3 has no experts",
+            MOE[0],
+        ),
         (
             8,
             [*MOE, "--parallelism.expert_parallel_degree=8"],
-            "8 does not divide n_experts 12 of model.flavor debugmodel of qwen3_moe; set it to one of 1, 2, 4",
+            "8 does not divide n_experts 12 of model.flavor debugmodel of qwen3_moe; set "
+            "it to one of 1, 2, 4",
             "--parallelism.expert_parallel_degree=4",
         ),
         (
             40,
             [*MOE, "--parallelism.expert_parallel_degree=4"],
-            "FSDP shards 3 experts over 10 ranks, which divide neither their number nor dim 256 nor expert_dim 192; "
+            "FSDP shards 3 experts over 10 ranks, which divide neither their number nor "
+            "dim 256 nor expert_dim 192; "
             "set it to one of 1",
             "--parallelism.expert_parallel_degree=1",
         ),
@@ -310,7 +464,10 @@ def test_expert_parallel_sizes(world, argv, text, fix):
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ("--parallelism.expert_tensor_parallel_degree=2", "tensor-parallel ranks have different tokens"),
+        (
+            "--parallelism.expert_tensor_parallel_degree=2",
+            "tensor-parallel ranks have different tokens",
+        ),
         ("--parallelism.expert_parallel_comm_backend=deepep", "NVSHMEM"),
     ],
 )

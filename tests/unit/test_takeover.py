@@ -1,10 +1,16 @@
-"""Launchers find one another at the next endpoint when the one that holds their store is gone, with real stores."""
+"""Launchers find one another at the next endpoint when the one that holds their store is gone, with
+real stores.
+"""
 
 import threading
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 
 from tests.faults.test_elastic import free_ports
 from torchtitan.parallel import takeover
@@ -40,7 +46,8 @@ def launcher(monkeypatch):
     def make(index, secret=b"secret", patience=0.3):
         parameters = RendezvousParameters("torchtitan", "", "run", 1, 3, "127.0.0.9")
         made = Takeover(endpoints, parameters, secret, Meeting)
-        made._here, made._patience = [index == i for i in range(3)], patience
+        made._here = [index == i for i in range(3)]
+        made._patience = patience
         return made
 
     return make
@@ -79,11 +86,15 @@ def test_an_endpoint_without_a_launcher_is_passed_over(launcher):
 
 def test_a_holder_that_was_suspended_gives_way(launcher):
     """Meanwhile the others have gone on without it."""
-    first, second = launcher(0), launcher(1)
+    first = launcher(0)
+    second = launcher(1)
     together(first, second)
-    suspended, first._held = first._held, None
+    suspended = first._held
+    first._held = None
     second._leave()
-    second._find = lambda find=second._find: None if second._held is None else find()  # can't reach it
+    second._find = lambda find=second._find: (
+        None if second._held is None else find()
+    )  # can't reach it
     assert together(second) == {(2, 1)}
     first._held = suspended
     assert together(first) == {(2, 1)}
@@ -92,7 +103,9 @@ def test_a_holder_that_was_suspended_gives_way(launcher):
 
 def test_of_two_new_stores_the_first_endpoint_s_is_joined(launcher):
     """Launchers that couldn't reach each other for a while have begun to hold one each."""
-    first, second, other = launcher(0), launcher(1), launcher(None)
+    first = launcher(0)
+    second = launcher(1)
+    other = launcher(None)
     held = [_Found(1, index, dist.HashStore()) for index in (0, 1)]
     first._held, second._held = held
     for one in (first, second, other):

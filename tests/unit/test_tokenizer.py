@@ -1,4 +1,6 @@
-"""Both kinds of tokenizer: same ids from the same merges, special tokens, and errors for bad folders."""
+"""Both kinds of tokenizer: same ids from the same merges, special tokens, and errors for bad
+folders.
+"""
 
 import base64
 import json
@@ -42,8 +44,11 @@ def test_shipped_tokenizer():
 
 
 def test_tiktoken_and_tokenizers_give_the_same_ids(llama_folder):
-    """Two independent implementations of the split pattern and the merges agree; ids differ by the two specials."""
-    hf, tiktoken = build_tokenizer(SHIPPED), build_tokenizer(str(llama_folder))
+    """Two independent implementations of the split pattern and the merges agree; ids differ by the
+    two specials.
+    """
+    hf = build_tokenizer(SHIPPED)
+    tiktoken = build_tokenizer(str(llama_folder))
     documents = DemoDocuments(validation=True)
     for text in [*TEXTS, *(documents[i] for i in range(5))]:
         assert [i - 2 for i in hf.encode(text)] == tiktoken.encode(text)
@@ -57,7 +62,8 @@ def test_llama3_special_tokens_have_their_ids(llama_folder):
     assert tokenizer.eos_id == base + 1
     for offset, name in LLAMA3_SPECIAL.items():
         assert tokenizer.decode([base + offset]) == name
-    # Published Llama 3 ids, from the end of the vocabulary: <|reserved_special_token_0|> is 128002 of 128000 + 256.
+    # Published Llama 3 ids, from the end of the vocabulary: <|reserved_special_token_0|> is 128002
+    # of 128000 + 256.
     assert tokenizer.decode([base + 2]) == "<|reserved_special_token_0|>"
     assert tokenizer.decode([base + 255]) == "<|reserved_special_token_246|>"
 
@@ -65,7 +71,8 @@ def test_llama3_special_tokens_have_their_ids(llama_folder):
 @pytest.mark.parametrize("which", ["hf", "tiktoken"])
 def test_byte_lengths_sum_to_the_bytes_of_a_text(which, llama_folder):
     tokenizer = build_tokenizer(SHIPPED if which == "hf" else str(llama_folder))
-    lengths, documents = tokenizer.byte_lengths(), DemoDocuments(validation=True)
+    lengths = tokenizer.byte_lengths()
+    documents = DemoDocuments(validation=True)
     assert lengths.shape == (tokenizer.vocab_size,)
     assert lengths[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
     for text in [*TEXTS, *(documents[i] for i in range(5))]:
@@ -73,10 +80,24 @@ def test_byte_lengths_sum_to_the_bytes_of_a_text(which, llama_folder):
 
 
 def test_byte_lengths_of_tokens_that_are_not_bytes(tmp_path):
-    """As SentencePiece does: a space before the text, bytes for unknown characters, and an added token."""
-    names = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcé", "\u2581ab", "ab", "<tool>"]
+    """As SentencePiece does: a space before the text, bytes for unknown characters, and an added
+    token.
+    """
+    names = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "\u2581",
+        *"abcé",
+        "\u2581ab",
+        "ab",
+        "<tool>",
+    ]
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    fallback = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}]
+    fallback = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+    ]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     content = {
         "version": "1.0",
@@ -124,21 +145,31 @@ def test_documents_are_never_truncated(tmp_path):
     """Some `tokenizer.json` files set a truncation for fine-tuning."""
     shutil.copytree(find_asset(SHIPPED), tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 5,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert build_tokenizer(str(tmp_path)).encode("hello " * 99) == build_tokenizer(SHIPPED).encode("hello " * 99)
+    assert build_tokenizer(str(tmp_path)).encode("hello " * 99) == build_tokenizer(SHIPPED).encode(
+        "hello " * 99
+    )
 
 
 def test_a_changed_model_file_is_read_again(tmp_path):
     file = tmp_path / "tokenizer.model"
     for size in (256, 257):
         tokens = [bytes([i]) for i in range(256)] + [b"ab"]
-        file.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens[:size])))
+        file.write_bytes(
+            b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens[:size]))
+        )
         assert build_tokenizer(str(file)).vocab_size == size + 256
 
 
 def test_a_million_blanks_can_be_encoded(llama_folder):
-    tokenizer, text = build_tokenizer(str(llama_folder)), "a" + " " * 1_500_000 + "b"
+    tokenizer = build_tokenizer(str(llama_folder))
+    text = "a" + " " * 1_500_000 + "b"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

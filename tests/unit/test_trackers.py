@@ -1,4 +1,6 @@
-"""Trackers, read back by their own packages: one run over all starts, and no failure that reaches training."""
+"""Trackers, read back by their own packages: one run over all starts, and no failure that reaches
+training.
+"""
 
 import json
 import os
@@ -31,17 +33,35 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
 RECORD = {
-    "step": 2, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "tokens_per_second": 1400.0, "mfu": None,
-    "memory_gib": 1.5, "expert_load_max": 2.0, "dead_experts": 1, "auxiliary_loss": 0.1, "loss/books": 2.0,
-    "tokens/books": 350, "time": 1700000000.0,
-}  # fmt: skip
+    "step": 2,
+    "loss": 2.5,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens": 700,
+    "tokens_per_second": 1400.0,
+    "mfu": None,
+    "memory_gib": 1.5,
+    "expert_load_max": 2.0,
+    "dead_experts": 1,
+    "auxiliary_loss": 0.1,
+    "loss/books": 2.0,
+    "tokens/books": 350,
+    "time": 1700000000.0,
+}
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    for name in ("WANDB_PROJECT", "WANDB_TEAM", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_RUN_NAME", "MLFLOW_TRACKING_URI"):
+    for name in (
+        "WANDB_PROJECT",
+        "WANDB_TEAM",
+        "WANDB_RUN_ID",
+        "WANDB_NAME",
+        "WANDB_RUN_NAME",
+        "MLFLOW_TRACKING_URI",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(metric_sinks, "_entries", {})
 
@@ -62,13 +82,22 @@ class Start:
         self.ledger = Ledger(folder, {}, step=step, resumable=True, writes=True, began=time.time())
         config = Config(sinks=list(sinks), **keys)
         job = Job(dump_folder=str(folder))
-        self.trackers = Trackers(config, job, {"a": {"b": 3}}, self.ledger, start_step=step, custom=Custom())
-        self.step, self.reason = step, end
+        self.trackers = Trackers(
+            config, job, {"a": {"b": 3}}, self.ledger, start_step=step, custom=Custom()
+        )
+        self.step = step
+        self.reason = end
 
     def log(self, *steps):
         for step in steps:
             self.trackers.call(
-                "log", {"step": step, "loss": 3.0 / step, "tokens_per_second": 9.0, "time": 100.0 + step + self.step}
+                "log",
+                {
+                    "step": step,
+                    "loss": 3.0 / step,
+                    "tokens_per_second": 9.0,
+                    "time": 100.0 + step + self.step,
+                },
             )
         return self
 
@@ -85,11 +114,24 @@ def recorded(folder):
 
 def test_names_are_grouped():
     assert scalars(RECORD) == {
-        "train/loss": 2.5, "train/grad_norm": 0.5, "train/lr": 1e-3, "train/tokens": 700, "perf/memory_gib": 1.5,
-        "perf/tokens_per_second": 1400.0, "experts/load_max": 2.0, "experts/dead": 1, "experts/auxiliary_loss": 0.1,
-        "sources/loss/books": 2.0, "sources/tokens/books": 350,
-    }  # fmt: skip
-    validation = {"step": 2, "validation_loss/web": 1.0, "validation_bits_per_byte/web": 0.5, "eval/arc/acc": 0.25}
+        "train/loss": 2.5,
+        "train/grad_norm": 0.5,
+        "train/lr": 1e-3,
+        "train/tokens": 700,
+        "perf/memory_gib": 1.5,
+        "perf/tokens_per_second": 1400.0,
+        "experts/load_max": 2.0,
+        "experts/dead": 1,
+        "experts/auxiliary_loss": 0.1,
+        "sources/loss/books": 2.0,
+        "sources/tokens/books": 350,
+    }
+    validation = {
+        "step": 2,
+        "validation_loss/web": 1.0,
+        "validation_bits_per_byte/web": 0.5,
+        "eval/arc/acc": 0.25,
+    }
     assert list(scalars(validation)) == ["val/loss/web", "val/bits_per_byte/web", "eval/arc/acc"]
 
 
@@ -115,14 +157,19 @@ def test_a_tracker_that_fails_warns_once_and_others_go_on(tmp_path, caplog, monk
     broken.join(time.monotonic() + 5)
     assert seen == [1, 2, 3, "closed"]
     (warning,) = [r.getMessage() for r in caplog.records]
-    assert warning.startswith("metrics.sinks: broken: ConnectionError: service is down. The run continues")
+    assert warning.startswith(
+        "metrics.sinks: broken: ConnectionError: service is down. The run continues"
+    )
 
 
 @pytest.mark.clock
 def test_a_tracker_that_hangs_delays_nothing_and_keeps_the_newest(monkeypatch, caplog):
-    """While its service does not answer, as many calls wait as may; the end does not wait for it forever."""
+    """While its service does not answer, as many calls wait as may; the end does not wait for it
+    forever.
+    """
     monkeypatch.setattr(background, "QUEUED", 5)
-    gate, seen = threading.Event(), []
+    gate = threading.Event()
+    seen = []
 
     class Hangs:
         def log(self, record):
@@ -142,14 +189,16 @@ def test_a_tracker_that_hangs_delays_nothing_and_keeps_the_newest(monkeypatch, c
     hangs.join(time.monotonic() + 5)
     assert seen[-3:] == [98, 99, 100]
     assert len(seen) <= 6
-    assert [("oldest are dropped" in r.getMessage(), "in time" in r.getMessage()) for r in caplog.records] == [
-        (True, False), (False, True)
-    ]  # fmt: skip
+    assert [
+        ("oldest are dropped" in r.getMessage(), "in time" in r.getMessage())
+        for r in caplog.records
+    ] == [(True, False), (False, True)]
 
 
 def test_what_is_recorded_while_a_service_is_down_follows(monkeypatch, caplog):
     monkeypatch.setattr(background, "RETRY_SECONDS", 0.05)
-    made, seen = [], []
+    made = []
+    seen = []
 
     class Works:
         def log(self, record):
@@ -184,18 +233,24 @@ def test_a_tracker_of_the_user_that_cannot_be_made_stops_the_run_at_its_start(tm
 
 def test_missing_packages_are_named_with_their_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert list(missing_packages(Config(sinks=["mlflow", "prometheus", "own"], enable_wandb=True))) == [
-        "metrics.sinks: \"mlflow\" needs the package mlflow: pip install 'titan-pretrain[mlflow]', or remove it",
+    assert list(
+        missing_packages(Config(sinks=["mlflow", "prometheus", "own"], enable_wandb=True))
+    ) == [
+        'metrics.sinks: "mlflow" needs the package mlflow: pip install '
+        "'titan-pretrain[mlflow]', or remove it",
         'metrics.sinks: "prometheus" needs the package prometheus_client: pip install '
         "'titan-pretrain[prometheus]', or remove it",
-        "metrics.enable_wandb needs the package wandb: pip install 'titan-pretrain[wandb]', or set it to false",
+        "metrics.enable_wandb needs the package wandb: pip install "
+        "'titan-pretrain[wandb]', or set it to false",
     ]
 
 
 def test_a_missing_package_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(chosen, "PACKAGES", {"mlflow": "no_such_package"})
     config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=mlflow"], 1).config
-    with pytest.raises(ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain"):
+    with pytest.raises(
+        ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain"
+    ):
         preflight(config)
     assert not (tmp_path / "out").exists()
 
@@ -208,7 +263,10 @@ def wandb_records(folder):
     from wandb.proto.wandb_internal_pb2 import Record
 
     for path in sorted(folder.glob("wandb/*run-*/*.wandb")):
-        data, at, parts, found = path.read_bytes(), 7, b"", []
+        data = path.read_bytes()
+        at = 7
+        parts = b""
+        found = []
         while at + 7 <= len(data):
             left = 32768 - at % 32768
             if left < 7:
@@ -226,7 +284,10 @@ def wandb_records(folder):
 def history(records):
     """What was logged, as dictionaries."""
     kept = [record.history for record in records if record.HasField("history")]
-    return [{(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in one.item} for one in kept]
+    return [
+        {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in one.item}
+        for one in kept
+    ]
 
 
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
@@ -245,14 +306,22 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     Start(tmp_path, step=2, enable_wandb=True).log(3, 4).close()
     assert recorded(tmp_path)["wandb"] == known
     one, two = wandb_records(tmp_path)
-    runs = [next(record.run for record in records if record.HasField("run")) for records in (one, two)]
-    assert [(run.run_id, run.project, run.display_name) for run in runs] == 2 * [(known["id"], "torchtitan", "mine")]
+    runs = [
+        next(record.run for record in records if record.HasField("run")) for records in (one, two)
+    ]
+    assert [(run.run_id, run.project, run.display_name) for run in runs] == 2 * [
+        (known["id"], "torchtitan", "mine")
+    ]
     for records, steps in ((one, [1, 2, 3, 2, 3]), (two, [3, 4])):
         logged = history(records)
         assert [row["train/step"] for row in logged] == steps
         assert [row["train/loss"] for row in logged] == [3.0 / step for step in steps]
         assert all(row["perf/tokens_per_second"] == 9.0 for row in logged)
-        defined = {r.metric.name or r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
+        defined = {
+            r.metric.name or r.metric.glob_name: r.metric.step_metric
+            for r in records
+            if r.HasField("metric")
+        }
         assert defined["*"] == "train/step"
     assert [record.exit.exit_code for record in one if record.HasField("exit")] == [1]
     assert any(record.HasField("preempting") for record in one)
@@ -266,9 +335,15 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.clock
 def test_wandb_out_of_reach_neither_stops_nor_delays(tmp_path):
-    """Nothing listens on this port. W&B's own code at the exit of a process would wait for it, too."""
+    """Nothing listens on this port. W&B's own code at the exit of a process would wait for it,
+    too.
+    """
     pytest.importorskip("wandb")
-    settings = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+    settings = {
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_MODE": "online",
+    }
     began = time.monotonic()
     done = separate(OUT_OF_REACH, tmp_path, **settings)
     assert time.monotonic() - began < 40
@@ -360,7 +435,13 @@ def test_mlflow_continues_the_same_run(tmp_path, monkeypatch):
     assert recorded(folder)["mlflow"] == known
     run = client.get_run(known["id"])
     assert (run.info.status, run.info.run_name, run.data.params["a.b"]) == ("FAILED", "run", "3")
-    assert mlflow_values(client, known["id"], "train/loss") == [(1, 3.0), (2, 1.5), (3, 1.0), (3, 1.0), (4, 0.75)]
+    assert mlflow_values(client, known["id"], "train/loss") == [
+        (1, 3.0),
+        (2, 1.5),
+        (3, 1.0),
+        (3, 1.0),
+        (4, 0.75),
+    ]
     # Killed before the record was written: the run is found by its tag.
     lost = Start(folder, "mlflow", step=4)
     lost.trackers.close("completed")
@@ -390,7 +471,9 @@ def test_files_of_mlflow_lie_beside_its_database(uri, location):
 
 @pytest.mark.slow
 def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
-    """A real server, over HTTP. Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's folder."""
+    """A real server, over HTTP. Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's
+    folder.
+    """
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setattr(build, "CLOSE_SECONDS", 200.0)  # making the database takes a while
@@ -404,9 +487,26 @@ def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
     (sample,) = (tmp_path / "local").rglob("step-2.txt")
     assert sample.read_text() == "Once upon"
     port = free_port()
-    store = ["--backend-store-uri", known["uri"], "--artifacts-destination", str(tmp_path / "artifacts")]
-    command = [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    store = [
+        "--backend-store-uri",
+        known["uri"],
+        "--artifacts-destination",
+        str(tmp_path / "artifacts"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        *store,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 200
         while not listens(port):
@@ -421,10 +521,17 @@ def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
         known = recorded(tmp_path / "remote")["mlflow"]
         client = mlflow.MlflowClient()
         assert client.get_run(known["id"]).info.status == "KILLED"
-        assert mlflow_values(client, known["id"], "train/loss") == [(1, 3.0), (2, 1.5), (3, 1.0), (3, 1.0), (4, 0.75)]
+        assert mlflow_values(client, known["id"], "train/loss") == [
+            (1, 3.0),
+            (2, 1.5),
+            (3, 1.0),
+            (3, 1.0),
+            (4, 0.75),
+        ]
         assert [file.path for file in client.list_artifacts(known["id"], "samples")] == [
-            "samples/step-0.txt", "samples/step-2.txt"
-        ]  # fmt: skip
+            "samples/step-0.txt",
+            "samples/step-2.txt",
+        ]
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
@@ -442,10 +549,15 @@ def listens(port):
 def test_trackio_continues_the_same_run(tmp_path):
     """In a local store."""
     pytest.importorskip("trackio")
-    done = separate(TRACKIO, tmp_path / "run", TRACKIO_DIR=str(tmp_path / "store"), TRACKIO_PROJECT="mine")
+    done = separate(
+        TRACKIO, tmp_path / "run", TRACKIO_DIR=str(tmp_path / "store"), TRACKIO_PROJECT="mine"
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     known = recorded(tmp_path / "run")["trackio"]
-    assert known == {"name": f"run-{json.loads((tmp_path / 'run/run.json').read_text())['id']}", "project": "mine"}
+    assert known == {
+        "name": f"run-{json.loads((tmp_path / 'run/run.json').read_text())['id']}",
+        "project": "mine",
+    }
     assert found == {known["name"]: [[1, 3.0], [2, 1.5], [3, 1.0], [3, 1.0], [4, 0.75]]}
 
 
@@ -461,7 +573,7 @@ Start(folder, "trackio", step=2).log(3, 4).close()
 from trackio.sqlite_storage import SQLiteStorage
 rows = {name: SQLiteStorage.get_logs("mine", name) for name in SQLiteStorage.get_runs("mine")}
 print(json.dumps({name: sorted([row["step"], row["train/loss"]] for row in logs) for name, logs in rows.items()}))
-"""
+"""  # noqa: E501
 
 
 # ---- Prometheus
@@ -470,8 +582,12 @@ print(json.dumps({name: sorted([row["step"], row["train/loss"]] for row in logs)
 def scraped(text):
     from prometheus_client.parser import text_string_to_metric_families
 
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {(s.name, *(f"{k}={v}" for k, v in s.labels.items() if k != "run")): s.value for s in samples}
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    return {
+        (s.name, *(f"{k}={v}" for k, v in s.labels.items() if k != "run")): s.value for s in samples
+    }
 
 
 def fetch(port):
@@ -488,23 +604,40 @@ def eventually(check):
 
 def test_prometheus_scrapes_the_newest_values(tmp_path):
     pytest.importorskip("prometheus_client")
-    port, file = free_port(), tmp_path / "node/run.prom"
-    start = Start(tmp_path / "mine", "prometheus", prometheus=Prometheus(port=port, textfile=str(file)))
+    port = free_port()
+    file = tmp_path / "node/run.prom"
+    start = Start(
+        tmp_path / "mine", "prometheus", prometheus=Prometheus(port=port, textfile=str(file))
+    )
     start.log(1, 2)
     for kind in ("saved", "saved", "spike"):
         start.trackers.call("event", {"kind": kind, "step": 2})
-    validation = {"step": 2, "validation_loss/web": 1.25, "eval/arc/acc": 0.5, "loss/books": 2.0, "time": 101.0}
+    validation = {
+        "step": 2,
+        "validation_loss/web": 1.25,
+        "eval/arc/acc": 0.5,
+        "loss/books": 2.0,
+        "time": 101.0,
+    }
     start.trackers.call("log", validation)
-    eventually(lambda: file.exists() and ("torchtitan_val_loss", "set=web") in scraped(file.read_text()))
+    eventually(
+        lambda: file.exists() and ("torchtitan_val_loss", "set=web") in scraped(file.read_text())
+    )
     values = fetch(port)
     expected = {
-        ("torchtitan_train_step",): 2, ("torchtitan_train_loss",): 1.5, ("torchtitan_perf_tokens_per_second",): 9.0,
-        ("torchtitan_val_loss", "set=web"): 1.25, ("torchtitan_eval", "metric=arc/acc"): 0.5,
-        ("torchtitan_sources_loss", "source=books"): 2.0, ("torchtitan_running",): 1.0,
-        ("torchtitan_restarts_total",): 0.0, ("torchtitan_events_total", "kind=saved"): 2.0,
-        ("torchtitan_events_total", "kind=spike"): 1.0, ("torchtitan_last_record_timestamp_seconds",): 101.0,
+        ("torchtitan_train_step",): 2,
+        ("torchtitan_train_loss",): 1.5,
+        ("torchtitan_perf_tokens_per_second",): 9.0,
+        ("torchtitan_val_loss", "set=web"): 1.25,
+        ("torchtitan_eval", "metric=arc/acc"): 0.5,
+        ("torchtitan_sources_loss", "source=books"): 2.0,
+        ("torchtitan_running",): 1.0,
+        ("torchtitan_restarts_total",): 0.0,
+        ("torchtitan_events_total", "kind=saved"): 2.0,
+        ("torchtitan_events_total", "kind=spike"): 1.0,
+        ("torchtitan_last_record_timestamp_seconds",): 101.0,
         ("torchtitan_goodput_percent",): 0.0,
-    }  # fmt: skip
+    }
     assert values == expected
     assert 'run="mine"' in file.read_text()
     start.close()

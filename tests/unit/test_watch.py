@@ -1,4 +1,6 @@
-"""The server of `torchtitan watch`: what it sends while runs train, to whom, and what it refuses."""
+"""The server of `torchtitan watch`: what it sends while runs train, to whom, and what it
+refuses.
+"""
 
 import gzip
 import http.client
@@ -66,14 +68,28 @@ def test_updates_hold_what_is_new(run, monkeypatch):
     assert shown["axes"]["step"][-1] == 120
     assert updates(live, at)["runs"] == []
     monkeypatch.setattr(live_module, "read_runs", None)  # no file is read as a whole again
-    append(run, record(121), {"step": 121, "validation_loss": 2.5, "time": record(121)["time"]}, record(122))
+    append(
+        run,
+        record(121),
+        {"step": 121, "validation_loss": 2.5, "time": record(121)["time"]},
+        record(122),
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 123, "lo')
     with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"time": record(122)["time"], "kind": "saved", "step": 122, "message": "Saved"}) + "\n")
+        file.write(
+            json.dumps(
+                {"time": record(122)["time"], "kind": "saved", "step": 122, "message": "Saved"}
+            )
+            + "\n"
+        )
     news = updates(live, at)
     ((index, more),) = news["runs"]
-    assert (index, more["head"]["step"], more["head"]["latest"]["loss"]) == (0, 122, record(122)["loss"])
+    assert (index, more["head"]["step"], more["head"]["latest"]["loss"]) == (
+        0,
+        122,
+        record(122)["loss"],
+    )
     assert more["axes"]["step"][-2:] == [121, 122]
     assert len(more["axes"]["step"]) <= 4
     assert more["validation"][""]["loss"] == [2.5]
@@ -102,7 +118,9 @@ def test_what_is_not_appended_is_read_again(run, change, monkeypatch):
         record_of_run["starts"][0]["time"] += 1000
         (run / "run.json").write_text(json.dumps(record_of_run))
     else:
-        monkeypatch.setattr(live_module, *{"log": ("_LOG_BYTES", 10), "age": ("MOST_SECONDS", 0.0)}[change])
+        monkeypatch.setattr(
+            live_module, *{"log": ("_LOG_BYTES", 10), "age": ("MOST_SECONDS", 0.0)}[change]
+        )
         append(run, record(121))
     assert updates(live, at) == {"reload": True}
     again, (shown,) = report_of(live)
@@ -141,7 +159,15 @@ def test_only_what_the_page_needs_is_answered(server, run):
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     _, body = ask(server, "/window?run=0&first=10&last=19&points=100")
     assert json.loads(body)["axes"]["step"] == list(range(10, 20))
-    for path in ("/run.json", f"/..{run}/run.json", f"/{run}", "/data/", "//etc/passwd", "/%2e%2e/x", "/window?run=1"):
+    for path in (
+        "/run.json",
+        f"/..{run}/run.json",
+        f"/{run}",
+        "/data/",
+        "//etc/passwd",
+        "/%2e%2e/x",
+        "/window?run=1",
+    ):
         assert ask(server, path)[0].status in (400, 404), path
     for query in ("run=1", "run=-1", "run=x", "run=9" + "0" * 30, "run="):
         assert ask(server, f"/window?first=1&last=2&points=9&{query}")[0].status == 400, query
@@ -154,10 +180,18 @@ def test_only_what_the_page_needs_is_answered(server, run):
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("localhost", 200), ("127.0.0.1:9999", 200), ("[::1]:80", 200), ("evil.example", 403), ("evil.example:80", 403),
-        ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403), ("[", 403), ("localhost@x", 403),
+        ("localhost", 200),
+        ("127.0.0.1:9999", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 403),
+        ("evil.example:80", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+        ("[", 403),
+        ("localhost@x", 403),
     ],
-)  # fmt: skip
+)
 def test_pages_that_rebind_names_are_refused(server, host, status):
     assert ask(server, "/data", host=host)[0].status == status
 
@@ -168,13 +202,22 @@ def test_a_token_is_needed_elsewhere(run, capfd):
     with serving(started):
         token = where.partition("?token=")[2]
         assert len(token) > 40
-        for path in ("/", "/data", "/updates", "/data?token=", "/data?token=x", f"/data?token={token[:-1]}"):
+        for path in (
+            "/",
+            "/data",
+            "/updates",
+            "/data?token=",
+            "/data?token=x",
+            f"/data?token={token[:-1]}",
+        ):
             assert ask(started, path, host="node7:8787")[0].status == 401, path
         answer, _ = ask(started, f"/?token={token}", host="node7:8787")
         assert (answer.status, answer.headers["Location"]) == (303, "./")
         cookie, _, rules = answer.headers["Set-Cookie"].partition("; ")
         assert rules == "HttpOnly; SameSite=Lax; Path=/"
-        assert ask(started, "/data", host="node7:8787", Cookie=f"other=1; {cookie}")[0].status == 200
+        assert (
+            ask(started, "/data", host="node7:8787", Cookie=f"other=1; {cookie}")[0].status == 200
+        )
         assert ask(started, "/data", host="node7:8787", Cookie=cookie[:-1])[0].status == 401
         assert ask(started, "/data", host="node7:8787", Cookie=";;=\x01")[0].status == 401
         many = "/data?" + "&".join(f"a{i}=1" for i in range(9))
@@ -207,7 +250,9 @@ def test_slow_and_many_clients_are_cut_off(run, monkeypatch):
     monkeypatch.setattr(serve, "DEADLINE_SECONDS", 0.3)
     threads = threading.active_count()
     with serving(Server(Live([run]), ("127.0.0.1", 0))) as server:
-        clients = [socket.create_connection(server.server_address) for _ in range(serve.CONNECTIONS)]
+        clients = [
+            socket.create_connection(server.server_address) for _ in range(serve.CONNECTIONS)
+        ]
         try:
             while len(server._deadlines) < serve.CONNECTIONS:
                 time.sleep(0.01)
@@ -252,7 +297,9 @@ def test_a_run_that_has_not_begun_is_waited_for(run, tmp_path, monkeypatch, caps
     said = f"No run has begun in {later} yet: waiting for its first step  (Ctrl-C ends)\n"
     assert capsys.readouterr().out == said
     assert [shown["name"] for shown in report_of(server.live)[1]] == ["later"]
-    server, _ = watch._serve(watch.parser().parse_args([str(run), str(tmp_path / "never"), "--port", "0"]))
+    server, _ = watch._serve(
+        watch.parser().parse_args([str(run), str(tmp_path / "never"), "--port", "0"])
+    )
     close(server)
     assert capsys.readouterr().out == f"No run has begun in {tmp_path}/never yet: it is left out\n"
 
@@ -269,7 +316,9 @@ def test_a_name_that_is_not_utf_8(tmp_path, capsys):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_it_ends_cleanly(run, tmp_path, number):
     path = tmp_path / "s"
     command = [sys.executable, "-m", "torchtitan", "watch", str(run), "--socket", str(path)]
@@ -287,7 +336,9 @@ def test_it_ends_cleanly(run, tmp_path, number):
 
 
 def wait(tab, condition):
-    tab.evaluate(f"(async () => {{ while (!({condition})) await new Promise(done => setTimeout(done, 20)); }})()")
+    tab.evaluate(
+        f"(async () => {{ while (!({condition})) await new Promise(done => setTimeout(done, 20)); }})()"  # noqa: E501
+    )
 
 
 @pytest.mark.e2e
@@ -301,7 +352,17 @@ def test_the_page_follows_a_run(run, server, tmp_path):
         shown = json.loads(tab.evaluate("JSON.stringify(report.runs[0])"))
         for axis, values in expected["axes"].items():
             assert shown["axes"][axis] == pytest.approx(values), axis
-        for key in ("metrics", "validation", "evals", "sources", "experts", "events", "starts", "latest", "step"):
+        for key in (
+            "metrics",
+            "validation",
+            "evals",
+            "sources",
+            "experts",
+            "events",
+            "starts",
+            "latest",
+            "step",
+        ):
             assert shown[key] == expected[key], key
         return tab.evaluate("document.querySelector('[data-figure=step]').textContent")
 
@@ -326,7 +387,8 @@ def test_the_page_follows_a_run(run, server, tmp_path):
         append(run, record(123, extra=1.5, **more))
         assert follow(tab) == "123"
         assert tab.evaluate(
-            "document.activeElement.closest('[data-chart]')?.dataset.chart || document.activeElement.tagName"
+            "document.activeElement.closest('[data-chart]')?.dataset.chart || "
+            "document.activeElement.tagName"
         )
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "new").write_text("".join(line for line in lines if json.loads(line)["step"] <= 100))
@@ -338,7 +400,9 @@ def test_the_page_follows_a_run(run, server, tmp_path):
         server.shutdown()
         close(server)
         tab.evaluate("follow().then(follow)")  # the first may have been asked before
-        assert tab.evaluate("live.status.textContent").startswith("Not live: the server can't be reached")
+        assert tab.evaluate("live.status.textContent").startswith(
+            "Not live: the server can't be reached"
+        )
 
 
 @pytest.mark.slow
@@ -346,7 +410,10 @@ def test_the_page_follows_a_run(run, server, tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_zooming_fetches_details(tmp_path):
     run = write_run(tmp_path / "run", 6000, end=None, rich=False)
-    with serving(Server(Live([run]), ("127.0.0.1", 0))) as server, browser(tmp_path / "profile") as tab:
+    with (
+        serving(Server(Live([run]), ("127.0.0.1", 0))) as server,
+        browser(tmp_path / "profile") as tab,
+    ):
         tab.open(f"http://127.0.0.1:{server.server_address[1]}/", 1280)
         wait(tab, "parts && charts.length > 5")
         steps = "charts[0].plot.data[0].filter(x => x >= 1000 && x <= 1500).length"
@@ -354,7 +421,11 @@ def test_zooming_fetches_details(tmp_path):
         tab.evaluate("zoomTo([1000, 1500])")
         wait(tab, "report.runs[0].detail")
         shown = tab.evaluate("charts[0].plot.data.map(column => [...column].slice(0))")
-        at = {step: loss for step, loss in zip(shown[0], shown[1], strict=True) if 1000 <= step <= 1500}
+        at = {
+            step: loss
+            for step, loss in zip(shown[0], shown[1], strict=True)
+            if 1000 <= step <= 1500
+        }
         assert at == {step: record(step)["loss"] for step in range(1000, 1501)}
         tab.evaluate("zoomTo(null)")
         assert tab.evaluate(steps) < 200
@@ -362,11 +433,14 @@ def test_zooming_fetches_details(tmp_path):
 
 @pytest.mark.slow
 def test_a_long_run_opens_at_once(tmp_path):
-    """Of 10^6 records in a second (the fastest of three, because the machine may be busy), in little memory."""
+    """Of 10^6 records in a second (the fastest of three, because the machine may be busy), in
+    little memory.
+    """
     run = write_run(tmp_path / "long", 10**6, rich=False)
     seconds = []
     for _ in range(3):
-        live, began = Live([run]), time.perf_counter()
+        live = Live([run])
+        began = time.perf_counter()
         assert len(live.report()) < 2**20
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 1

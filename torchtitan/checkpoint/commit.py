@@ -3,13 +3,16 @@
 In a local folder, a checkpoint is written under a hidden name, checksummed, fsynced and renamed.
 
     .step-100.tmp/   being written; readers ignore it
-    step-100/        complete: DCP's files, `tensors.json`, and `manifest.json` with the size and CRC-32 of each file
+    step-100/        complete: DCP's files, `tensors.json`, and `manifest.json` with the size and
+    CRC-32 of each file
     .step-90.old/    being deleted
 
-Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json` last; without it, it
-doesn't count as one. Deletion removes the manifest first. `.incomplete` marks a checkpoint being written or deleted.
+Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json`
+last; without it, it doesn't count as one. Deletion removes the manifest first. `.incomplete` marks
+a checkpoint being written or deleted.
 
-`dcp_storage.py` commits from DCP's storage writer, so a save in a background thread commits in the same way.
+`dcp_storage.py` commits from DCP's storage writer, so a save in a background thread commits in the
+same way.
 """
 
 import json
@@ -41,7 +44,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def committed_steps(folder: Path) -> list[int]:
     """Steps with a committed checkpoint, oldest first."""
-    return sorted(patiently(folder, lambda: [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]))
+    return sorted(
+        patiently(
+            folder, lambda: [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]
+        )
+    )
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -104,7 +111,9 @@ def begin(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Give a completely written folder its name, then delete the previous checkpoint of that name."""
+    """Give a completely written folder its name, then delete the previous checkpoint of that
+    name.
+    """
     if is_remote(final):
         patiently(final, lambda: (final / MARK).unlink(missing_ok=True))
         return
@@ -142,13 +151,19 @@ def remove(path: Path) -> None:
 def leftovers(folder: Path) -> list[Path]:
     """Folders of saves and deletions that were interrupted or are in progress."""
     if is_remote(folder):
-        return sorted(p for _, p in _steps(folder) if (p / MARK).is_file() and not (p / MANIFEST).is_file())
+        return sorted(
+            p for _, p in _steps(folder) if (p / MARK).is_file() and not (p / MANIFEST).is_file()
+        )
     return sorted([*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")])
 
 
 def unknown(folder: Path) -> list[Path]:
-    """Folders named like checkpoints that this project didn't write: those of another program, or damaged ones."""
-    return sorted(p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / MARK).is_file())
+    """Folders named like checkpoints that this project didn't write: those of another program, or
+    damaged ones.
+    """
+    return sorted(
+        p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / MARK).is_file()
+    )
 
 
 def clean(folder: Path) -> list[str]:
@@ -159,11 +174,19 @@ def clean(folder: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def disposable(folder: Path, keep_latest: int, keep_every: int = 0, *, newest: int | None = None) -> list[int]:
-    """Steps to delete. The newest `keep_latest`, multiples of `keep_every` and the newest resumable checkpoint stay.
+def disposable(
+    folder: Path,
+    keep_latest: int,
+    keep_every: int = 0,
+    *,
+    newest: int | None = None,
+) -> list[int]:
+    """Steps to delete. The newest `keep_latest`, multiples of `keep_every` and the newest resumable
+    checkpoint stay.
 
     Args:
-        newest: ignore the steps after this one, which a run that returned to an earlier step has yet to replace.
+        newest: ignore the steps after this one, which a run that returned to an earlier step has
+        yet to replace.
     """
     steps = [step for step in committed_steps(folder) if newest is None or step <= newest]
     resumable = (step for step in reversed(steps) if _is_resumable(step_folder(folder, step)))
@@ -173,7 +196,9 @@ def disposable(folder: Path, keep_latest: int, keep_every: int = 0, *, newest: i
 
 def retention(keep_latest: int, keep_every: int = 0) -> str:
     """Why `disposable` checkpoints are deleted."""
-    return f"older than the newest {keep_latest}" + (f", and not multiples of {keep_every}" if keep_every else "")
+    return f"older than the newest {keep_latest}" + (
+        f", and not multiples of {keep_every}" if keep_every else ""
+    )
 
 
 def _is_resumable(path: Path) -> bool:
@@ -185,10 +210,21 @@ def _is_resumable(path: Path) -> bool:
 
 def versions() -> dict[str, str]:
     """Versions of the software, for manifests."""
-    return {"torchtitan": torchtitan.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "torchtitan": torchtitan.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
-def damage(path: Path, manifest: Manifest, part: int = 0, parts: int = 1, *, contents: bool = True) -> Iterator[str]:
+def damage(
+    path: Path,
+    manifest: Manifest,
+    part: int = 0,
+    parts: int = 1,
+    *,
+    contents: bool = True,
+) -> Iterator[str]:
     """Problems with a checkpoint's files.
 
     Args:

@@ -30,18 +30,23 @@ from torchtitan.utils.storage import is_remote
 from torchtitan.utils.text import brief
 
 
-def model_of(step: Path, manifest: Manifest, custom_import: str | None = None) -> tuple[ModelSpec, Any, str]:
+def model_of(
+    step: Path, manifest: Manifest, custom_import: str | None = None
+) -> tuple[ModelSpec, Any, str]:
     """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
 
     Args:
-        custom_import: module that registers the family. The one that the checkpoint names is not imported: whoever
+        custom_import: module that registers the family. The one that the checkpoint names is not
+        imported: whoever
             made the checkpoint would choose code for us to run.
 
     Raises:
         UserError: the family is unknown, or the manifest doesn't describe a model of it.
     """
-    settings, sizes = manifest.settings(), dict(manifest.model)
-    name, module = sizes.pop("name", ""), settings.get("experimental", {}).get("custom_import")
+    settings = manifest.settings()
+    sizes = dict(manifest.model)
+    name = sizes.pop("name", "")
+    module = settings.get("experimental", {}).get("custom_import")
     if custom_import:
         import_custom(custom_import)
     try:
@@ -50,13 +55,16 @@ def model_of(step: Path, manifest: Manifest, custom_import: str | None = None) -
         if custom_import or not module:
             raise
         raise UserError(
-            f"{step} is of the model family {name!a}, which the module {module!a} registers; if you trust that module, "
+            f"{step} is of the model family {name!a}, which the module {module!a} "
+            "registers; if you trust that module, "
             f"add --custom-import {module!a}"
         ) from None
     try:
         args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
     except ValidationError as error:
-        raise DamageError(f"{step} is damaged: the model in its manifest: {first_problem(error)}") from None
+        raise DamageError(
+            f"{step} is damaged: the model in its manifest: {first_problem(error)}"
+        ) from None
     return spec, args, str(settings.get("model", {}).get("hf_assets_path", ""))
 
 
@@ -94,11 +102,13 @@ def to_hf(
         assets: folder of the tokenizer; None: that of the run.
         check: whether to compare; None: as far as transformers is installed and memory suffices.
         custom_import: module that registers the model's family.
-        family: export as the Hugging Face class of this family of the same code; None: of the model's own.
+        family: export as the Hugging Face class of this family of the same code; None: of the
+        model's own.
         averaged: export the average of the weights.
 
     Raises:
-        UserError: no such checkpoint, average or tokenizer, `target` exists, the class can't express the model, or what
+        UserError: no such checkpoint, average or tokenizer, `target` exists, the class can't
+        express the model, or what
             was written isn't the model; nothing is left of it.
     """
     step = checkpoints_at(source)[-1]
@@ -129,12 +139,17 @@ def to_hf(
         check=check,
     )
     export.write()
-    print(f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary {args.vocab_size}")
+    print(
+        f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary "
+        f"{args.vocab_size}"
+    )
     for note in export.notes:
         print(note)
 
 
-def _tokenizer(assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool) -> Tokenizer | None:
+def _tokenizer(
+    assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool
+) -> Tokenizer | None:
     try:
         return build_tokenizer(assets, make)
     except UserError as error:
@@ -145,16 +160,22 @@ def _tokenizer(assets: str, make: Callable[[Path], Tokenizer] | None, *, given: 
 
 
 def from_hf(
-    source: Path, target: Path, family: str | None, toml: str | None, check: Callable[[list[str]], object]
+    source: Path,
+    target: Path,
+    family: str | None,
+    toml: str | None,
+    check: Callable[[list[str]], object],
 ) -> None:
-    """Convert a Hugging Face folder to the checkpoint `target/step-0`, and write a TOML that trains from it.
+    """Convert a Hugging Face folder to the checkpoint `target/step-0`, and write a TOML that trains
+    from it.
 
     Args:
         family: None: that of its `config.json`.
         check: gets the arguments of a run; raises a ConfigError if it couldn't start.
 
     Raises:
-        UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't start from it.
+        UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't
+        start from it.
             Nothing is written.
     """
     config = read_hf_config(source)
@@ -184,16 +205,26 @@ def from_hf(
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     if dropout := config.get("attention_dropout"):
         print(
-            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that share of the "
+            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers "
+            "drops that share of the "
             "attention weights in training, this trainer drops none; evaluation is the same"
         )
     if without:
-        print(f"{source} has no tokenizer: set model.hf_assets_path in {file} to the folder of the model's")
+        print(
+            f"{source} has no tokenizer: set model.hf_assets_path in {file} to the "
+            "folder of the model's"
+        )
     else:
         print(f"Train from it: torchtitan train {file} --training.dataset ...")
 
 
-def _check_recipe(file: Path, source: Path, spec: ModelSpec, args: Any, check: Callable[[list[str]], object]) -> bool:
+def _check_recipe(
+    file: Path,
+    source: Path,
+    spec: ModelSpec,
+    args: Any,
+    check: Callable[[list[str]], object],
+) -> bool:
     """Check that a run could start from the TOML, but for the checkpoint, which doesn't exist yet.
 
     Returns:
@@ -211,7 +242,9 @@ def _check_recipe(file: Path, source: Path, spec: ModelSpec, args: Any, check: C
         check(argv)
     except ConfigError as error:
         problems = [
-            problem for problem in error.problems if not (without and problem.startswith("model.hf_assets_path"))
+            problem
+            for problem in error.problems
+            if not (without and problem.startswith("model.hf_assets_path"))
         ]
         if problems:
             raise ConfigError(problems) from None
@@ -223,24 +256,44 @@ def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
     wanted = args.model_dump()
     del wanted["max_seq_len"]  # follows from training.seq_len
     changes = {
-        name: {key: "none" if value is None else value for key, value in wanted.items() if sizes[key] != value}
+        name: {
+            key: "none" if value is None else value
+            for key, value in wanted.items()
+            if sizes[key] != value
+        }
         for name, sizes in ((name, flavor.model_dump()) for name, flavor in spec.flavors.items())
     }
     nearest = min(changes, key=lambda name: len(changes[name]))
     return nearest, changes[nearest]
 
 
-def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
+def _recipe(
+    source: Path,
+    step: Path,
+    spec: ModelSpec,
+    args: Any,
+) -> str:
     """The TOML of a run that starts from `step`."""
     flavor, overrides = nearest_flavor(spec, args)
     checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
     tables = {
-        "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": os.path.abspath(source)},
+        "model": {
+            "name": spec.name,
+            "flavor": flavor,
+            "hf_assets_path": os.path.abspath(source),
+        },
         "model.overrides": overrides,
         "checkpoint": {"enable": True, "initial_load_path": checkpoint},
     }
-    lines = [f"# Trains from the weights of {source.name}. Add what differs from the defaults: data, batch, rate."]
+    lines = [
+        f"# Trains from the weights of {source.name}. Add what differs from the "
+        "defaults: data, batch, rate."
+    ]
     for name, table in tables.items():
         if table:
-            lines += ["", f"[{name}]", *(f"{key} = {to_toml_value(value)}" for key, value in table.items())]
+            lines += [
+                "",
+                f"[{name}]",
+                *(f"{key} = {to_toml_value(value)}" for key, value in table.items()),
+            ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,6 @@
-"""Storage reader and writer for `torch.distributed.checkpoint` (DCP): folders and URLs, checksums, commits, retries."""
+"""Storage reader and writer for `torch.distributed.checkpoint` (DCP): folders and URLs, checksums,
+commits, retries.
+"""
 
 import io
 import warnings
@@ -34,7 +36,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan.checkpoint.commit import begin, commit, damage, discard, temporary_folder, write_file
+from torchtitan.checkpoint.commit import (
+    begin,
+    commit,
+    damage,
+    discard,
+    temporary_folder,
+    write_file,
+)
 from torchtitan.checkpoint.index import INDEX, Place, read_index, render_index
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, render
 from torchtitan.checkpoint.planning import UnsentMetadata
@@ -79,7 +88,9 @@ class _Files(FileSystemBase):
         return path
 
     def mkdir(self, path: Any) -> None:
-        """Nothing: DCP asks every rank while the coordinator may still be deleting what was there before."""
+        """Nothing: DCP asks every rank while the coordinator may still be deleting what was there
+        before.
+        """
 
     def exists(self, path: Any) -> bool:
         return path.exists()
@@ -103,7 +114,9 @@ class _Written(WriteResult):
 
 
 class CommittingWriter(FileSystemWriter):
-    """Every rank checksums its files; once all are done, the coordinator writes the manifest and commits."""
+    """Every rank checksums its files; once all are done, the coordinator writes the manifest and
+    commits.
+    """
 
     def __init__(
         self,
@@ -123,10 +136,16 @@ class CommittingWriter(FileSystemWriter):
             committed: called by the coordinator afterwards.
             beside: further files, by name.
         """
-        self.final, self.manifest, self.confirm, self.committed = final, manifest, confirm, committed
+        self.final = final
+        self.manifest = manifest
+        self.confirm = confirm
+        self.committed = committed
         self.beside = beside or {}
-        super().__init__(str(final), single_file_per_rank=not file_per_tensor, sync_files=not is_remote(final))
-        self.fs, self.path = _Files(), temporary_folder(final)
+        super().__init__(
+            str(final), single_file_per_rank=not file_per_tensor, sync_files=not is_remote(final)
+        )
+        self.fs = _Files()
+        self.path = temporary_folder(final)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -137,7 +156,9 @@ class CommittingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             make_folder(self.path)
-            results = patiently(self.final, lambda: super(CommittingWriter, self).write_data(plan, planner).wait())
+            results = patiently(
+                self.final, lambda: super(CommittingWriter, self).write_data(plan, planner).wait()
+            )
         except Exception as error:
             # DCP sends the exception to the other ranks by pickle, which drops its cause.
             raise root_cause(error) from None
@@ -148,7 +169,9 @@ class CommittingWriter(FileSystemWriter):
     def _summed(self, result: WriteResult) -> _Written:
         place = result.storage_data
         crc32 = self.fs.written[place.relative_path].crc32_of(place.offset, place.length)
-        return _Written(result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path))
+        return _Written(
+            result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path)
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if isinstance(metadata, UnsentMetadata):
@@ -163,17 +186,25 @@ class CommittingWriter(FileSystemWriter):
             write_file(self.path / name, content)
             files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
         self.confirm()  # at a URL, the manifest commits
-        about = {"saved": datetime.now(UTC).isoformat(timespec="seconds"), **self.manifest, **_measure(metadata)}
+        about = {
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            **self.manifest,
+            **_measure(metadata),
+        }
         write_file(self.path / MANIFEST, render(about | {"files": dict(sorted(files.items()))}))
         commit(self.final)
         self.committed()
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # without the path, which DCP would pickle as an object
+        return StorageMeta(
+            save_id=self.save_id
+        )  # without the path, which DCP would pickle as an object
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans a save with tensors on the meta device, and makes each real one only when it is written."""
+    """Plans a save with tensors on the meta device, and makes each real one only when it is
+    written.
+    """
 
     def __init__(self, make: Callable[[str], Tensor]):
         super().__init__()
@@ -183,8 +214,14 @@ class _LazyPlanner(DefaultSavePlanner):
         return self.make(write_item.index.fqn)
 
 
-def write_streamed(final: Path, manifest: dict[str, Any], state: dict[str, Any], make: Callable[[str], Tensor]) -> None:
-    """Write a checkpoint in one process, with one tensor in memory at a time. Leaves nothing behind if it fails.
+def write_streamed(
+    final: Path,
+    manifest: dict[str, Any],
+    state: dict[str, Any],
+    make: Callable[[str], Tensor],
+) -> None:
+    """Write a checkpoint in one process, with one tensor in memory at a time. Leaves nothing behind
+    if it fails.
 
     Args:
         final: its folder.
@@ -196,7 +233,12 @@ def write_streamed(final: Path, manifest: dict[str, Any], state: dict[str, Any],
     writer = CommittingWriter(final, manifest, file_per_tensor=True)
     try:
         with alone(), unwrapped():
-            dcp.save(state, storage_writer=writer, planner=_LazyPlanner(make), no_dist=True)
+            dcp.save(
+                state,
+                storage_writer=writer,
+                planner=_LazyPlanner(make),
+                no_dist=True,
+            )
     except BaseException:
         with suppress(Exception):
             discard(final)
@@ -205,17 +247,21 @@ def write_streamed(final: Path, manifest: dict[str, Any], state: dict[str, Any],
 
 def _measure(metadata: Metadata) -> dict[str, Any]:
     """What the manifest says about the tensors: how many weights, and bytes by part and dtype."""
-    parameters, parts = 0, dict[str, dict[str, int]]()
+    parameters = 0
+    parts = dict[str, dict[str, int]]()
     for key, about in metadata.state_dict_metadata.items():
-        part, dtype = key.split(".")[0], about.properties.dtype
-        sizes, name = parts.setdefault(part, {}), str(dtype).removeprefix("torch.")
+        part = key.split(".")[0]
+        dtype = about.properties.dtype
+        sizes = parts.setdefault(part, {})
+        name = str(dtype).removeprefix("torch.")
         sizes[name] = sizes.get(name, 0) + about.size.numel() * dtype.itemsize
         parameters += about.size.numel() if part == "model" else 0
     return {"parameters": parameters, "tensor_bytes": parts}
 
 
 class Reader(FileSystemReader):
-    """Reads each part that is needed once, in the order of the file, and compares its checksum before it is used.
+    """Reads each part that is needed once, in the order of the file, and compares its checksum
+    before it is used.
 
     The index is read only once, however often the reader loads, and `.metadata` never.
     """
@@ -226,7 +272,8 @@ class Reader(FileSystemReader):
             metadata: from `read_index`, if it was read already.
         """
         super().__init__(str(path))
-        self.fs, self.path = _Files(), path
+        self.fs = _Files()
+        self.path = path
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -239,7 +286,8 @@ class Reader(FileSystemReader):
         return self._metadata
 
     def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-        """Check what reading won't: the sizes of all files and, if an earlier version wrote them, their checksums.
+        """Check what reading won't: the sizes of all files and, if an earlier version wrote them,
+        their checksums.
 
         Args:
             part: check only every `parts`-th file, beginning with this one.
@@ -247,7 +295,9 @@ class Reader(FileSystemReader):
         Raises:
             DamageError: a file isn't as the manifest says.
         """
-        summed = all(place.crc32 is not None for place in self.read_metadata().storage_data.values())
+        summed = all(
+            place.crc32 is not None for place in self.read_metadata().storage_data.values()
+        )
         for problem in damage(self.path, manifest, part, parts, contents=not summed):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
@@ -302,7 +352,9 @@ class Reader(FileSystemReader):
                 del tensor  # before the next one needs memory
 
     def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
-        """The parts in a file, in its order. From remote storage, small ones next to each other come in one request."""
+        """The parts in a file, in its order. From remote storage, small ones next to each other
+        come in one request.
+        """
         path: Any = self.path / name
         if not is_remote(path):
             with open_regular(path, buffered=False) as file:
@@ -310,10 +362,15 @@ class Reader(FileSystemReader):
                     yield place, SummedPart(file, place.offset, place.length)
             return
         while places:
-            start, end, count = places[0].offset, places[0].offset + places[0].length, 1
+            start = places[0].offset
+            end = places[0].offset + places[0].length
+            count = 1
             while count < len(places) and places[count].offset == end and end - start < _REQUEST:
-                end, count = end + places[count].length, count + 1
-            span = io.BytesIO(patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end)))
+                end = end + places[count].length
+                count = count + 1
+            span = io.BytesIO(
+                patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end))
+            )
             for place in places[:count]:
                 yield place, SummedPart(span, place.offset - start, place.length)
             places = places[count:]
@@ -324,18 +381,23 @@ class Reader(FileSystemReader):
         Raises:
             DamageError: its checksum is wrong.
         """
-        tensor, error = None, None
+        tensor = None
+        error = None
         try:
             tensor = load_tensor(part)
         except Exception as problem:
             error = problem
         if place.crc32 is not None and part.crc32() != place.crc32:
             where = f"in bytes {place.offset:,} to {place.offset + place.length:,}"
-            raise DamageError(f"{self.path} is damaged: {place.relative_path} has a wrong checksum {where}")
+            raise DamageError(
+                f"{self.path} is damaged: {place.relative_path} has a wrong checksum {where}"
+            )
         if error is not None:
             raise error
         if not isinstance(tensor, Tensor):
-            raise DamageError(f"{self.path} is damaged: {place.relative_path} holds no tensor at {place.offset:,}")
+            raise DamageError(
+                f"{self.path} is damaged: {place.relative_path} holds no tensor at {place.offset:,}"
+            )
         return tensor
 
 
@@ -351,7 +413,8 @@ def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = Non
 def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
-    Each rank reads what it needs. DCP would send every rank's plan of that to rank 0, which has nothing to add.
+    Each rank reads what it needs. DCP would send every rank's plan of that to rank 0, which has
+    nothing to add.
 
     Raises:
         DamageError: a tensor can't be read. On every rank, if it failed on any.
@@ -368,7 +431,9 @@ def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False)
             raise found[0]
     for rank, problem in enumerate(causes):
         if problem is not None:
-            raise DamageError(f"{reader.checkpoint_id} can't be read: rank {rank}: {describe(problem)}") from problem
+            raise DamageError(
+                f"{reader.checkpoint_id} can't be read: rank {rank}: {describe(problem)}"
+            ) from problem
 
 
 def describe(error: BaseException) -> str:
@@ -382,7 +447,9 @@ def describe(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that says most: our own, or the operating system's that torch's writer wrapped in another."""
+    """The error that says most: our own, or the operating system's that torch's writer wrapped in
+    another.
+    """
     chain = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
@@ -391,7 +458,9 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise the cause of the `CheckpointException`, which is no `Exception`, that DCP makes of every error."""
+    """Raise the cause of the `CheckpointException`, which is no `Exception`, that DCP makes of
+    every error.
+    """
     try:
         yield
     except CheckpointException as error:

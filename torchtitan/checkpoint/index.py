@@ -1,7 +1,7 @@
 """`tensors.json`: dtype and size of each tensor, where its parts are, and their checksums.
 
-DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. So both are written, that one
-for other programs, and only this one is read.
+DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. So both
+are written, that one for other programs, and only this one is read.
 """
 
 import json
@@ -33,7 +33,11 @@ from torchtitan.utils.strict import Count, Strict
 INDEX = "tensors.json"
 _LARGEST = 1 << 28
 """Bytes of a list of data files: some million of them."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 Size = Annotated[tuple[Count, ...], Field(max_length=64)]
 
@@ -80,10 +84,15 @@ def render_index(metadata: Metadata, sums: Mapping[MetadataIndex, int]) -> bytes
         parts = []
         for chunk in about.chunks:
             index = MetadataIndex(name, chunk.offsets)
-            place, box = metadata.storage_data[index], (tuple(chunk.offsets), tuple(chunk.sizes))
+            place = metadata.storage_data[index]
+            box = (tuple(chunk.offsets), tuple(chunk.sizes))
             parts.append(Part(*box, place.relative_path, place.offset, place.length, sums[index]))
         dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "size": list(about.size), "parts": parts}
+        tensors[name] = {
+            "dtype": dtype,
+            "size": list(about.size),
+            "parts": parts,
+        }
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
@@ -97,7 +106,8 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
 
 
 def data_files(path: Path, manifest: Manifest) -> Lists:
-    """The files of the data sources of the checkpoint `path`; nothing if an earlier version wrote it.
+    """The files of the data sources of the checkpoint `path`; nothing if an earlier version wrote
+    it.
 
     Raises:
         DamageError: the list can't be read, or isn't as the manifest says.
@@ -131,7 +141,9 @@ def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def read_index(path: Path, manifest: Manifest | None = None, content: bytes | None = None) -> Metadata:
+def read_index(
+    path: Path, manifest: Manifest | None = None, content: bytes | None = None
+) -> Metadata:
     """The tensors of the checkpoint `path`, after checking that its files can hold them.
 
     Args:
@@ -160,14 +172,20 @@ def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
     Raises:
         ValueError: a tensor has no known dtype, or its parts don't fill it, or are not in `files`.
     """
-    tensors, places = {}, {}
+    tensors = {}
+    places = {}
     for name, entry in _INDEX.validate_json(content).items():
         try:
             dtype = _check(entry, files)
         except ValueError as error:
             raise ValueError(f"{name[:200]!a}: {error}") from None
-        chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in entry.parts]
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.size), chunks)
+        chunks = [
+            ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+            for part in entry.parts
+        ]
+        tensors[name] = TensorStorageMetadata(
+            TensorProperties(dtype), torch.Size(entry.size), chunks
+        )
         for number, (part, chunk) in enumerate(zip(entry.parts, chunks, strict=True)):
             place = Place(part.file, part.start, part.length, crc32=part.crc32)
             places[MetadataIndex(name, chunk.offsets, number)] = place
@@ -189,7 +207,10 @@ def _check(entry: TensorEntry, files: Mapping[str, int]) -> torch.dtype:
             raise ValueError("a part is outside of it")
         if part.file not in files:
             raise ValueError(f"the manifest doesn't list its file {part.file}")
-        if part.start + part.length > files[part.file] or prod(part.sizes) * dtype.itemsize > part.length:
+        if (
+            part.start + part.length > files[part.file]
+            or prod(part.sizes) * dtype.itemsize > part.length
+        ):
             raise ValueError(f"{part.file} is too short for it")
         filled += prod(part.sizes)
     if filled != prod(entry.size):

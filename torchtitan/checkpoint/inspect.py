@@ -19,7 +19,8 @@ _PIECE = 1 << 18
 
 def settings(manifest: Manifest) -> dict[str, Any]:
     """A run's configuration by dotted key, without the defaults."""
-    given, out = manifest.settings(), {}
+    given = manifest.settings()
+    out = {}
     for key, info in FIELDS.items():
         table: Any = given
         *sections, name = key.split(".")
@@ -28,7 +29,11 @@ def settings(manifest: Manifest) -> dict[str, Any]:
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
     for name, keys in given.get("custom", {}).items():
-        out |= {f"custom.{name}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {}
+        out |= (
+            {f"custom.{name}.{key}": value for key, value in keys.items()}
+            if isinstance(keys, dict)
+            else {}
+        )
     return out
 
 
@@ -91,7 +96,11 @@ def summarize(step: Path) -> Summary:
 
 def _state(manifest: Manifest) -> dict[str, Any]:
     """`train_state`, as the manifest has it."""
-    return {} if manifest.train_state is None else manifest.train_state.model_dump(exclude_defaults=True)
+    return (
+        {}
+        if manifest.train_state is None
+        else manifest.train_state.model_dump(exclude_defaults=True)
+    )
 
 
 def overview(found: Sequence[Summary]) -> str:
@@ -129,7 +138,10 @@ def _page(s: Summary) -> Iterator[str]:
     if s.merged:
         yield "  merged from"
     for source in s.merged or ():
-        yield f"    {source['weight']:.3g} x {source['checkpoint']}{' (ema)' if source['averaged'] else ''}"
+        yield (
+            f"    {source['weight']:.3g} x "
+            f"{source['checkpoint']}{' (ema)' if source['averaged'] else ''}"
+        )
     position = dict(s.train_state.get("data", {}))
     position.pop("fingerprint", None)  # shown as "data"
     position["sources"] = {
@@ -137,7 +149,11 @@ def _page(s: Summary) -> Iterator[str]:
         for name, source in position.get("sources", {}).items()
     }
     for title, table in (
-        ("written by", s.versions | {name: value for name, value in (("git", s.git), ("ranks", s.ranks)) if value}),
+        (
+            "written by",
+            s.versions
+            | {name: value for name, value in (("git", s.git), ("ranks", s.ranks)) if value},
+        ),
         ("model", s.model),
         ("state", s.train_state | {"data": position}),
         ("data", s.data),
@@ -150,7 +166,13 @@ def _page(s: Summary) -> Iterator[str]:
 
 def _kind(s: Summary) -> str:
     """What a checkpoint that can't be resumed holds."""
-    return "the average of the weights" if s.averaged else "merged weights" if s.merged else "weights only"
+    return (
+        "the average of the weights"
+        if s.averaged
+        else "merged weights"
+        if s.merged
+        else "weights only"
+    )
 
 
 def _size(count: int) -> str:
@@ -170,7 +192,8 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     Args:
         tolerance: tensors whose largest |a - b| is not above it are equal.
     """
-    first, second = read_manifest(a), read_manifest(b)
+    first = read_manifest(a)
+    second = read_manifest(b)
     for part, x, y in (
         ("config", settings(first), settings(second)),
         ("train_state", flat(_state(first)), flat(_state(second))),
@@ -199,16 +222,23 @@ def _distance(readers: Sequence[Reader], key: str, tolerance: float) -> str | No
     for box in readers[0].boxes(key):
         a, b = (reader.read_box(key, box).flatten() for reader in readers)
         for x, y in zip(a.split(_PIECE), b.split(_PIECE), strict=True):
-            x, y = x.double(), y.double()
+            x = x.double()
+            y = y.double()
             norm += x.square().nan_to_num().sum().item()
             if torch.equal(x, y):
                 continue
-            gap = torch.where(x == y, 0.0, (x - y).abs()).nan_to_num(nan=torch.inf)  # NaN equals nothing
+            # NaN equals nothing
+            gap = torch.where(x == y, 0.0, (x - y).abs()).nan_to_num(nan=torch.inf)
             gap[x.isnan() & y.isnan()] = 0.0
             largest = max(largest, gap.max().item())
             squares += gap.square().sum().item()
     if largest <= tolerance:
         return None
-    dtypes = [reader.read_metadata().state_dict_metadata[key].properties.dtype for reader in readers]
+    dtypes = [
+        reader.read_metadata().state_dict_metadata[key].properties.dtype for reader in readers
+    ]
     types = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} in a, {dtypes[1]} in b; "
-    return f"{types}max |a - b| {largest:.3g}, |a - b| / |a| {(squares / norm) ** 0.5 if norm else float('inf'):.3g}"
+    return (
+        f"{types}max |a - b| {largest:.3g}, |a - b| / |a| "
+        f"{(squares / norm) ** 0.5 if norm else float('inf'):.3g}"
+    )

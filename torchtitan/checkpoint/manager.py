@@ -66,16 +66,21 @@ class Checkpointer:
         """
         Args:
             about: what manifests record of the run: config, versions, data fingerprint.
-            confirm: called by rank 0 before it writes to the folder; raises if another run has taken it.
+            confirm: called by rank 0 before it writes to the folder; raises if another run has
+            taken it.
             confirm_copies: the same of `upload_folder`.
-            data_files: renders the list of the data sources' files, which checkpoints that can be resumed keep.
+            data_files: renders the list of the data sources' files, which checkpoints that can be
+            resumed keep.
 
         Raises:
-            CheckpointError: the folder can't be written to, or has only checkpoints of another program.
+            CheckpointError: the folder can't be written to, or has only checkpoints of another
+            program.
         """
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
-        self.trained, self.about, self.confirm = trained, about, confirm
+        self.trained = trained
+        self.about = about
+        self.confirm = confirm
         self.data_files = data_files
         self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
@@ -83,14 +88,21 @@ class Checkpointer:
         self._staging: Future[Any] | None = None
         self._step_in_flight = 0
         self.newest_step = 0
-        """The step that this process has last saved or resumed from, on rank 0; 0 if there is none."""
+        """The step that this process has last saved or resumed from, on rank 0; 0 if there is none.
+        """
         self._plans = Plans()
         # The collectives of a save in the background must not mix with those of training.
-        self._group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP) if self.saving else None
+        self._group = (
+            dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP) if self.saving else None
+        )
         self._stager = build_stager(config.async_mode) if self.saving else None
-        if self.saving and (problem := from_rank_0(_prepare(self.folder) if dist.get_rank() == 0 else None)):
+        if self.saving and (
+            problem := from_rank_0(_prepare(self.folder) if dist.get_rank() == 0 else None)
+        ):
             raise CheckpointError(problem)
-        self.copies = storage_path(config.upload_folder) if config.enable and config.upload_folder else None
+        self.copies = (
+            storage_path(config.upload_folder) if config.enable and config.upload_folder else None
+        )
         self._uploader = None
         if self.saving and self.copies is not None:
             self._uploader = Uploader(
@@ -117,44 +129,75 @@ class Checkpointer:
             CheckpointError: this save failed, or the previous one in the background.
         """
         self.wait()
-        manifest = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
+        manifest = {
+            "step": step,
+            "model_only": model_only,
+            **self.about,
+            "train_state": train_state,
+        }
         if model_only:
             dtype = getattr(torch, self.config.export_dtype)
             state = self.trained.weights(dtype, averaged=self.exports_average)
             manifest["averaged"] = self.exports_average
-            manifest["train_state"] = {part: value for part, value in train_state.items() if part != "ema"}
+            manifest["train_state"] = {
+                part: value for part, value in train_state.items() if part != "ema"
+            }
         else:
             state = self.trained.tensors()
-        beside = {CONTENTS: self.data_files()} if self.data_files is not None and not model_only else {}
+        beside = (
+            {CONTENTS: self.data_files()} if self.data_files is not None and not model_only else {}
+        )
         target = step_folder(self.folder, step)
         writer = CommittingWriter(target, manifest, self.confirm, self._committed, beside=beside)
         planner = self._plans.planner("weights" if model_only else "all")
         self._step_in_flight = step
         if self._stager is None:
-            self._guard(lambda: dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group))
+            self._guard(
+                lambda: dcp.save(
+                    state,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=self._group,
+                )
+            )
             if self._uploader is not None:
                 self._uploader.wake()
             return
-        writer.per_thread_copy_ahead = 0  # staged tensors are on the host; DCP would create a stream on the first GPU
+        writer.per_thread_copy_ahead = (
+            0  # staged tensors are on the host; DCP would create a stream on the first GPU
+        )
         response = dcp.async_save(
-            state, storage_writer=writer, planner=planner, process_group=self._group, async_stager=self._stager
+            state,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self._group,
+            async_stager=self._stager,
         )
         if isinstance(response, AsyncSaveResponse):
-            self._staging, self._upload = response.staging_completion, response.upload_completion
+            self._staging = response.staging_completion
+            self._upload = response.upload_completion
         else:
             self._upload = response
         if self._uploader is not None:
             uploader = self._uploader
             self._upload.add_done_callback(lambda _: uploader.wake())
 
-    def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
+    def export_hf(
+        self,
+        step: int,
+        spec: ModelSpec,
+        args: Any,
+        tokenizer: Tokenizer,
+    ) -> Path:
         """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder.
 
         Raises:
-            CheckpointError: on every rank, if it failed on any, or if what was written isn't the model.
+            CheckpointError: on every rank, if it failed on any, or if what was written isn't the
+            model.
         """
         self.wait()
-        source, folder = step_folder(self.folder, step), self.folder / f"step-{step}-hf"
+        source = step_folder(self.folder, step)
+        folder = self.folder / f"step-{step}-hf"
         dtype = getattr(torch, self.config.export_dtype)
         wait_until_visible(source)
 
@@ -178,7 +221,9 @@ class Checkpointer:
         return folder
 
     def wait_staged(self) -> None:
-        """Wait until a save in the background has copied the weights. Call it before they change."""
+        """Wait until a save in the background has copied the weights. Call it before they
+        change.
+        """
         if self._staging is not None:
             self._guard(self._staging.result)
             self._staging = None
@@ -187,17 +232,22 @@ class Checkpointer:
         """Wait until a save in the background is committed."""
         self.wait_staged()
         if self._upload is not None:
-            upload, self._upload = self._upload, None
+            upload = self._upload
+            self._upload = None
             with phase("saves", SAVING):
                 self._guard(upload.result)
 
     def settle(self, seconds: float) -> None:
-        """After an error, give a save in the background this long to be committed or to fail. Never raises."""
+        """After an error, give a save in the background this long to be committed or to fail. Never
+        raises.
+        """
         if self._upload is not None:
             wait([self._upload], timeout=seconds)
 
     def _committed(self) -> None:
-        """Report a checkpoint that is complete, then delete old ones. On rank 0, in the thread that committed it."""
+        """Report a checkpoint that is complete, then delete old ones. On rank 0, in the thread that
+        committed it.
+        """
         step = self._step_in_flight
         self.newest_step = step
         logger.info(f"Saved {step_folder(self.folder, step)}", extra=event("saved", step))
@@ -217,38 +267,54 @@ class Checkpointer:
                 self._group = None
 
     def end_uploads(self, *, wait: bool) -> None:
-        """End the copies to `upload_folder`. No collective may follow: the ranks are ready at different times.
+        """End the copies to `upload_folder`. No collective may follow: the ranks are ready at
+        different times.
 
         Args:
             wait: until all checkpoints are copied; else the next start continues.
         """
         if self._uploader is not None:
-            uploader, self._uploader = self._uploader, None
+            uploader = self._uploader
+            self._uploader = None
             if wait:
                 uploader.finish()
             else:
                 uploader.stop()
 
     def _guard(self, action: Callable[[], Any]) -> None:
-        """Run a part of a save. If it fails, delete what is half-written and raise one readable error."""
+        """Run a part of a save. If it fails, delete what is half-written and raise one readable
+        error.
+        """
         try:
             action()
-        except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # CheckpointException derives from BaseException
             self._plans.forget()
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
             with suppress(Exception):
                 discard(target)
-            raise CheckpointError(f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}.") from error
+            raise CheckpointError(
+                f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}."
+            ) from error
 
     def last_good(self) -> str:
         """The newest complete checkpoint, in words."""
         steps = committed_steps(self.folder) if self.config.enable else []
-        return f"the last good checkpoint is {step_folder(self.folder, steps[-1])}" if steps else "no checkpoint exists"
+        return (
+            f"the last good checkpoint is {step_folder(self.folder, steps[-1])}"
+            if steps
+            else "no checkpoint exists"
+        )
 
     def _purge(self) -> None:
-        """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be resumed."""
-        latest, every = self.config.keep_latest_k, self.config.keep_every_n
+        """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be
+        resumed.
+        """
+        latest = self.config.keep_latest_k
+        every = self.config.keep_every_n
         if not latest:
             return
         if gone := disposable(self.folder, latest, every, newest=self._step_in_flight):
@@ -266,7 +332,8 @@ class Checkpointer:
         A damaged one is reported, and the one before it is loaded instead.
 
         Raises:
-            CheckpointError: `load_step` is missing or damaged, all checkpoints are, or they are of another model.
+            CheckpointError: `load_step` is missing or damaged, all checkpoints are, or they are of
+            another model.
         """
         if not self.config.enable:
             return None
@@ -275,13 +342,15 @@ class Checkpointer:
             if self.config.load_step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
                 raise CheckpointError(
-                    f"checkpoint.load_step: {folder} has no step {self.config.load_step} (it has: {have})"
+                    f"checkpoint.load_step: {folder} has no step {self.config.load_step} "
+                    f"(it has: {have})"
                 )
             steps = [self.config.load_step]
         return self._at(load_newest(folder, steps, self.trained, self.config.exclude_from_loading))
 
     def _available(self, before: int | None = None) -> tuple[Path, list[int]]:
-        """The checkpoints to resume from, oldest first: those in the folder or, if it has none, their copies.
+        """The checkpoints to resume from, oldest first: those in the folder or, if it has none,
+        their copies.
 
         Args:
             before: ignore this step and later ones.
@@ -291,7 +360,10 @@ class Checkpointer:
             if folder is not None and not found:
                 found = [step for step in agreed_steps(folder) if before is None or step < before]
                 if found and folder == self.copies:
-                    logger.info(f"{self.folder} has no checkpoint to resume from: using the copies in {folder}")
+                    logger.info(
+                        f"{self.folder} has no checkpoint to resume from: using the "
+                        f"copies in {folder}"
+                    )
                     return folder, found
         return self.folder, found
 
@@ -310,12 +382,16 @@ class Checkpointer:
         return resumed
 
     def load_initial(self, path: Path) -> Resumed | None:
-        """Start from a checkpoint of another run: only its weights (None), unless `initial_load_model_only = false`."""
+        """Start from a checkpoint of another run: only its weights (None), unless
+        `initial_load_model_only = false`.
+        """
         return load_initial(path, self.trained, model_only=self.config.initial_load_model_only)
 
 
 def _prepare(folder: Path) -> str | None:
-    """Create the folder, check that it can be written to, and clean up after an interrupted save; what is wrong."""
+    """Create the folder, check that it can be written to, and clean up after an interrupted save;
+    what is wrong.
+    """
     try:
         make_folder(folder)
         if is_remote(folder):
@@ -329,7 +405,8 @@ def _prepare(folder: Path) -> str | None:
             logger.warning(f"Not a checkpoint of this project, or a damaged one: {text}")
             if not committed_steps(folder):
                 return (
-                    f"checkpoint.folder: {text}, and no checkpoint that can be resumed. The run would start from "
+                    f"checkpoint.folder: {text}, and no checkpoint that can be resumed. "
+                    "The run would start from "
                     "scratch and eventually replace them; move them away, or choose another folder"
                 )
     except OSError as error:
@@ -342,5 +419,8 @@ def _advice(cause: str) -> str:
     if FormatBugError.__name__ in cause:
         return "Another try would probably fail in the same way"
     if any(f"[Errno {code}]" in cause for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
-        return "Free some space or set checkpoint.folder to another disk, then run the same command again"
+        return (
+            "Free some space or set checkpoint.folder to another disk, then run the same "
+            "command again"
+        )
     return "Fix the cause, then run the same command again"

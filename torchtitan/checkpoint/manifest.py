@@ -1,7 +1,8 @@
-"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each of its files.
+"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each of
+its files.
 
-The models below are the format, with those of the data position in `torchtitan.data.positions`. The file's last line
-is the SHA-256 of all before it, so every flipped bit is found.
+The models below are the format, with those of the data position in `torchtitan.data.positions`. The
+file's last line is the SHA-256 of all before it, so every flipped bit is found.
 """
 
 import hashlib
@@ -10,7 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
 
 from torchtitan.data.positions import DataState
 from torchtitan.utils.errors import DamageError, FormatBugError
@@ -28,7 +36,9 @@ _SEAL = b',\n "sha256": '
 
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
 """CRC-32."""
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
+FileName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)
+]
 """Plain and relative: no slash, and more than dots."""
 
 
@@ -136,14 +146,18 @@ class Manifest(Strict):
             raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
         counted = self.train_state is not None and self.train_state.ema is not None
         if counted != ("ema" in self.tensor_bytes):
-            raise ValueError("train_state and tensor_bytes disagree about the average of the weights")
+            raise ValueError(
+                "train_state and tensor_bytes disagree about the average of the weights"
+            )
         return self
 
     def state(self) -> dict[str, Any]:
         """`train_state` as the run gathered it, with a model of the data position."""
         if self.train_state is None:
             return {}
-        return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {"data": self.train_state.data}
+        return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {
+            "data": self.train_state.data
+        }
 
     def settings(self) -> dict[str, Any]:
         """The configuration, as sections."""
@@ -158,14 +172,20 @@ def render(content: dict[str, Any]) -> bytes:
     """
     problem = ""
     try:
-        body = json.dumps({"format": FORMAT, **content}, indent=1, default=_plain).encode().removesuffix(b"\n}")
+        body = (
+            json.dumps({"format": FORMAT, **content}, indent=1, default=_plain)
+            .encode()
+            .removesuffix(b"\n}")
+        )
         Manifest.model_validate_json(body + b"\n}")
     except ValidationError as error:
         problem = first_problem(error)
     except (TypeError, ValueError) as error:
         problem = str(error)
     if problem:  # raised here, so that no other error is its context
-        raise FormatBugError(f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line")
+        raise FormatBugError(
+            f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line"
+        )
     return body + _SEAL + _checksum(body)
 
 
@@ -185,7 +205,9 @@ def parse(file: bytes) -> Manifest:
     if not seal:
         early = file.startswith(b'{\n "format": 1,')
         raise ValueError(
-            "format 1, of an earlier version, has no checksum" if early else "it is cut, or has no checksum"
+            "format 1, of an earlier version, has no checksum"
+            if early
+            else "it is cut, or has no checksum"
         )
     if checksum != _checksum(body):
         raise ValueError("its checksum is wrong")
@@ -226,6 +248,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return parse(manifest_bytes(path))
     except OSError as error:
-        raise DamageError(f"{path} is not a complete checkpoint: {MANIFEST}: {error.strerror or error}") from None
+        raise DamageError(
+            f"{path} is not a complete checkpoint: {MANIFEST}: {error.strerror or error}"
+        ) from None
     except ValueError as error:
         raise DamageError(f"{path} is damaged: {MANIFEST}: {error}") from None

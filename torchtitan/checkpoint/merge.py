@@ -1,5 +1,6 @@
-"""The mean of several checkpoints' weights, as a checkpoint of its own (Izmailov et al., "Averaging Weights Leads to
-Wider Optima and Better Generalization", arXiv:1803.05407)."""
+"""The mean of several checkpoints' weights, as a checkpoint of its own (Izmailov et al., "Averaging
+Weights Leads to Wider Optima and Better Generalization", arXiv:1803.05407).
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -36,16 +37,31 @@ class _Source:
     def key(self, name: str) -> str:
         """The key of the tensor that counts as `model.<name>`. Buffers have no average."""
         own = f"ema.{name.removeprefix('model.')}"
-        return own if self.averaged and own in self.reader.read_metadata().state_dict_metadata else name
+        return (
+            own
+            if self.averaged and own in self.reader.read_metadata().state_dict_metadata
+            else name
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what the mean may need, by key."""
-        stored, parts = self.reader.read_metadata().state_dict_metadata, ("model", "ema")[: 1 + self.averaged]
-        return {key: tuple(about.size) for key, about in stored.items() if key.split(".")[0] in parts}
+        stored = self.reader.read_metadata().state_dict_metadata
+        parts = ("model", "ema")[: 1 + self.averaged]
+        return {
+            key: tuple(about.size) for key, about in stored.items() if key.split(".")[0] in parts
+        }
 
 
-def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: str, *, averaged: bool) -> None:
-    """Write the mean of the weights of checkpoints as the model-only checkpoint `output`, then verify it.
+def merge(
+    paths: Sequence[Path],
+    output: Path,
+    weights: Sequence[float],
+    dtype: str,
+    *,
+    averaged: bool,
+) -> None:
+    """Write the mean of the weights of checkpoints as the model-only checkpoint `output`, then
+    verify it.
 
     Args:
         paths: checkpoints, or folders of which the newest is taken.
@@ -54,7 +70,8 @@ def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: 
         averaged: merge the averages of the weights that the runs kept.
 
     Raises:
-        UserError: a checkpoint is missing, damaged, named twice or of another model, or `output` exists.
+        UserError: a checkpoint is missing, damaged, named twice or of another model, or `output`
+        exists.
     """
     sources = _sources(paths, weights, averaged)
     if output.exists() and any(output.iterdir()):
@@ -77,7 +94,9 @@ def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: 
     state = {}
     for name in (key for key in stored if key.startswith("model.")):
         own = stored[name].properties.dtype
-        state[name] = torch.empty(stored[name].size, dtype=wanted if own.is_floating_point else own, device="meta")
+        state[name] = torch.empty(
+            stored[name].size, dtype=wanted if own.is_floating_point else own, device="meta"
+        )
     write_streamed(output, manifest, state, lambda name: _mean(sources, name, state[name].dtype))
     written = read_manifest(output)
     if problem := next(damage(output, written), None):
@@ -89,23 +108,31 @@ def merge(paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: 
 
 
 def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) -> list[_Source]:
-    """The checkpoints, ordered by step and path: the mean doesn't depend on the order in which they were named.
+    """The checkpoints, ordered by step and path: the mean doesn't depend on the order in which they
+    were named.
 
     Raises:
         UserError: they can't be merged.
     """
     shares = list(weights) or [1.0] * len(paths)
     if len(shares) != len(paths):
-        raise ConfigError([f"--weights: got {len(shares)} for {len(paths)} checkpoints; give one for each"])
+        raise ConfigError(
+            [f"--weights: got {len(shares)} for {len(paths)} checkpoints; give one for each"]
+        )
     if len(paths) < 2 and not averaged:
-        raise ConfigError(["name two checkpoints or more; a single one only with --ema, to extract its average"])
+        raise ConfigError(
+            ["name two checkpoints or more; a single one only with --ema, to extract its average"]
+        )
     total = math.fsum(shares)
     found: list[_Source] = []
     for path, share in zip(paths, shares, strict=True):
         step = checkpoints_at(path)[-1]
         step = step if is_remote(step) else step.resolve()
         if twice := [source for source in found if source.path == step]:
-            raise UserError(f"{twice[0].path} is named twice (a folder of checkpoints means its newest); name it once")
+            raise UserError(
+                f"{twice[0].path} is named twice (a folder of checkpoints means its "
+                "newest); name it once"
+            )
         manifest = read_manifest(step)
         if averaged:
             check_averaged(step, manifest)
@@ -118,17 +145,23 @@ def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) ->
 
 def _differences(a: _Source, b: _Source) -> Iterator[str]:
     """What keeps two checkpoints from being merged."""
-    first, second = a.manifest.model, b.manifest.model
+    first = a.manifest.model
+    second = b.manifest.model
     for key in sorted(first.keys() | second.keys()):
-        if first.get(key) != second.get(key) and key != "max_seq_len":  # follows from training.seq_len
+        if (
+            first.get(key) != second.get(key) and key != "max_seq_len"
+        ):  # follows from training.seq_len
             yield f"{key} is {second.get(key)} instead of {first.get(key)}"
     tokenizers = [source.manifest.data.get("tokenizer") for source in (a, b)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         yield "it was trained with another tokenizer"
-    shapes, others = a.shapes(), b.shapes()
+    shapes = a.shapes()
+    others = b.shapes()
     for name in sorted(shapes.keys() | others.keys()):
         if shapes.get(name) != others.get(name):
-            yield f"{name} is {others.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
+            yield (
+                f"{name} is {others.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
+            )
 
 
 def _record(source: _Source) -> dict[str, object]:
@@ -138,7 +171,9 @@ def _record(source: _Source) -> dict[str, object]:
 
 
 def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
-    """The mean of one tensor, in `dtype`. Of integers, which count, those of the newest checkpoint."""
+    """The mean of one tensor, in `dtype`. Of integers, which count, those of the newest
+    checkpoint.
+    """
     if not dtype.is_floating_point:
         return read_tensor(sources[-1].reader, name)
     size = sources[-1].reader.read_metadata().state_dict_metadata[name].size
@@ -149,7 +184,9 @@ def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
     for part, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
         part.copy_(piece)
     if not all(part.isfinite().all() for part in mean.split(_PIECE)):
-        raise CheckpointError(f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}")
+        raise CheckpointError(
+            f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}"
+        )
     return mean.view(size)
 
 

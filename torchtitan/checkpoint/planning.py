@@ -11,7 +11,9 @@ _NUMBERS = count()
 
 
 class UnsentMetadata(Metadata):
-    """DCP broadcasts the metadata after each save. It grows with ranks times tensors, and no rank needs it."""
+    """DCP broadcasts the metadata after each save. It grows with ranks times tensors, and no rank
+    needs it.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Metadata, ({},)
@@ -32,8 +34,9 @@ def _contents(metadata: Metadata) -> dict[str, Any]:
 class Plans:
     """The plans of one run's saves.
 
-    DCP keeps them in class attributes by a key, and compares names, shapes and places of the tensors, but not their
-    types. So each run has keys of its own, one for each kind of checkpoint. All ranks must use and forget plans
+    DCP keeps them in class attributes by a key, and compares names, shapes and places of the
+    tensors, but not their types. So each run has keys of its own, one for each kind of checkpoint.
+    All ranks must use and forget plans
     together: of one that hasn't sent its plan, rank 0 uses the one that it knows.
     """
 
@@ -48,7 +51,9 @@ class Plans:
         return CachingPlanner(key)
 
     def forget(self) -> None:
-        """Let the next save send all plans, as after one that failed, of which ranks may know different parts."""
+        """Let the next save send all plans, as after one that failed, of which ranks may know
+        different parts.
+        """
         for name, cache in vars(SavePlanner).items():
             if name.startswith("_cached_") and isinstance(cache, dict):
                 for key in self._keys:

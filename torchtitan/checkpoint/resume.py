@@ -24,7 +24,9 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote
 
 VISIBLE_WITHIN = 60.0
-"""Seconds in which a rank must see what another has committed; NFS caches a folder's names for as long by default."""
+"""Seconds in which a rank must see what another has committed; NFS caches a folder's names for as
+long by default.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def load_newest(
         return Resumed(step, manifest.state(), manifest, path)
     if problems:
         raise CheckpointError(
-            "no checkpoint can be resumed:\n" + "\n".join(problems) + "\nRestore one of them, or start again with "
+            "no checkpoint can be resumed:\n"
+            + "\n".join(problems)
+            + "\nRestore one of them, or start again with "
             "another checkpoint.folder (checkpoint.initial_load_path loads only weights)."
         )
     return None
@@ -96,7 +100,9 @@ def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed |
     try:
         manifest, reader = _opened(path)
         if manifest.model_only and not model_only:
-            raise CheckpointError(f"{path} has only weights; set checkpoint.initial_load_model_only = true")
+            raise CheckpointError(
+                f"{path} has only weights; set checkpoint.initial_load_model_only = true"
+            )
         _load(reader, manifest, trained, {"optimizer", "ema"} if model_only else ())
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.initial_load_path: {error}") from error
@@ -122,7 +128,8 @@ def agreed_steps(folder: Path) -> list[int]:
 
 
 def wait_until_visible(path: Path) -> None:
-    """Wait until every rank sees the manifest that rank 0 sees. A network file system may show a commit late.
+    """Wait until every rank sees the manifest that rank 0 sees. A network file system may show a
+    commit late.
 
     Raises:
         CheckpointError: on every rank, if one doesn't within `VISIBLE_WITHIN` seconds.
@@ -130,12 +137,15 @@ def wait_until_visible(path: Path) -> None:
     expected = from_rank_0(_fingerprint(path))
 
     def wait() -> None:
-        start, pause = time.monotonic(), 0.05
+        start = time.monotonic()
+        pause = 0.05
         while expected is not None and _fingerprint(path) != expected:
             if time.monotonic() - start > VISIBLE_WITHIN:
                 raise CheckpointError(
-                    f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see {path / MANIFEST} as rank 0 does, "
-                    f"after {VISIBLE_WITHIN:g} s; checkpoints must be in a folder that all nodes share, or at a URL"
+                    f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see "
+                    f"{path / MANIFEST} as rank 0 does, "
+                    f"after {VISIBLE_WITHIN:g} s; checkpoints must be in a folder that "
+                    "all nodes share, or at a URL"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
@@ -155,7 +165,8 @@ def _fingerprint(path: Path) -> str | None:
 
 
 def _opened(path: Path) -> tuple[Manifest, Reader]:
-    """A checkpoint that looks intact: each rank checks a share of the files. What they hold is checked while loading.
+    """A checkpoint that looks intact: each rank checks a share of the files. What they hold is
+    checked while loading.
 
     Raises:
         DamageError: it isn't.
@@ -164,7 +175,9 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
     wait_until_visible(path)
     manifest = together(lambda: read_manifest(path))
     # Of a large run, the index is so large that not every rank should fetch it.
-    content = from_rank_0(together(lambda: index_bytes(path, manifest) if dist.get_rank() == 0 else None))
+    content = from_rank_0(
+        together(lambda: index_bytes(path, manifest) if dist.get_rank() == 0 else None)
+    )
 
     def check() -> Reader:
         reader = Reader(path, read_index(path, manifest, content))
@@ -174,11 +187,17 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
     return manifest, together(check)
 
 
-def _load(reader: Reader, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
+def _load(
+    reader: Reader,
+    manifest: Manifest,
+    trained: Trained,
+    exclude: Collection[str],
+) -> None:
     """Load the tensors in place.
 
     Raises:
-        DamageError: some are damaged. Others may be loaded already, so all must be loaded from another checkpoint.
+        DamageError: some are damaged. Others may be loaded already, so all must be loaded from
+        another checkpoint.
         CheckpointError: they are another model's.
     """
     if trained.average is not None and "ema" not in {*exclude, *manifest.tensor_bytes}:

@@ -23,13 +23,17 @@ def build_stager(async_mode: str) -> "Stager | None":
 
 
 class Stager(DefaultStager):
-    """DCP's stager, with workarounds for three faults of torch 2.11 to 2.15. Ends with `release`, not `close`.
+    """DCP's stager, with workarounds for three faults of torch 2.11 to 2.15. Ends with `release`,
+    not `close`.
 
-    1. Before 2.13, DCP's `close` after each save drops the buffers, so every save allocates them again. Remove `close`,
+    1. Before 2.13, DCP's `close` after each save drops the buffers, so every save allocates them
+    again. Remove `close`,
        `release` and `_drop_buffers` with support for 2.12.
-    2. Copies run on a stream of their own without waiting for the current one, on which the optimizer's step was only
+    2. Copies run on a stream of their own without waiting for the current one, on which the
+    optimizer's step was only
        enqueued. Remove `stage` once torch waits.
-    3. The staging thread uses the first GPU, whichever the rank uses, and creates a context there. Remove `_stage` once
+    3. The staging thread uses the first GPU, whichever the rank uses, and creates a context there.
+    Remove `_stage` once
        the thread takes over the rank's device.
     """
 

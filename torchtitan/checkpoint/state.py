@@ -1,7 +1,8 @@
-"""The tensors of a run under layout-free names: `model.<fqn>`, `optimizer.<fqn>.<slot>`, and `ema.<fqn>`.
+"""The tensors of a run under layout-free names: `model.<fqn>`, `optimizer.<fqn>.<slot>`, and
+`ema.<fqn>`.
 
-Hyper-parameters (learning rate, weight decay, ...) are not included: they come from the configuration, so changes take
-effect on resume.
+Hyper-parameters (learning rate, weight decay, ...) are not included: they come from the
+configuration, so changes take effect on resume.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +24,9 @@ State = dict[str, Any]
 
 
 def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights of a model or of this rank's pipeline stages, by the names they have in the whole model."""
+    """The weights of a model or of this rank's pipeline stages, by the names they have in the whole
+    model.
+    """
     return {
         name: _plain(value)
         for model in models
@@ -81,11 +84,15 @@ class Trained:
         if averaged and self.average is not None:
             state |= self.average.current()
         parameters = {name for model in self.models for name, _ in model.named_parameters()}
-        return {"model": {name: x.to(dtype) if name in parameters else x for name, x in state.items()}}
+        return {
+            "model": {name: x.to(dtype) if name in parameters else x for name, x in state.items()}
+        }
 
 
 def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
-    """Make a new optimizer create its tensors, by a step with zero gradients and zero learning rate."""
+    """Make a new optimizer create its tensors, by a step with zero gradients and zero learning
+    rate.
+    """
     if any(optimizer.state.values()):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -100,7 +107,8 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
 
 
 def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = False) -> None:
-    """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the shards that it has.
+    """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the shards
+    that it has.
 
     Args:
         averaged: take the parameters from the average of the weights; buffers have none.
@@ -108,7 +116,8 @@ def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = Fa
     Raises:
         CheckpointError: it is damaged, or of another model.
     """
-    reader, state = Reader(path), {"model": model_state(models)}
+    reader = Reader(path)
+    state = {"model": model_state(models)}
     if averaged:
         names = [name for model in models for name, _ in model.named_parameters()]
         state["ema"] = {name: state["model"].pop(name) for name in names}
@@ -119,13 +128,16 @@ def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = Fa
 def check_tensors(state: State, reader: Reader) -> None:
     """
     Raises:
-        CheckpointError: a tensor of `state` is missing or has another shape, so the checkpoint is of another model.
+        CheckpointError: a tensor of `state` is missing or has another shape, so the checkpoint is
+        of another model.
     """
     if wrong := differences(state, reader):
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"{reader.path} holds another model than this configuration builds: {'; '.join(wrong[:3])}{more}.\n"
-            "Set model.name, model.flavor and [model.overrides] to the values in its manifest.json, "
+            f"{reader.path} holds another model than this configuration builds: "
+            f"{'; '.join(wrong[:3])}{more}.\n"
+            "Set model.name, model.flavor and [model.overrides] to the values in its "
+            "manifest.json, "
             "or choose another checkpoint.folder."
         )
 
@@ -133,13 +145,16 @@ def check_tensors(state: State, reader: Reader) -> None:
 def check_own_model(model: nn.Module, reader: Reader) -> None:
     """
     Args:
-        model: as the checkpoint's manifest describes it, on the meta device: it may be larger than any memory.
+        model: as the checkpoint's manifest describes it, on the meta device: it may be larger than
+        any memory.
 
     Raises:
         DamageError: the checkpoint's weights are not those of `model`.
     """
     if wrong := differences({"model": model_state([model])}, reader):
-        raise DamageError(f"{reader.path} is damaged: it is not of the model in its manifest: {wrong[0]}")
+        raise DamageError(
+            f"{reader.path} is damaged: it is not of the model in its manifest: {wrong[0]}"
+        )
 
 
 def differences(state: State, reader: Reader) -> list[str]:
@@ -150,5 +165,7 @@ def differences(state: State, reader: Reader) -> list[str]:
         if name not in stored:
             wrong.append(f"{name} is missing")
         elif (size := tuple(stored[name].size)) != tuple(value.shape):
-            wrong.append(f"{name} is {list(size)} in the checkpoint, {list(value.shape)} in the model")
+            wrong.append(
+                f"{name} is {list(size)} in the checkpoint, {list(value.shape)} in the model"
+            )
     return wrong

@@ -1,7 +1,9 @@
-"""CRC-32 of files and of the parts that tensors are in, computed while they are written or read: no byte is read twice.
+"""CRC-32 of files and of the parts that tensors are in, computed while they are written or read: no
+byte is read twice.
 
-CRC-32 is linear: the sum of A followed by B is that of A, shifted by the length of B, xor that of B. So the sums of a
-file up to two positions give that of the bytes between them (zlib's `crc32_combine`, which Python's zlib lacks).
+CRC-32 is linear: the sum of A followed by B is that of A, shifted by the length of B, xor that of
+B. So the sums of a file up to two positions give that of the bytes between them (zlib's
+`crc32_combine`, which Python's zlib lacks).
 """
 
 import errno
@@ -48,11 +50,13 @@ def _multiply(a: int, b: int) -> int:
 @lru_cache(maxsize=4096)
 def _power(n: int) -> int:
     """x^n."""
-    result, square = _ONE, _ONE >> 1
+    result = _ONE
+    square = _ONE >> 1
     while n:
         if n & 1:
             result = _multiply(result, square)
-        square, n = _multiply(square, square), n >> 1
+        square = _multiply(square, square)
+        n = n >> 1
     return result
 
 
@@ -63,7 +67,9 @@ class SummedFile:
     """
 
     def __init__(self, file: IO[bytes]):
-        self.file, self.bytes, self.crc32 = file, 0, 0
+        self.file = file
+        self.bytes = 0
+        self.crc32 = 0
         self._until = {0: 0}
         """The sum of all before a position."""
 
@@ -87,8 +93,9 @@ class SummedFile:
 class SummedPart(io.RawIOBase):
     """A part of a file, as a file, that sums what is read of it.
 
-    `torch.load` reads the ends of a part in small pieces, in any order, and what is between them, the tensor, in one
-    piece into its memory. So the ends are kept here, and the rest passes through.
+    `torch.load` reads the ends of a part in small pieces, in any order, and what is between them,
+    the tensor, in one piece into its memory. So the ends are kept here, and the rest passes
+    through.
     """
 
     def __init__(self, file: Any, start: int, length: int):
@@ -97,11 +104,15 @@ class SummedPart(io.RawIOBase):
             file: unbuffered, with `seek` and `readinto`.
         """
         super().__init__()
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
         self._head = self._read_at(0, min(_EDGE, length))
         self._tail_start = max(length - _EDGE, len(self._head))
         self._tail = self._read_at(self._tail_start, length - self._tail_start)
-        self._summed, self._crc32 = len(self._head), zlib.crc32(self._head)
+        self._summed = len(self._head)
+        self._crc32 = zlib.crc32(self._head)
 
     def crc32(self) -> int:
         """CRC-32 of the whole part; what was not read yet is read now."""
@@ -120,12 +131,17 @@ class SummedPart(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        base = {
+            io.SEEK_SET: 0,
+            io.SEEK_CUR: self._position,
+            io.SEEK_END: self._length,
+        }[whence]
         self._position = max(base + offset, 0)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        view, done = memoryview(buffer).cast("B"), 0
+        view = memoryview(buffer).cast("B")
+        done = 0
         while done < len(view) and self._position < self._length:
             count = self._read_some(view[done:])
             self._position += count

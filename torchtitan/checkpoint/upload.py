@@ -1,11 +1,14 @@
-"""Copies of a run's checkpoints in object storage (`checkpoint.upload_folder`), made in the background.
+"""Copies of a run's checkpoints in object storage (`checkpoint.upload_folder`), made in the
+background.
 
-What is left to do follows from the two folders alone, so the next start continues an interrupted upload: a checkpoint
-is missing until its manifest is there, and of it those files that aren't there in their size. While a copy is made,
-`.incomplete` in it holds the SHA-256 of the manifest. What another save of the same step has left there, such as one
-before the run was rewound, is deleted first.
+What is left to do follows from the two folders alone, so the next start continues an interrupted
+upload: a checkpoint is missing until its manifest is there, and of it those files that aren't there
+in their size. While a copy is made,
+`.incomplete` in it holds the SHA-256 of the manifest. What another save of the same step has left
+there, such as one before the run was rewound, is deleted first.
 
-Each rank sends its share of the files, by a thread that takes part in no collective. Rank 0 sends the manifest last.
+Each rank sends its share of the files, by a thread that takes part in no collective. Rank 0 sends
+the manifest last.
 """
 
 import hashlib
@@ -36,7 +39,9 @@ from torchtitan.utils.text import listed, plural, show_duration
 
 _CHUNK = 1 << 22
 _BLOCK = 1 << 25
-"""Bytes of a file that are held in memory and sent as one part; object stores take up to 10,000 parts."""
+"""Bytes of a file that are held in memory and sent as one part; object stores take up to 10,000
+parts.
+"""
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800.0
@@ -54,9 +59,15 @@ class _StoppedError(Exception):
 
 
 def send(
-    source: Path, target: Path, rank: int = 0, world: int = 1, *, proceed: Callable[[], object] = lambda: None
+    source: Path,
+    target: Path,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    proceed: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Copy a committed checkpoint to object storage, or a rank's share of its files. Sends nothing twice.
+    """Copy a committed checkpoint to object storage, or a rank's share of its files. Sends nothing
+    twice.
 
     Args:
         proceed: called before each block; may raise.
@@ -80,7 +91,8 @@ def send(
         return 0
     if not _begun(target, hashlib.sha256(content).hexdigest().encode(), rank):
         return None
-    sent, there = 0, _sizes(target)
+    sent = 0
+    there = _sizes(target)
     for name in list(manifest.files)[rank::world]:
         if there.get(name) != manifest.files[name].bytes:
             try:
@@ -101,12 +113,16 @@ def send(
 
 
 def _begun(target: Path, seal: bytes, rank: int) -> bool:
-    """Whether what is at the URL belongs to the checkpoint whose manifest has this SHA-256; rank 0 sees to that."""
+    """Whether what is at the URL belongs to the checkpoint whose manifest has this SHA-256; rank 0
+    sees to that.
+    """
     found = _read(target / MARK)
     if found == seal or rank != 0:
         return found == seal
     if found is None and _read(target / MANIFEST) is None and _sizes(target):
-        raise DamageError(f"{target} has files, but is no checkpoint of this project; move them away")
+        raise DamageError(
+            f"{target} has files, but is no checkpoint of this project; move them away"
+        )
     remove(target)
     write_file(target / MARK, seal)
     return True
@@ -124,13 +140,22 @@ def _sizes(folder: Any) -> dict[str, int]:
 
     def look() -> dict[str, int]:
         with suppress(FileNotFoundError):
-            return {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in folder.fs.ls(folder.path, detail=True)}
+            return {
+                entry["name"].rsplit("/", 1)[-1]: entry["size"]
+                for entry in folder.fs.ls(folder.path, detail=True)
+            }
         return {}
 
     return patiently(folder, look)
 
 
-def _send_file(source: Path, target: Path, name: str, manifest: Manifest, proceed: Callable[[], object]) -> None:
+def _send_file(
+    source: Path,
+    target: Path,
+    name: str,
+    manifest: Manifest,
+    proceed: Callable[[], object],
+) -> None:
     """Copy a file, a block in memory at a time, and compare its checksum on the way."""
     path = target / name
 
@@ -155,7 +180,9 @@ def _send_file(source: Path, target: Path, name: str, manifest: Manifest, procee
 
 
 class Uploader:
-    """Keeps the copies up to date with a run's checkpoints, newest first. No failure of it reaches the run."""
+    """Keeps the copies up to date with a run's checkpoints, newest first. No failure of it reaches
+    the run.
+    """
 
     def __init__(
         self,
@@ -173,16 +200,31 @@ class Uploader:
             target: a URL.
             keep_latest: as `checkpoint.keep_latest_k`, also of the copies.
             keep_every: as `checkpoint.keep_every_n`.
-            confirm: called by rank 0 before it changes anything; raises if another run has taken the URL.
+            confirm: called by rank 0 before it changes anything; raises if another run has taken
+            the URL.
         """
-        self.source, self.target, self.rank, self.world = source, target, rank, world
-        self.keep_latest, self.keep_every, self.confirm = keep_latest, keep_every, confirm
+        self.source = source
+        self.target = target
+        self.rank = rank
+        self.world = world
+        self.keep_latest = keep_latest
+        self.keep_every = keep_every
+        self.confirm = confirm
         self._done: dict[int, str] = {}
-        """Steps whose share of this rank is there, or can't be sent, and the state of their manifest then."""
-        self._wake, self._finishing, self._stopped = threading.Event(), threading.Event(), threading.Event()
-        self._failed, self._newest = False, -1
+        """Steps whose share of this rank is there, or can't be sent, and the state of their
+        manifest then.
+        """
+        self._wake = threading.Event()
+        self._finishing = threading.Event()
+        self._stopped = threading.Event()
+        self._failed = False
+        self._newest = -1
         self._wake.set()
-        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name="uploads",
+            daemon=True,
+        )
         self._thread.start()
 
     def wake(self) -> None:
@@ -190,7 +232,9 @@ class Uploader:
         self._wake.set()
 
     def finish(self) -> None:
-        """Wait until all checkpoints are copied, or that failed. For minutes, so no collective may follow."""
+        """Wait until all checkpoints are copied, or that failed. For minutes, so no collective may
+        follow.
+        """
         self._finishing.set()
         self._wake.set()
         while self._thread.is_alive():
@@ -226,12 +270,17 @@ class Uploader:
 
     def _when(self) -> str:
         if self._finishing.is_set():
-            return f"the next start, or `torchtitan ckpt upload {self.source} {self.target}`, continues"
+            return (
+                f"the next start, or `torchtitan ckpt upload {self.source} {self.target}`, "
+                "continues"
+            )
         return f"trying again at the next save, or in {show_duration(_RETRY_SECONDS)}"
 
     def _pending(self) -> list[int]:
         """Steps to send, oldest first."""
-        gone = set(disposable(self.source, self.keep_latest, self.keep_every) if self.keep_latest else ())
+        gone = set(
+            disposable(self.source, self.keep_latest, self.keep_every) if self.keep_latest else ()
+        )
         steps = [step for step in committed_steps(self.source) if step not in gone]
         return [step for step in steps if self._done.get(step) != self._state(step)]
 
@@ -249,7 +298,9 @@ class Uploader:
         began = time.monotonic()
         while waiting := self._pending():
             if self.rank == 0 and len(waiting) > 1 and waiting[-1] != self._newest:
-                logger.warning(f"Uploads are behind: {_names(waiting)} wait; the newest is sent first")
+                logger.warning(
+                    f"Uploads are behind: {_names(waiting)} wait; the newest is sent first"
+                )
             self._newest = waiting[-1]
             if any(self._send(step) for step in reversed(waiting)):
                 continue
@@ -260,13 +311,19 @@ class Uploader:
     def _send(self, step: int) -> bool:
         """Send a checkpoint, or this rank's share; whether nothing is left to do."""
         self._proceed()
-        state, began = self._state(step), time.monotonic()
+        state = self._state(step)
+        began = time.monotonic()
         target = step_folder(self.target, step)
         try:
-            sent = send(step_folder(self.source, step), target, self.rank, self.world, proceed=self._proceed)
+            sent = send(
+                step_folder(self.source, step), target, self.rank, self.world, proceed=self._proceed
+            )
         except GoneError:
             if self.rank == 0:
-                logger.warning(f"step-{step} was deleted before it was uploaded: older than those that are kept")
+                logger.warning(
+                    f"step-{step} was deleted before it was uploaded: older than those "
+                    "that are kept"
+                )
                 self._clean()
             return True
         except DamageError as error:

@@ -1,6 +1,7 @@
 """The command line: `torchtitan COMMAND ...`, one module per command.
 
-Each module has `parser()`, which declares the command's options, and `main(argv)`, which returns the exit status.
+Each module has `parser()`, which declares the command's options, and `main(argv)`, which returns
+the exit status.
 """
 
 import importlib
@@ -47,7 +48,8 @@ def _dispatch(argv: list[str]) -> int | None:
         print("usage: torchtitan COMMAND ...\n\ncommands:")
         print("\n".join(f"  {command:<{width}}{text}" for command, text in COMMANDS.items()))
         print(
-            "\n`torchtitan COMMAND --help` lists the options of a command, `torchtitan --version` prints the version."
+            "\n`torchtitan COMMAND --help` lists the options of a command, `torchtitan "
+            "--version` prints the version."
         )
         return 0
     if name == "--version":

@@ -1,16 +1,22 @@
 """Inspect, verify, compare, prune, upload, convert and merge checkpoints, without a GPU.
 
-    torchtitan ckpt inspect outputs/run/checkpoint             # list the checkpoints; for one step, its contents
-    torchtitan ckpt verify  outputs/run/checkpoint             # compare every file with its checksum
-    torchtitan ckpt diff    A/step-100 B/step-100              # compare configuration, counters and tensors
+    torchtitan ckpt inspect outputs/run/checkpoint             # list the checkpoints; for one step,
+    its contents
+    torchtitan ckpt verify  outputs/run/checkpoint             # compare every file with its
+    checksum
+    torchtitan ckpt diff    A/step-100 B/step-100              # compare configuration, counters and
+    tensors
     torchtitan ckpt prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
     torchtitan ckpt upload  outputs/run/checkpoint s3://bucket/run
-    torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export a folder that transformers loads
-    torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint, and a TOML that trains from it
-    torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average their weights
+    torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export a folder that transformers
+    loads
+    torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint, and a TOML that
+    trains from it
+    torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average their
+    weights
 
-Where one checkpoint is needed, a folder of them means the newest. Folders may be URLs (s3://, gs://), except the source
-of from-hf. At most two tensors are in memory at a time.
+Where one checkpoint is needed, a folder of them means the newest. Folders may be URLs (s3://,
+gs://), except the source of from-hf. At most two tensors are in memory at a time.
 """
 
 import argparse
@@ -28,14 +34,19 @@ def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at
     from torchtitan.checkpoint.inspect import overview, summarize
 
-    found, damaged = [], []
+    found = []
+    damaged = []
     for step in checkpoints_at(options.path):
         try:
             found.append(summarize(step))
         except DamageError as error:
             damaged.append(error)
     if found or not damaged:
-        print(json.dumps([dataclasses.asdict(s) for s in found], indent=1) if options.json else overview(found))
+        print(
+            json.dumps([dataclasses.asdict(s) for s in found], indent=1)
+            if options.json
+            else overview(found)
+        )
     if damaged:
         raise CheckpointError("\n".join(map(str, damaged)))
     return 0
@@ -62,7 +73,10 @@ def verify(options: argparse.Namespace) -> int:
             size = sum(file.bytes for file in manifest.files.values())
             print(f"{step}: OK, {len(manifest.files)} files, {size:,} bytes")
     for path in leftovers(options.path):
-        print(f"{path}: left by an interrupted save, or a save in progress; the run's next start deletes it")
+        print(
+            f"{path}: left by an interrupted save, or a save in progress; the run's next "
+            "start deletes it"
+        )
     return 1 if bad else 0
 
 
@@ -82,12 +96,21 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import committed_steps, disposable, remove, retention, step_folder
+    from torchtitan.checkpoint.commit import (
+        committed_steps,
+        disposable,
+        remove,
+        retention,
+        step_folder,
+    )
 
     gone = disposable(options.path, options.keep_latest, options.keep_every)
     for step in gone:
         why = retention(options.keep_latest, options.keep_every)
-        print(f"{'would delete' if options.dry_run else 'deleting'} {step_folder(options.path, step)}: {why}")
+        print(
+            f"{'would delete' if options.dry_run else 'deleting'} "
+            f"{step_folder(options.path, step)}: {why}"
+        )
         if not options.dry_run:
             remove(step_folder(options.path, step))
     kept = [step for step in committed_steps(options.path) if step not in gone]
@@ -102,11 +125,13 @@ def upload(options: argparse.Namespace) -> int:
     if not is_remote(options.target):
         raise ConfigError(
             [
-                f"{options.target} is a folder of this machine, also as file://; name a URL of object storage, such as "
+                f"{options.target} is a folder of this machine, also as file://; name a "
+                "URL of object storage, such as "
                 f"s3://bucket/run or gs://bucket/run, or copy with `cp -r`"
             ]
         )
-    lock, failed = FolderLock(options.target), 0
+    lock = FolderLock(options.target)
+    failed = 0
     try:
         for step in reversed(checkpoints_at(options.path)):
             target = options.target / step.name
@@ -184,28 +209,64 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=inspect)
 
-    command = commands.add_parser("verify", help="compare every file with its checksum; exit code 1 if one differs")
+    command = commands.add_parser(
+        "verify", help="compare every file with its checksum; exit code 1 if one differs"
+    )
     command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
     command.set_defaults(run=verify)
 
-    command = commands.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
+    command = commands.add_parser(
+        "diff", help="compare two checkpoints; exit code 1 if they differ"
+    )
     command.add_argument("a", type=path_argument, help="checkpoint, or folder of them")
     command.add_argument("b", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("--tolerance", type=float, default=0.0, help="largest |a - b| of equal tensors (default: 0)")
+    command.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="largest |a - b| of equal tensors (default: 0)",
+    )
     parts = ["config", "train_state", "tensors"]
-    command.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to compare (default: all)")
+    command.add_argument(
+        "--only",
+        nargs="+",
+        choices=parts,
+        default=parts,
+        help="parts to compare (default: all)",
+    )
     command.set_defaults(run=diff)
 
-    command = commands.add_parser("prune", help="delete old checkpoints, never the newest that can be resumed")
+    command = commands.add_parser(
+        "prune", help="delete old checkpoints, never the newest that can be resumed"
+    )
     command.add_argument("path", type=path_argument, help="folder of checkpoints")
-    command.add_argument("--keep-latest", type=count, required=True, metavar="K", help="keep the K newest")
-    command.add_argument("--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N")
+    command.add_argument(
+        "--keep-latest",
+        type=count,
+        required=True,
+        metavar="K",
+        help="keep the K newest",
+    )
+    command.add_argument(
+        "--keep-every",
+        type=count,
+        default=0,
+        metavar="N",
+        help="also keep multiples of N",
+    )
     command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     command.set_defaults(run=prune)
 
-    command = commands.add_parser("upload", help="copy checkpoints to object storage, as far as they aren't there")
+    command = commands.add_parser(
+        "upload", help="copy checkpoints to object storage, as far as they aren't there"
+    )
     command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("target", type=path_argument, metavar="URL", help="as checkpoint.upload_folder")
+    command.add_argument(
+        "target",
+        type=path_argument,
+        metavar="URL",
+        help="as checkpoint.upload_folder",
+    )
     command.set_defaults(run=upload)
 
     command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
@@ -213,36 +274,77 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("target", type=path_argument, help="folder to create")
     command.add_argument("--ema", action="store_true", help=averages)
     dtypes = ["float32", "bfloat16", "float16"]
-    command.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: as stored)")
-    command.add_argument("--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)")
-    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest file size (default: %(default)s)")
+    command.add_argument(
+        "--dtype", choices=dtypes, help="dtype of the weights (default: as stored)"
+    )
+    command.add_argument(
+        "--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)"
+    )
+    command.add_argument(
+        "--max-file-gb",
+        type=float,
+        default=5.0,
+        help="largest file size (default: %(default)s)",
+    )
     command.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="read the export back, and compare logits and token ids with those of transformers (default: as far as it "
+        help="read the export back, and compare logits and token ids with those of "
+        "transformers (default: as far as it "
         "is installed and memory suffices)",
     )
-    command.add_argument("--model", help="export as the class of this family, which has the same code (default: own)")
     command.add_argument(
-        "--custom-import", metavar="MODULE", help="module that registers the model's family or its tokenizer"
+        "--model", help="export as the class of this family, which has the same code (default: own)"
+    )
+    command.add_argument(
+        "--custom-import",
+        metavar="MODULE",
+        help="module that registers the model's family or its tokenizer",
     )
     command.set_defaults(run=to_hf)
 
-    command = commands.add_parser("from-hf", help="convert a Hugging Face model, to start a run from")
+    command = commands.add_parser(
+        "from-hf", help="convert a Hugging Face model, to start a run from"
+    )
     command.add_argument("source", type=Path, help="folder with config.json and safetensors")
-    command.add_argument("target", type=path_argument, help="folder to create, for step-0 and train.toml")
-    command.add_argument("--model", help="model family, as in model.name (default: that of config.json)")
+    command.add_argument(
+        "target", type=path_argument, help="folder to create, for step-0 and train.toml"
+    )
+    command.add_argument(
+        "--model", help="model family, as in model.name (default: that of config.json)"
+    )
     command.add_argument("--toml", help="TOML file to write (default: train.toml in the target)")
     command.set_defaults(run=from_hf)
 
-    command = commands.add_parser("merge", help="average the weights of checkpoints of the same model")
-    command.add_argument("checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them")
-    command.add_argument("--output", type=path_argument, required=True, help="folder to create, itself a checkpoint")
+    command = commands.add_parser(
+        "merge", help="average the weights of checkpoints of the same model"
+    )
     command.add_argument(
-        "--weights", type=_share, nargs="+", default=[], help="shares in the mean, in their order (default: equal)"
+        "checkpoints",
+        type=path_argument,
+        nargs="+",
+        help="checkpoints, or folders of them",
+    )
+    command.add_argument(
+        "--output",
+        type=path_argument,
+        required=True,
+        help="folder to create, itself a checkpoint",
+    )
+    command.add_argument(
+        "--weights",
+        type=_share,
+        nargs="+",
+        default=[],
+        help="shares in the mean, in their order (default: equal)",
     )
     command.add_argument("--ema", action="store_true", help=averages)
-    command.add_argument("--dtype", choices=dtypes, default="float32", help="dtype to write (default: %(default)s)")
+    command.add_argument(
+        "--dtype",
+        choices=dtypes,
+        default="float32",
+        help="dtype to write (default: %(default)s)",
+    )
     command.set_defaults(run=merge)
     return parser
 

@@ -1,7 +1,8 @@
 """Print a completion script for bash or zsh: commands, options, configuration keys and TOML files.
 
 torchtitan completion bash > ~/.local/share/bash-completion/completions/torchtitan
-torchtitan completion zsh > ~/.torchtitan.zsh     # and in ~/.zshrc, after compinit: source ~/.torchtitan.zsh
+torchtitan completion zsh > ~/.torchtitan.zsh     # and in ~/.zshrc, after compinit: source
+~/.torchtitan.zsh
 """
 
 import argparse
@@ -50,14 +51,21 @@ def words_of(parser: argparse.ArgumentParser) -> list[str]:
         if not action.option_strings:
             words += action.choices or ()
         if isinstance(action, argparse._SubParsersAction):
-            words += [word for subcommand in action.choices.values() for word in words_of(subcommand)]
+            words += [
+                word for subcommand in action.choices.values() for word in words_of(subcommand)
+            ]
     return list(dict.fromkeys(words))
 
 
 def script(shell: str) -> str:
     """The completion script, which answers without starting Python."""
-    parsers = {name: importlib.import_module(f"torchtitan.commands.{name}").parser() for name in COMMANDS}
-    cases = [f"        {name}) words='{' '.join(words_of(parser))}' ;;" for name, parser in parsers.items()]
+    parsers = {
+        name: importlib.import_module(f"torchtitan.commands.{name}").parser() for name in COMMANDS
+    }
+    cases = [
+        f"        {name}) words='{' '.join(words_of(parser))}' ;;"
+        for name, parser in parsers.items()
+    ]
     filled = SCRIPT % {
         "commands": " ".join(COMMANDS),
         "cases": "\n".join(cases),
@@ -70,7 +78,9 @@ def script(shell: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan completion",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=["bash", "zsh"])
     return parser

@@ -1,4 +1,6 @@
-"""Check a configuration, without torch or a GPU. Prints what is wrong, or one line if nothing is."""
+"""Check a configuration, without torch or a GPU. Prints what is wrong, or one line if nothing
+is.
+"""
 
 import argparse
 import os
@@ -15,7 +17,11 @@ from torchtitan.utils.text import aligned, count, plural
 def explain(resolved: Resolved) -> str:
     """One line per key: its value, and `default`, `file:line`, flag or formula."""
     rows = []
-    custom = [f"custom.{name}.{key}" for name, keys in resolved.config.custom.tables.items() for key, _ in keys]
+    custom = [
+        f"custom.{name}.{key}"
+        for name, keys in resolved.config.custom.tables.items()
+        for key, _ in keys
+    ]
     for key in (*FIELDS, *custom):
         value: object = resolved.config
         for part in key.split("."):
@@ -44,7 +50,13 @@ def parser() -> argparse.ArgumentParser:
         "--json-schema": "print a JSON Schema of the TOML files, for editors",
         "--markdown": "print the reference, docs/config.md",
     }.items():
-        shown.add_argument(flag, dest="shown", action="store_const", const=flag, help=text)
+        shown.add_argument(
+            flag,
+            dest="shown",
+            action="store_const",
+            const=flag,
+            help=text,
+        )
     return parser
 
 
@@ -67,7 +79,8 @@ def main(argv: list[str]) -> int:
     else:
         config = resolved.config
         print(
-            f"OK: {setup.spec.name} {config.model.flavor} on {plural(options.world, 'rank')}, global batch "
+            f"OK: {setup.spec.name} {config.model.flavor} on "
+            f"{plural(options.world, 'rank')}, global batch "
             f"{config.training.global_batch_size} x {config.training.seq_len} tokens, "
             f"{plural(gradient_accumulation_steps(config), 'accumulation step')}, "
             f"{plural(config.training.steps, 'step')}"

@@ -1,7 +1,7 @@
 """Explain why a run hangs or has failed.
 
-DIR is the run's dump folder, or the folder in it (`comm.save_traces_folder`) where ranks write reports: when a
-collective times out, when a rank raises an exception, and on SIGUSR2.
+DIR is the run's dump folder, or the folder in it (`comm.save_traces_folder`) where ranks write
+reports: when a collective times out, when a rank raises an exception, and on SIGUSR2.
 """
 
 import argparse
@@ -15,7 +15,12 @@ from torchtitan.utils.errors import UserError
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan doctor", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the run's dump folder, or its folder of reports")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="the run's dump folder, or its folder of reports",
+    )
     parser.add_argument(
         "--prefix",
         default=Comm().save_traces_file_prefix,
@@ -30,7 +35,10 @@ def _report(folder: Path, prefix: str) -> list[str]:
     if case is None:
         return []
     doing = [(rank, witness.doing()) for rank, witness in sorted(case.witnesses.items())]
-    return [diagnose(case), *(f"  rank {rank}: {text}" for rank, text in [*doing, *sorted(case.silent.items())])]
+    return [
+        diagnose(case),
+        *(f"  rank {rank}: {text}" for rank, text in [*doing, *sorted(case.silent.items())]),
+    ]
 
 
 def main(argv: list[str]) -> int:
@@ -38,12 +46,22 @@ def main(argv: list[str]) -> int:
     for folder in (options.folder, options.folder / Comm().save_traces_folder):
         try:
             lines = _report(folder, options.prefix) if folder.is_dir() else []
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise UserError(f"{folder}: a report is damaged: {type(error).__name__}: {error!s:.200}") from error
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise UserError(
+                f"{folder}: a report is damaged: {type(error).__name__}: {error!s:.200}"
+            ) from error
         if lines:
             print("\n".join(lines))
             return 0
     raise UserError(
-        f"{options.folder}: no rank has written anything here. Reports are in comm.save_traces_folder below "
+        f"{options.folder}: no rank has written anything here. Reports are in "
+        "comm.save_traces_folder below "
         "job.dump_folder, once a run hangs, fails, or receives SIGUSR2."
     )

@@ -4,8 +4,8 @@
     torchtitan eval --checkpoint outputs/debug_model --include-path my_tasks --tasks my_task
     torchrun --nproc-per-node 8 -m torchtitan eval ... --parallelism.tensor_parallel_degree 2
 
-A run's folder, or a folder of checkpoints, means the newest complete checkpoint in it. Under torchrun, the model is
-sharded over the ranks (FSDP), or as keys of [parallelism] say.
+A run's folder, or a folder of checkpoints, means the newest complete checkpoint in it. Under
+torchrun, the model is sharded over the ranks (FSDP), or as keys of [parallelism] say.
 """
 
 import argparse
@@ -35,10 +35,16 @@ def main(argv: list[str]) -> int:
 
 def _eval(argv: list[str], rank: int) -> int:
     options, layout = parser().parse_known_args(argv)
-    if wrong := [word for word in layout if word.startswith("-") and not word.startswith("--parallelism.")]:
-        raise ConfigError([f"{word}: unknown option; `torchtitan eval --help` lists them" for word in wrong])
+    if wrong := [
+        word for word in layout if word.startswith("-") and not word.startswith("--parallelism.")
+    ]:
+        raise ConfigError(
+            [f"{word}: unknown option; `torchtitan eval --help` lists them" for word in wrong]
+        )
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(["torchtitan eval needs the package lm-eval: pip install 'titan-pretrain[eval]'"])
+        raise ConfigError(
+            ["torchtitan eval needs the package lm-eval: pip install 'titan-pretrain[eval]'"]
+        )
     if options.include_path and not Path(options.include_path).is_dir():
         raise ConfigError([f"--include-path: {options.include_path} is no folder"])
 
@@ -55,7 +61,11 @@ def _eval(argv: list[str], rank: int) -> int:
             num_fewshot=options.num_fewshot,
             limit=options.limit,
         )
-        sizes = {"rows": options.batch_size, "max_seq_len": options.max_length, "dtype": options.dtype}
+        sizes = {
+            "rows": options.batch_size,
+            "max_seq_len": options.max_length,
+            "dtype": options.dtype,
+        }
         probe = load_probe(source, tokenizer, layout, **sizes)
         bootstrap = _BOOTSTRAP if rank == 0 else 0
         results = tasks.run(probe, tokenizer, bootstrap=bootstrap, by_file=source.hugging_face)
@@ -64,7 +74,12 @@ def _eval(argv: list[str], rank: int) -> int:
     return 0
 
 
-def _report(checkpoint: str, results: dict[str, Any], scores: dict[str, float], output: str | None) -> None:
+def _report(
+    checkpoint: str,
+    results: dict[str, Any],
+    scores: dict[str, float],
+    output: str | None,
+) -> None:
     from lm_eval.utils import make_table
 
     print(make_table(results))
@@ -72,7 +87,9 @@ def _report(checkpoint: str, results: dict[str, Any], scores: dict[str, float], 
         print(make_table(results, "groups"))
     if output:
         kept = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
-        about = {"checkpoint": checkpoint, "scores": scores} | {key: results[key] for key in kept if key in results}
+        about = {"checkpoint": checkpoint, "scores": scores} | {
+            key: results[key] for key in kept if key in results
+        }
         write_whole(Path(output), (json.dumps(about, indent=1, default=str) + "\n").encode())
 
 
@@ -83,17 +100,42 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, help="folder of a run, of checkpoints, or of a Hugging Face model")
-    add("--ema", action="store_true", help="score the average of the weights, which the run kept with ema.enable")
+    add(
+        "--checkpoint",
+        required=True,
+        help="folder of a run, of checkpoints, or of a Hugging Face model",
+    )
+    add(
+        "--ema",
+        action="store_true",
+        help="score the average of the weights, which the run kept with ema.enable",
+    )
     add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
     add("--include-path", help="folder with task files of your own, whose Python functions are run")
-    add("--num-fewshot", type=int, help="solved examples before each question (default: what each task says)")
+    add(
+        "--num-fewshot",
+        type=int,
+        help="solved examples before each question (default: what each task says)",
+    )
     add("--limit", type=count, help="only this many documents of each task (default: all)")
-    add("--batch-size", type=count, default=8, help="texts per batch on each rank (default: %(default)s)")
-    add("--max-length", type=count, help="tokens of the longest text (default: the longest row in training)")
+    add(
+        "--batch-size",
+        type=count,
+        default=8,
+        help="texts per batch on each rank (default: %(default)s)",
+    )
+    add(
+        "--max-length",
+        type=count,
+        help="tokens of the longest text (default: the longest row in training)",
+    )
     add("--output", help="write the results to this JSON file")
     add("--assets", help="folder of the tokenizer (default: the one used in training)")
     dtypes = ["float32", "bfloat16"]
-    add("--dtype", choices=dtypes, help="dtype of the weights (default: bfloat16; float32 on the CPU)")
+    add(
+        "--dtype",
+        choices=dtypes,
+        help="dtype of the weights (default: bfloat16; float32 on the CPU)",
+    )
     add("--custom-import", metavar="MODULE", help="module that registers the model's family")
     return parser

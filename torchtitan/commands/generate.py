@@ -49,7 +49,9 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
     if problems := list(_model_problems(source, prompts, world)):
         raise ConfigError(problems)
     length = min(source.args.max_seq_len, max(map(len, prompts)) + options.max_new_tokens)
-    generator = load(source, tokenizer, length, min(options.batch_size, len(prompts)), options.dtype, world)
+    generator = load(
+        source, tokenizer, length, min(options.batch_size, len(prompts)), options.dtype, world
+    )
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     printer = _Printer(tokenizer, texts) if rank == 0 and not options.json else None
@@ -61,15 +63,28 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
         rows += generator(batch, sampling, options.max_new_tokens, progress)
         if printer:
             printer.finish(rows)
-    tokens, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - began
+    tokens = sum(len(row.tokens) for row in rows)
+    seconds = time.perf_counter() - began
     if printer:
-        print(f"{source.folder}: {tokens} tokens, {show_rate(tokens / seconds)} tokens/s", file=sys.stderr)
+        print(
+            f"{source.folder}: {tokens} tokens, {show_rate(tokens / seconds)} tokens/s",
+            file=sys.stderr,
+        )
     elif rank == 0:
         made = [
-            {"prompt": text, "text": row.text(tokenizer), "tokens": row.tokens, "end": row.end}
+            {
+                "prompt": text,
+                "text": row.text(tokenizer),
+                "tokens": row.tokens,
+                "end": row.end,
+            }
             for text, row in zip(texts, rows, strict=True)
         ]
-        about = {"checkpoint": str(source.folder), "tokens_per_second": tokens / seconds, "continuations": made}
+        about = {
+            "checkpoint": str(source.folder),
+            "tokens_per_second": tokens / seconds,
+            "continuations": made,
+        }
         print(json.dumps(about, indent=1, ensure_ascii=False))
     return 0
 
@@ -78,7 +93,9 @@ class _Printer:
     """Prints a single text as it grows, or each of several when its batch is finished."""
 
     def __init__(self, tokenizer: "Tokenizer", texts: Sequence[str]):
-        self.tokenizer, self.texts, self.finished = tokenizer, texts, 0
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.finished = 0
         self.streams = len(texts) == 1
         self.shown = ""
         if self.streams:
@@ -96,7 +113,9 @@ class _Printer:
     def finish(self, rows: "Sequence[Continuation]") -> None:
         """Print the texts of `rows` that haven't been printed."""
         for text, row in list(zip(self.texts, rows, strict=False))[self.finished :]:
-            print("" if self.streams else f"{text}{row.text(self.tokenizer)}\n{'-' * 20}", flush=True)
+            print(
+                "" if self.streams else f"{text}{row.text(self.tokenizer)}\n{'-' * 20}", flush=True
+            )
         self.finished = len(rows)
 
 
@@ -106,16 +125,23 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         try:
             lines = Path(options.prompts_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"--prompts-file: can't read {options.prompts_file}: {error}"]) from None
+            raise ConfigError(
+                [f"--prompts-file: can't read {options.prompts_file}: {error}"]
+            ) from None
         prompts += [line for line in lines if line.strip()]
         if not prompts:
-            raise ConfigError([f"--prompts-file: {options.prompts_file} has no prompts (one per line)"])
+            raise ConfigError(
+                [f"--prompts-file: {options.prompts_file} has no prompts (one per line)"]
+            )
     return prompts or [""]
 
 
 def _option_problems(options: argparse.Namespace) -> Iterator[str]:
     if options.temperature < 0:
-        yield f"--temperature: got {options.temperature:g}, must be 0 (always the likeliest token) or more"
+        yield (
+            f"--temperature: got {options.temperature:g}, must be 0 (always the likeliest "
+            "token) or more"
+        )
     if not 0 < options.top_p <= 1:
         yield f"--top-p: got {options.top_p:g}, must be above 0 and at most 1 (all tokens)"
     if options.top_k < 0:
@@ -125,11 +151,17 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
 def _model_problems(source: "Source", prompts: Sequence[list[int]], world: int) -> Iterator[str]:
     sizes = source.spec.tensor_parallel_sizes(source.args)
     if wrong := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
-        yield f"--nproc-per-node: {world} does not divide {wrong}; use a divisor of {math.gcd(*sizes.values())}"
+        yield (
+            f"--nproc-per-node: {world} does not divide {wrong}; use a divisor of "
+            f"{math.gcd(*sizes.values())}"
+        )
     limit = source.args.max_seq_len
     for i, prompt in enumerate(prompts, 1):
         if len(prompt) >= limit:
-            yield f"prompt {i} has {len(prompt)} tokens; the model reads {limit}, of which one must be new: shorten it"
+            yield (
+                f"prompt {i} has {len(prompt)} tokens; the model reads {limit}, of which one "
+                "must be new: shorten it"
+            )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,24 +171,70 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, help="folder of a run, of checkpoints, or of a Hugging Face model")
-    add("--ema", action="store_true", help="take the average of the weights, which the run kept with ema.enable")
-    add("--prompt", action="append", default=[], help="beginning of a text; repeatable (default: empty)")
+    add(
+        "--checkpoint",
+        required=True,
+        help="folder of a run, of checkpoints, or of a Hugging Face model",
+    )
+    add(
+        "--ema",
+        action="store_true",
+        help="take the average of the weights, which the run kept with ema.enable",
+    )
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="beginning of a text; repeatable (default: empty)",
+    )
     add("--prompts-file", help="file with one prompt per line")
     add("--assets", help="folder of the tokenizer (default: the one used in training)")
-    add("--max-new-tokens", type=count, default=128, help="length of each continuation (default: %(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
-    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: all (default: %(default)s)")
+    add(
+        "--max-new-tokens",
+        type=count,
+        default=128,
+        help="length of each continuation (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0: always the likeliest token (default: %(default)s)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        help="sample from the k likeliest tokens; 0: all (default: %(default)s)",
+    )
     add(
         "--top-p",
         type=float,
         default=0.95,
         help="sample from the likeliest tokens with this total probability (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="same seed and prompt, same text (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="same seed and prompt, same text (default: %(default)s)",
+    )
     dtypes = ["float32", "bfloat16", "float16"]
-    add("--dtype", choices=dtypes, help="dtype of the weights (default: bfloat16; float32 on the CPU)")
-    add("--batch-size", type=count, default=8, help="prompts per batch (default: %(default)s)")
-    add("--custom-import", metavar="MODULE", help="module that registers the model's family or its tokenizer")
+    add(
+        "--dtype",
+        choices=dtypes,
+        help="dtype of the weights (default: bfloat16; float32 on the CPU)",
+    )
+    add(
+        "--batch-size",
+        type=count,
+        default=8,
+        help="prompts per batch (default: %(default)s)",
+    )
+    add(
+        "--custom-import",
+        metavar="MODULE",
+        help="module that registers the model's family or its tokenizer",
+    )
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

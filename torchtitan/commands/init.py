@@ -1,7 +1,8 @@
-"""Start a project: a configuration with the reason of each value, and the command or Slurm job that trains it.
+"""Start a project: a configuration with the reason of each value, and the command or Slurm job that
+trains it.
 
-Asks for what the flags leave open. Plans every legal layout for the hardware, shows the three best, and writes a file
-that trains as it is. Configuration flags prevail over what it would choose.
+Asks for what the flags leave open. Plans every legal layout for the hardware, shows the three best,
+and writes a file that trains as it is. Configuration flags prevail over what it would choose.
 
     torchtitan init --model llama3/8B --data c4 --hardware h100-sxm --devices 64 --tokens 160B
 """
@@ -32,20 +33,56 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", nargs="?", metavar="FOLDER", help="of the project (named after the model)")
-    add("--model", metavar="FAMILY/SIZE|FOLDER", help="a size of a family, or a local Hugging Face folder")
-    add("--data", metavar="NAME|PATH", help="demo, c4, a file or folder, or org/name:config@split of the hub")
-    add("--hardware", metavar="NAME", help=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file")
+    add(
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        help="of the project (named after the model)",
+    )
+    add(
+        "--model",
+        metavar="FAMILY/SIZE|FOLDER",
+        help="a size of a family, or a local Hugging Face folder",
+    )
+    add(
+        "--data",
+        metavar="NAME|PATH",
+        help="demo, c4, a file or folder, or org/name:config@split of the hub",
+    )
+    add(
+        "--hardware",
+        metavar="NAME",
+        help=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file",
+    )
     number = parser.add_mutually_exclusive_group()
     number.add_argument("--devices", metavar="N", help="number of GPUs, on all nodes together")
-    number.add_argument("--nodes", type=count, metavar="N", help="or of nodes")
-    add("--gpus-per-node", type=count, metavar="N", help="GPUs that a launcher starts ranks on (the hardware's)")
+    number.add_argument(
+        "--nodes",
+        type=count,
+        metavar="N",
+        help="or of nodes",
+    )
+    add(
+        "--gpus-per-node",
+        type=count,
+        metavar="N",
+        help="GPUs that a launcher starts ranks on (the hardware's)",
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--tokens", metavar="N", help="tokens to train on, as 160B or 1.6e11")
     length.add_argument("--hours", metavar="N", help="or hours to train")
     add("--seq-len", metavar="N", help="tokens of a row (256 for debug models, else 4096)")
-    add("--choose", type=count, metavar="N", help="which of the layouts shown (1)")
-    add("--slurm", action=argparse.BooleanOptionalAction, help="write a Slurm job (if there are several nodes)")
+    add(
+        "--choose",
+        type=count,
+        metavar="N",
+        help="which of the layouts shown (1)",
+    )
+    add(
+        "--slurm",
+        action=argparse.BooleanOptionalAction,
+        help="write a Slurm job (if there are several nodes)",
+    )
     add("--yes", action="store_true", help="take all defaults instead of asking")
     add("--force", action="store_true", help="overwrite the files of an earlier project")
     add_job_options(parser)
@@ -92,9 +129,13 @@ def _given(flags: list[str]) -> Settings:
         ConfigError: one can't be read.
     """
     problems: list[str] = []
-    given = {key: Setting(setting.value, "as given") for key, setting in config_flags(flags, problems)}
+    given = {
+        key: Setting(setting.value, "as given") for key, setting in config_flags(flags, problems)
+    }
     if "job.config_file" in given:
-        problems.append("--config: `init` writes a configuration; name its model, data and hardware instead")
+        problems.append(
+            "--config: `init` writes a configuration; name its model, data and hardware instead"
+        )
     if problems:
         raise ConfigError(problems)
     return given
@@ -102,15 +143,22 @@ def _given(flags: list[str]) -> Settings:
 
 def _check_folder(folder: Path, *, force: bool) -> None:
     if not force and (found := projects.existing(folder)):
-        raise ConfigError([f"FOLDER: {folder} has {', '.join(found)}; choose another, or --force overwrites them"])
+        raise ConfigError(
+            [f"FOLDER: {folder} has {', '.join(found)}; choose another, or --force overwrites them"]
+        )
 
 
 def _ask(options: argparse.Namespace, asker: Asker, given: Settings) -> tuple[Wish, str | None]:
-    """What the flags and the answers say; and the file of this machine's CPU, if it was measured."""
+    """What the flags and the answers say; and the file of this machine's CPU, if it was
+    measured.
+    """
     model = asker.answer(questions.model_question(), options.model)
     data = asker.answer(questions.data_question(), options.data)
     gpus, local = local_gpus()
-    hardware, measured = asker.answer(questions.hardware_question(gpus), options.hardware) or (None, None)
+    hardware, measured = asker.answer(questions.hardware_question(gpus), options.hardware) or (
+        None,
+        None,
+    )
     on_cpu = hardware is not None and hardware.device == "cpu"
     devices: int | None = None
     if options.nodes and hardware:
@@ -119,12 +167,23 @@ def _ask(options: argparse.Namespace, asker: Asker, given: Settings) -> tuple[Wi
         on_this = hardware is not None and hardware.name == gpus
         default = local if on_this else None if hardware is None else devices_per_host(hardware)
         on_one = on_cpu and options.devices is None
-        devices = asker.answer(questions.devices_question(default), "1" if on_one else options.devices)
+        devices = asker.answer(
+            questions.devices_question(default), "1" if on_one else options.devices
+        )
     # `training.steps` says it, too.
-    length = f"{options.hours}h" if options.hours else options.tokens or ("1" if "training.steps" in given else None)
-    tokens, hours = asker.answer(questions.length_question(model, on_cpu=on_cpu), length) or (None, None)
+    length = (
+        f"{options.hours}h"
+        if options.hours
+        else options.tokens or ("1" if "training.steps" in given else None)
+    )
+    tokens, hours = asker.answer(questions.length_question(model, on_cpu=on_cpu), length) or (
+        None,
+        None,
+    )
     seq_len = given["training.seq_len"].value if "training.seq_len" in given else None
-    seq_len = asker.answer(questions.seq_len_question(model), options.seq_len if seq_len is None else str(seq_len))
+    seq_len = asker.answer(
+        questions.seq_len_question(model), options.seq_len if seq_len is None else str(seq_len)
+    )
     folder = asker.answer(questions.folder_question(model), options.folder)
     asker.check()
     assert model is not None and data is not None and hardware is not None  # noqa: PT018 - no test
@@ -132,9 +191,18 @@ def _ask(options: argparse.Namespace, asker: Asker, given: Settings) -> tuple[Wi
     return Wish(model, data, hardware, devices, seq_len, folder, tokens, hours, given), measured
 
 
-def _command(wish: Wish, options: argparse.Namespace, number: int, flags: list[str]) -> str:
+def _command(
+    wish: Wish,
+    options: argparse.Namespace,
+    number: int,
+    flags: list[str],
+) -> str:
     """The command that makes the same project without questions."""
-    named = CPU if options.hardware in (None, CPU) and wish.on_cpu else options.hardware or wish.hardware.name
+    named = (
+        CPU
+        if options.hardware in (None, CPU) and wish.on_cpu
+        else options.hardware or wish.hardware.name
+    )
     settings = {
         "model": wish.model.folder or wish.model.name,
         "data": wish.data.path or wish.data.dataset,

@@ -1,4 +1,5 @@
-"""List Slurm jobs and their logs: those of the user, one by its number, or those of a folder that was submitted.
+"""List Slurm jobs and their logs: those of the user, one by its number, or those of a folder that
+was submitted.
 
 torchtitan jobs outputs/my-grid
 torchtitan jobs 123_4 --logs --follow
@@ -12,12 +13,25 @@ from torchtitan.utils.text import count
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan jobs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("target", nargs="?", metavar="JOB|FOLDER", help="123, 123_4, or the folder of runs (all jobs of the user)")
+    add(
+        "target",
+        nargs="?",
+        metavar="JOB|FOLDER",
+        help="123, 123_4, or the folder of runs (all jobs of the user)",
+    )
     add("--logs", action="store_true", help="print the ends of the logs instead")
-    add("--lines", type=count, default=20, metavar="N", help="of each log (20)")
+    add(
+        "--lines",
+        type=count,
+        default=20,
+        metavar="N",
+        help="of each log (20)",
+    )
     add("--follow", action="store_true", help="keep printing what is added")
     return parser
 
@@ -28,7 +42,11 @@ def main(argv: list[str]) -> int:
     if options.logs or options.follow:
         return show_logs(log_files(jobs, task, record), options.lines, follow=options.follow)
     found, note = entries(jobs, task, record)
-    print(state_table(found, record) if found else f"The scheduler knows no job of {options.target or 'yours'}")
+    print(
+        state_table(found, record)
+        if found
+        else f"The scheduler knows no job of {options.target or 'yours'}"
+    )
     if note:
         print(f"note: {note}")
     if record and record.runs:

@@ -1,7 +1,8 @@
 """Measure which features work together, for docs/support-matrix.md.
 
-A cell is a tiny Llama, trained on gloo ranks under one layout with one feature or pipeline schedule, and compared with
-plain PyTorch on one process; or the message that refuses the configuration. Exits with 1 if a cell is neither.
+A cell is a tiny Llama, trained on gloo ranks under one layout with one feature or pipeline
+schedule, and compared with plain PyTorch on one process; or the message that refuses the
+configuration. Exits with 1 if a cell is neither.
 """
 
 import argparse
@@ -10,18 +11,30 @@ from pathlib import Path
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan matrix", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the matrix to this Markdown file")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="measure only cells whose layout, feature or schedule contains TEXT"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the matrix to this Markdown file",
     )
-    parser.add_argument("--missing", action="store_true", help="keep the cells that the file already has")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="measure only cells whose layout, feature or schedule contains TEXT",
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="keep the cells that the file already has"
+    )
     return parser
 
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     if options.only and options.output and not options.missing:
-        parser().error("--only with --output also needs --missing, which keeps the other cells of the file")
+        parser().error(
+            "--only with --output also needs --missing, which keeps the other cells of the file"
+        )
     if options.missing and not options.output:
         parser().error("--missing keeps the cells of a file; name it with --output")
 

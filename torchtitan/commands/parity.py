@@ -1,9 +1,11 @@
 """Check that a configuration computes what one process does.
 
-The model and its data are made tiny; degrees, schedule and features stay. The run is compared with plain PyTorch on one
-process: loss, gradient norm, the gradient of every parameter, token counts, the loads of experts and their biases,
-weights after the update. If they differ, each mesh axis and expert parallelism is tried on its own, to report along
-which one the error arises. The ranks are gloo processes on this machine; under torchrun they are torchrun's.
+The model and its data are made tiny; degrees, schedule and features stay. The run is compared with
+plain PyTorch on one
+process: loss, gradient norm, the gradient of every parameter, token counts, the loads of experts
+and their biases, weights after the update. If they differ, each mesh axis and expert parallelism is
+tried on its own, to report along which one the error arises. The ranks are gloo processes on this
+machine; under torchrun they are torchrun's.
 """
 
 import argparse
@@ -22,7 +24,11 @@ TIMEOUT = 3600
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan parity", description=__doc__)
     parser.add_argument(
-        "--nproc-per-node", type=count, default=1, metavar="N", help="number of ranks (1); under torchrun, its own"
+        "--nproc-per-node",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of ranks (1); under torchrun, its own",
     )
     return parser
 
@@ -33,7 +39,8 @@ def main(argv: list[str]) -> int:
         return _check_under_torchrun(config_argv)
     preflight(resolve(config_argv, options.nproc_per_node).config, output=False)
 
-    from torchtitan.testing.parity import check  # torch, once the configuration is known to be right
+    # torch, once the configuration is known to be right
+    from torchtitan.testing.parity import check
     from torchtitan.testing.ranks import RankPool
 
     pool = RankPool(options.nproc_per_node)

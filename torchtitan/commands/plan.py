@@ -1,4 +1,5 @@
-"""Predict the memory and speed of a configuration without a GPU, and what would lower its largest costs.
+"""Predict the memory and speed of a configuration without a GPU, and what would lower its largest
+costs.
 
 Refuses what the trainer refuses, in the same words. Exits with 1 if the plan does not fit.
 """
@@ -14,7 +15,14 @@ from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
 from torchtitan.tools.planner.planner import make_plan, planned_toml
-from torchtitan.tools.planner.render import as_data, as_text, comparison, origin, search_data, search_table
+from torchtitan.tools.planner.render import (
+    as_data,
+    as_text,
+    comparison,
+    origin,
+    search_data,
+    search_table,
+)
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 
@@ -33,7 +41,12 @@ def main(argv: list[str]) -> int:
         return _calibrate(options.calibrate)
     hardware = find_hardware(options.hardware)
     plan, found = make_plan(
-        flags, options.world, hardware, searching=options.search, tracing=not options.fast, axes=options.axes
+        flags,
+        options.world,
+        hardware,
+        searching=options.search,
+        tracing=not options.fast,
+        axes=options.axes,
     )
     other = None
     if options.compare:
@@ -42,8 +55,14 @@ def main(argv: list[str]) -> int:
     if options.write:
         _write(options.write, planned_toml(plan, flags))
     data: dict[str, Any] = as_data(plan, options.tokens) | origin(argv, planned_toml(plan, flags))
-    failures = Failures(options.mtbf, options.storage * 1e9, options.restart) if options.mtbf else None
-    budget = budget_of(plan, options.tokens, failures, options.money) if failures or options.money else None
+    failures = (
+        Failures(options.mtbf, options.storage * 1e9, options.restart) if options.mtbf else None
+    )
+    budget = (
+        budget_of(plan, options.tokens, failures, options.money)
+        if failures or options.money
+        else None
+    )
     data |= {"budget": asdict(budget)} if budget else {}
     data |= {"search": search_data(found)} if found else {}
     data |= {"compared": as_data(other, options.tokens)} if other else {}
@@ -56,7 +75,8 @@ def main(argv: list[str]) -> int:
     if options.schedule_svg:
         if plan.time.timeline is None:
             raise UserError(
-                "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, or drop it"
+                "--schedule-svg: there is no pipeline; set "
+                "parallelism.pipeline_parallel_degree, or drop it"
             )
         _write(options.schedule_svg, schedule_svg(plan.time))
     if options.json == _TERMINAL:
@@ -80,7 +100,10 @@ def _calibrate(file: str) -> int:
         _write(file, text)
         print(f"Measured this machine. To plan for it: --hardware {file}")
         for key in unmeasured(text):
-            print(f"note: {key} could not be measured by this start; fill it in for plans that need it (see {file})")
+            print(
+                f"note: {key} could not be measured by this start; fill it in for plans "
+                f"that need it (see {file})"
+            )
     return 0
 
 

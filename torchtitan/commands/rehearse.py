@@ -1,8 +1,8 @@
 """Run the ranks of a cluster on this machine, without a GPU, and check that they can't hang.
 
-Each rank runs a step, its report, a validation, a save and a resume on a process group without a network. Their groups,
-collectives, sends and receives are then compared. Refuses what the trainer refuses, in the same words. Exits with 1 if
-the ranks would hang.
+Each rank runs a step, its report, a validation, a save and a resume on a process group without a
+network. Their groups, collectives, sends and receives are then compared. Refuses what the trainer
+refuses, in the same words. Exits with 1 if the ranks would hang.
 """
 
 import argparse
@@ -22,17 +22,37 @@ from torchtitan.utils.text import count
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan rehearse",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
-    add("--ranks", type=int, nargs="+", default=[], metavar="RANK", help="rehearse these ranks, too")
+    add(
+        "--world",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of ranks (default: 1)",
+    )
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="RANK",
+        help="rehearse these ranks, too",
+    )
     add(
         "--every-rank",
         action=argparse.BooleanOptionalAction,
         help="rehearse all ranks; takes seconds for each (default: below 64 ranks)",
     )
-    add("--layers", type=count, metavar="N", help="layers of each stage that run (default: 1; 2 without a pipeline)")
+    add(
+        "--layers",
+        type=count,
+        metavar="N",
+        help="layers of each stage that run (default: 1; 2 without a pipeline)",
+    )
     add("--every-layer", action="store_true", help="run all layers")
     add("--json", metavar="FILE", help="write the result as JSON")
     return parser
@@ -42,7 +62,9 @@ def main(argv: list[str]) -> int:
     own = parser()
     options, flags = parse_args(own, argv or ["--help"], file_required=True)
     if wrong := [rank for rank in options.ranks if not 0 <= rank < options.world]:
-        own.error(f"--ranks: there is no rank {wrong[0]} among {options.world}; --world sets their number")
+        own.error(
+            f"--ranks: there is no rank {wrong[0]} among {options.world}; --world sets their number"
+        )
     resolved = resolve(flags, options.world)
     show_warnings(resolved.warnings)
     config, _ = without_missing_files(resolved.config)

@@ -1,7 +1,8 @@
-"""Show runs, and how they differ: summary, curves, where the time went, what happened when; of several runs also the
-settings that differ, and whether loss and speed differ by more than noise.
+"""Show runs, and how they differ: summary, curves, where the time went, what happened when; of
+several runs also the settings that differ, and whether loss and speed differ by more than noise.
 
-RUN is a run's folder (job.dump_folder) or one above several. The first run is the one others are compared with.
+RUN is a run's folder (job.dump_folder) or one above several. The first run is the one others are
+compared with.
 """
 
 import argparse
@@ -27,14 +28,37 @@ _WIDTH = 100
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, or of several",
+    )
     plotted = f"plot this metric, and others given likewise (default: {', '.join(_METRICS)})"
-    add("--plot", action="append", metavar="METRIC", help=plotted)
-    add("--axis", choices=_AXES, default=_AXES[0], help="plot against this (default: %(default)s)")
-    add("--html", type=Path, metavar="FILE", help="write a page with charts, which opens without a network")
+    add(
+        "--plot",
+        action="append",
+        metavar="METRIC",
+        help=plotted,
+    )
+    add(
+        "--axis",
+        choices=_AXES,
+        default=_AXES[0],
+        help="plot against this (default: %(default)s)",
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with charts, which opens without a network",
+    )
     add("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -51,10 +75,20 @@ def main(argv: list[str]) -> int:
         return 0
     known = list(dict.fromkeys(metric for run in data["runs"] for metric in run["metrics"]))
     if unknown := [metric for metric in options.plot or () if metric not in known]:
-        raise UserError(f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known)}")
+        raise UserError(
+            f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known)}"
+        )
     terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size().columns, _WIDTH)
-    print(as_text(data, metrics=options.plot or _METRICS, axis=options.axis, width=width, color=terminal))
+    print(
+        as_text(
+            data,
+            metrics=options.plot or _METRICS,
+            axis=options.axis,
+            width=width,
+            color=terminal,
+        )
+    )
     return 0
 
 
@@ -76,8 +110,12 @@ def find_runs(folders: list[Path]) -> list[Path]:
     for folder in folders:
         runs = list(Runs([folder]))
         if not runs:
-            raise UserError(f"{folder}: no run here or below; a run's folder (job.dump_folder) has a run.json")
+            raise UserError(
+                f"{folder}: no run here or below; a run's folder (job.dump_folder) has a run.json"
+            )
         found += [run for run in runs if run not in found]
     if len(found) > _MOST:
-        raise UserError(f"{plural(len(found), 'run')} are too many for a report; name at most {_MOST}")
+        raise UserError(
+            f"{plural(len(found), 'run')} are too many for a report; name at most {_MOST}"
+        )
     return found

@@ -1,7 +1,7 @@
 """List the runs below a folder: state, step, loss, speed, goodput, and when they were last seen.
 
-A run is a folder with a run.json or metrics.jsonl (job.dump_folder). One that recorded no end is `running` while a
-process holds its .lock, else `killed`.
+A run is a folder with a run.json or metrics.jsonl (job.dump_folder). One that recorded no end is
+`running` while a process holds its .lock, else `killed`.
 """
 
 import argparse
@@ -21,15 +21,41 @@ _NAMED = 3
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan runs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, default=[_DEFAULT], metavar="FOLDER", help=f"where runs are ({_DEFAULT})")
+    add(
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[_DEFAULT],
+        metavar="FOLDER",
+        help=f"where runs are ({_DEFAULT})",
+    )
     states = f"only runs in this state, and others given likewise: {listed(STATES)}"
-    add("--state", action="append", choices=STATES, default=[], metavar="STATE", help=states)
-    add("--sort", choices=ORDERS, default="last-seen", metavar="KEY", help="%(choices)s (default: %(default)s)")
+    add(
+        "--state",
+        action="append",
+        choices=STATES,
+        default=[],
+        metavar="STATE",
+        help=states,
+    )
+    add(
+        "--sort",
+        choices=ORDERS,
+        default="last-seen",
+        metavar="KEY",
+        help="%(choices)s (default: %(default)s)",
+    )
     add("--reverse", action="store_true", help="reverse the order")
-    add("--differences", action="store_true", help="a column for each setting that differs between the runs")
+    add(
+        "--differences",
+        action="store_true",
+        help="a column for each setting that differs between the runs",
+    )
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -37,21 +63,30 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     if missing := [folder for folder in options.folders if not folder.exists()]:
-        raise UserError(f"{missing[0]}: there is no such folder; name one that holds runs (their job.dump_folder)")
+        raise UserError(
+            f"{missing[0]}: there is no such folder; name one that holds runs (their "
+            "job.dump_folder)"
+        )
     runs = Runs(options.folders)
     paths = list(runs)
     rows = read_rows(paths, with_differences=options.differences)
     rows = [row for row in rows if not options.state or row.state in options.state]
     rows.sort(key=ORDERS[options.sort], reverse=options.reverse)
     if runs.unreadable:
-        more = f", and {len(runs.unreadable) - _NAMED} more" if len(runs.unreadable) > _NAMED else ""
+        more = (
+            f", and {len(runs.unreadable) - _NAMED} more" if len(runs.unreadable) > _NAMED else ""
+        )
         named = "; ".join(runs.unreadable[:_NAMED])
-        print(f"warning: can't read {plural(len(runs.unreadable), 'folder')}: {named}{more}", file=sys.stderr)
+        print(
+            f"warning: can't read {plural(len(runs.unreadable), 'folder')}: {named}{more}",
+            file=sys.stderr,
+        )
     if options.json:
         print(json.dumps(as_data(rows), indent=1, allow_nan=False))
     elif not paths:
         raise UserError(
-            f"no runs in {listed(options.folders)} or below; a run's folder (job.dump_folder) has a run.json"
+            f"no runs in {listed(options.folders)} or below; a run's folder "
+            "(job.dump_folder) has a run.json"
         )
     else:
         print(as_text(rows))

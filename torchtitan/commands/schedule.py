@@ -1,8 +1,10 @@
-"""Write a pipeline schedule that torch doesn't have, as a file for parallelism.pipeline_parallel_schedule_csv:
+"""Write a pipeline schedule that torch doesn't have, as a file for
+parallelism.pipeline_parallel_schedule_csv:
 
     torchtitan schedule v-half --pp 8 --microbatches 32 --output v-half.csv
 
-zb-h1 keeps as many activations as 1F1B and fills most of its bubble. v-half keeps about half of them, v-min a third.
+zb-h1 keeps as many activations as 1F1B and fills most of its bubble. v-half keeps about half of
+them, v-min a third.
 """
 
 import argparse
@@ -18,26 +20,52 @@ from torchtitan.utils.text import count
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan schedule",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--pp", required=True, type=lambda text: count(text, fewest=2, most=256), metavar="P",
-                        help="parallelism.pipeline_parallel_degree")  # fmt: skip
-    parser.add_argument("--microbatches", required=True, type=lambda text: count(text, most=100_000), metavar="N",
-                        help="training.local_batch_size / pipeline_parallel_microbatch_size")  # fmt: skip
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="CSV file to write")
+    parser.add_argument(
+        "--pp",
+        required=True,
+        type=lambda text: count(text, fewest=2, most=256),
+        metavar="P",
+        help="parallelism.pipeline_parallel_degree",
+    )
+    parser.add_argument(
+        "--microbatches",
+        required=True,
+        type=lambda text: count(text, most=100_000),
+        metavar="N",
+        help="training.local_batch_size / pipeline_parallel_microbatch_size",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="CSV file to write",
+    )
     return parser
 
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    degree, microbatches, file = options.pp, options.microbatches, options.output
+    degree = options.pp
+    microbatches = options.microbatches
+    file = options.output
     if 3 * degree * microbatches * len("0F0,") > MOST_BYTES:  # before it takes minutes
-        raise UserError(f"--microbatches {microbatches}: a schedule file may have {MOST_BYTES:,} bytes; use fewer")
+        raise UserError(
+            f"--microbatches {microbatches}: a schedule file may have {MOST_BYTES:,} "
+            "bytes; use fewer"
+        )
     orders = orders_of(options.name, degree, microbatches)
     content = as_csv(orders).encode()
     if len(content) > MOST_BYTES:
-        raise UserError(f"--microbatches {microbatches}: a schedule file may have {MOST_BYTES:,} bytes; use fewer")
+        raise UserError(
+            f"--microbatches {microbatches}: a schedule file may have {MOST_BYTES:,} "
+            "bytes; use fewer"
+        )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
@@ -45,14 +73,17 @@ def main(argv: list[str]) -> int:
         raise UserError(f"can't write {file}: {error.strerror or error}") from None
     stages = len({action.stage for order in orders for action in order})
     idle = simulate(Program(orders, ()), lambda stage, kind: 2.0 if kind == "B" else 1.0, 0.0).idle
-    kept, theirs = most_kept(orders) * degree / stages, min(degree, microbatches)
+    kept = most_kept(orders) * degree / stages
+    theirs = min(degree, microbatches)
     bubble = (degree - 1) / (microbatches + degree - 1)
     print(
         f"wrote {file}: {stages} stages on {degree} ranks, {microbatches} microbatches\n"
         f"keeps the activations of at most {kept:g} microbatches on a rank (1F1B: {theirs})\n"
-        f"idle {idle:.1%} (1F1B: {bubble:.1%}), if forwards and both parts of backwards take equally long\n"
+        f"idle {idle:.1%} (1F1B: {bubble:.1%}), if forwards and both parts of backwards "
+        "take equally long\n"
         f"for a run: --parallelism.pipeline_parallel_degree={degree} "
-        f"--parallelism.pipeline_parallel_schedule_csv={file} --training.local_batch_size={microbatches} "
+        f"--parallelism.pipeline_parallel_schedule_csv={file} "
+        f"--training.local_batch_size={microbatches} "
         "--parallelism.pipeline_parallel_microbatch_size=1"
     )
     return 0

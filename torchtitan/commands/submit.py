@@ -1,9 +1,11 @@
-"""Write a Slurm job for a configuration, or a job array for many runs of it, after checking everything:
+"""Write a Slurm job for a configuration, or a job array for many runs of it, after checking
+everything:
 
-    torchtitan submit my.toml --gpus-per-node 8 --time 24:00:00 --training.steps 100000
-    torchtitan submit my.toml --gpus-per-node 8 --nodes 1 --grid optimizer.lr=1e-4,3e-4 --grid debug.seed=1,2,3
+    torchtitan submit my.toml --gpus-per-node 8 --time 24:00:00 --training.steps 100000 torchtitan
+    submit my.toml --gpus-per-node 8 --nodes 1 --grid optimizer.lr=1e-4,3e-4 --grid debug.seed=1,2,3
 
-The number of nodes follows from the layout, or is given by `--nodes`. Prints the command that submits the job.
+The number of nodes follows from the layout, or is given by `--nodes`. Prints the command that
+submits the job.
 """
 
 import argparse
@@ -37,24 +39,62 @@ from torchtitan.utils.text import aligned, count, plural
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan submit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--gpus-per-node", type=count, metavar="N", help="ranks on a node; required for a Slurm job")
-    add("--nodes", type=node_range, metavar="N|MIN:MAX", help="number of nodes, or a range (from the layout's degrees)")
-    add("--job-name", type=job_name, metavar="NAME", help="name of the job (the configuration's)")
+    add(
+        "--gpus-per-node",
+        type=count,
+        metavar="N",
+        help="ranks on a node; required for a Slurm job",
+    )
+    add(
+        "--nodes",
+        type=node_range,
+        metavar="N|MIN:MAX",
+        help="number of nodes, or a range (from the layout's degrees)",
+    )
+    add(
+        "--job-name",
+        type=job_name,
+        metavar="NAME",
+        help="name of the job (the configuration's)",
+    )
     add_job_options(parser)
-    add("--output", type=one_line, metavar="FILE", help="file to write (<job name>.sbatch)")
+    add(
+        "--output",
+        type=one_line,
+        metavar="FILE",
+        help="file to write (<job name>.sbatch)",
+    )
     add(
         "--grid",
         action="append",
         default=[],
         metavar="KEY=A,B,...",
-        help="a run for each value, or each combination of several --grid; lists as KEY='[[...], ...]'",
+        help="a run for each value, or each combination of several --grid; lists as "
+        "KEY='[[...], ...]'",
     )
-    add("--runs", type=Path, metavar="FILE", help="a run for each line of flags, or [[runs]] table of a .toml")
-    add("--at-most", type=count, metavar="N", help="run only so many at once")
-    add("--folder", type=Path, metavar="FOLDER", help="of the runs (<job.dump_folder>-grid)")
+    add(
+        "--runs",
+        type=Path,
+        metavar="FILE",
+        help="a run for each line of flags, or [[runs]] table of a .toml",
+    )
+    add(
+        "--at-most",
+        type=count,
+        metavar="N",
+        help="run only so many at once",
+    )
+    add(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of the runs (<job.dump_folder>-grid)",
+    )
     add("--local", action="store_true", help="run them here, one after the other, instead")
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
     add("--submit", action="store_true", help="submit the job too")
@@ -108,7 +148,9 @@ def _checked(options: argparse.Namespace, overrides: list[str], runs: list[Run])
     config = load_config(base).config
     dump = config.job.dump_folder
     folder = Path(os.path.abspath(options.folder or (f"{dump.rstrip('/')}-grid" if runs else dump)))
-    commands = [[*overrides, *in_folder(run, folder, config.checkpoint.folder)] for run in runs] or [overrides]
+    commands = [
+        [*overrides, *in_folder(run, folder, config.checkpoint.folder)] for run in runs
+    ] or [overrides]
     problems: dict[str, list[str]] = {}
     sizes: dict[tuple[tuple[int, int], int], str] = {}
     for name, words in zip([run.name for run in runs] or [""], commands, strict=True):
@@ -123,8 +165,15 @@ def _checked(options: argparse.Namespace, overrides: list[str], runs: list[Run])
     if problems:
         raise ConfigError(together(problems) if runs else problems[""])
     if len(sizes) > 1:
-        need = " and ".join(f"{plural(nodes[1] * ranks, 'rank')} ({name})" for (nodes, ranks), name in sizes.items())
-        raise ConfigError([f"--grid: the runs need {need}, but all tasks of an array have as many; submit them apart"])
+        need = " and ".join(
+            f"{plural(nodes[1] * ranks, 'rank')} ({name})" for (nodes, ranks), name in sizes.items()
+        )
+        raise ConfigError(
+            [
+                f"--grid: the runs need {need}, but all tasks of an array have as many; "
+                "submit them apart"
+            ]
+        )
     return _Batch(options.config, runs, commands, folder, *next(iter(sizes)))
 
 
@@ -150,12 +199,16 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
     number = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
     each = f"{plural(len(batch.runs), 'run')}, each on " if batch.runs else ""
     if options.dry_run:
-        print(f"{path}, not written: {each}{number} of {plural(batch.ranks, 'rank')}", file=sys.stderr)
+        print(
+            f"{path}, not written: {each}{number} of {plural(batch.ranks, 'rank')}", file=sys.stderr
+        )
         settings = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
         print(f"{_table(batch.runs)}\n{settings}" if batch.runs else text.rstrip())
         return 0
     record = jobs.Record(
-        options.job_name, log or f"{str(Path.cwd()).replace('%', '%%')}/%x-%j.log", [run.name for run in batch.runs]
+        options.job_name,
+        log or f"{str(Path.cwd()).replace('%', '%%')}/%x-%j.log",
+        [run.name for run in batch.runs],
     )
     files = {path: os.fsencode(text)}
     if batch.runs:
@@ -170,12 +223,20 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    return aligned([["task", "run", "flags"], *([str(i), run.name, " ".join(run.flags)] for i, run in enumerate(runs))])
+    return aligned(
+        [
+            ["task", "run", "flags"],
+            *([str(i), run.name, " ".join(run.flags)] for i, run in enumerate(runs)),
+        ]
+    )
 
 
 def _run_here(options: argparse.Namespace, batch: _Batch) -> int:
     if options.dry_run:
         print(_table(batch.runs))
         return 0
-    commands = [["train", batch.config, "--nproc-per-node", str(batch.ranks), "--", *words] for words in batch.commands]
+    commands = [
+        ["train", batch.config, "--nproc-per-node", str(batch.ranks), "--", *words]
+        for words in batch.commands
+    ]
     return run_in_turn([run.name for run in batch.runs], commands, batch.folder)

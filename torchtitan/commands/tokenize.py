@@ -1,10 +1,12 @@
 """Tokenize text once, ahead of training:
 
-    torchtitan tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer assets/hf/Llama-3.1-8B
+    torchtitan tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer
+    assets/hf/Llama-3.1-8B
 
-then set `training.dataset_path = "tokens/"`. One process reads the files in sequence, without a cache, and others
-tokenize. Every `--part` documents make a token file, written atomically. After an interruption, the same command does
-only the missing parts. A report of documents, tokens, bytes, exact duplicates and bad documents ends up in
+then set `training.dataset_path = "tokens/"`. One process reads the files in sequence, without a
+cache, and others tokenize. Every `--part` documents make a token file, written atomically. After an
+interruption, the same command does only the missing parts. A report of documents, tokens, bytes,
+exact duplicates and bad documents ends up in
 `NAME-report.json` beside the token files.
 """
 
@@ -42,12 +44,26 @@ class Meter:
         Args:
             size: bytes of all files.
         """
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        columns = (
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
         self.bar = Progress(*columns, disable=not sys.stdout.isatty())
         self.task = self.bar.add_task("", total=size)
-        self.size, self.read, self.documents, self.tokens = size, 0, 0, 0
+        self.size = size
+        self.read = 0
+        self.documents = 0
+        self.tokens = 0
         self.start = self.reported = time.monotonic()
 
     def advance(self, size: int) -> None:
@@ -56,7 +72,8 @@ class Meter:
 
     def wrote(self, documents: int, tokens: int) -> None:
         """So many documents and tokens were written."""
-        self.documents, self.tokens = self.documents + documents, self.tokens + tokens
+        self.documents = self.documents + documents
+        self.tokens = self.tokens + tokens
         now = time.monotonic()
         rate = self.tokens / max(now - self.start, 1e-9)
         what = f"{plural(self.documents, 'document')}, {show_rate(rate)} tokens/s"
@@ -64,7 +81,10 @@ class Meter:
         if self.bar.disable and now - self.reported > _REPORT_SECONDS:
             self.reported = now
             left = (self.size - self.read) * (now - self.start) / max(self.read, 1)
-            print(f"{self.read / max(self.size, 1):.1%} read, {what}, {show_duration(left)} left", flush=True)
+            print(
+                f"{self.read / max(self.size, 1):.1%} read, {what}, {show_duration(left)} left",
+                flush=True,
+            )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,23 +93,59 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the token files")
-    parser.add_argument("--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path")
-    parser.add_argument("--text-column", default="text", metavar="NAME", help="column or JSON key of the text (text)")
+    parser.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or globs; or demo",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder for the token files",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=Model().hf_assets_path,
+        metavar="DIR",
+        help="as model.hf_assets_path",
+    )
+    parser.add_argument(
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="column or JSON key of the text (text)",
+    )
     parser.add_argument(
         "--on-bad-document",
         choices=("stop", "skip"),
         default="stop",
         help="what to do with a document that can't be decoded or has no text (stop)",
     )
-    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
-    parser.add_argument("--part", type=count, default=100_000, metavar="N", help="documents per file (100000)")
+    parser.add_argument(
+        "--workers",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (all cores)",
+    )
+    parser.add_argument(
+        "--part",
+        type=count,
+        default=100_000,
+        metavar="N",
+        help="documents per file (100000)",
+    )
     parser.add_argument("--name", default="tokens", help="prefix of the files' names (tokens)")
     return parser
 
 
-def _size_and_fingerprint(options: argparse.Namespace, stamps: Sequence[FileStamp]) -> tuple[int, str]:
+def _size_and_fingerprint(
+    options: argparse.Namespace, stamps: Sequence[FileStamp]
+) -> tuple[int, str]:
     """Bytes of the input, and what changes when it does."""
     if not stamps:
         demo = _demo(options)
@@ -114,15 +170,21 @@ def _demo_items(demo: DemoDocuments, meter: Meter) -> Iterator[Item]:
 def _report(output: Output, parts: int) -> dict[str, Any]:
     """What all token files hold together."""
     metas = [meta for i in range(parts) if (meta := output.meta(i))]
-    documents, tokens, size = (sum(meta[key] for meta in metas) for key in ("documents", "tokens", "bytes"))
-    again, again_bytes = count_duplicates([output.file(i).with_suffix(".hashes") for i in range(parts)])
+    documents, tokens, size = (
+        sum(meta[key] for meta in metas) for key in ("documents", "tokens", "bytes")
+    )
+    again, again_bytes = count_duplicates(
+        [output.file(i).with_suffix(".hashes") for i in range(parts)]
+    )
     return {
         "documents": documents,
         "tokens": tokens,
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
         "duplicates": {"documents": again, "bytes": again_bytes},
-        "skipped": dict(sum((Counter(meta["bad"]) for meta in metas), Counter[str]()).most_common()),
+        "skipped": dict(
+            sum((Counter(meta["bad"]) for meta in metas), Counter[str]()).most_common()
+        ),
         "first_skipped": [place for meta in metas for place in meta["places"]][:100],
         "files": parts,
     }
@@ -143,34 +205,49 @@ def _stamps(options: argparse.Namespace) -> list[FileStamp]:
 
 
 def _write(
-    options: argparse.Namespace, encoder: Encoder, output: Output, stamps: Sequence[FileStamp], size: int
+    options: argparse.Namespace,
+    encoder: Encoder,
+    output: Output,
+    stamps: Sequence[FileStamp],
+    size: int,
 ) -> int:
     """Tokenize what is missing; the number of parts."""
     try:
         with (meter := Meter(size)).bar:
             items = (
-                read_items(stamps, options.text_column, meter.advance) if stamps else _demo_items(_demo(options), meter)
+                read_items(stamps, options.text_column, meter.advance)
+                if stamps
+                else _demo_items(_demo(options), meter)
             )
             return tokenize(items, encoder, output, options.workers, meter.wrote)
     except BrokenProcessPool:
         raise UserError(
-            "a worker process was killed, probably for lack of memory. Finished parts are kept: run the same command "
+            "a worker process was killed, probably for lack of memory. Finished parts "
+            "are kept: run the same command "
             "again with fewer --workers"
         ) from None
     except OSError as error:
-        raise UserError(f"--output: can't write to {options.output}: {error}. Finished parts are kept") from error
+        raise UserError(
+            f"--output: can't write to {options.output}: {error}. Finished parts are kept"
+        ) from error
 
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     stamps = _stamps(options)
     size, fingerprint = _size_and_fingerprint(options, stamps)
-    common = {"source": fingerprint, "tokenizer": build_tokenizer(options.tokenizer).fingerprint, "part": options.part}
+    common = {
+        "source": fingerprint,
+        "tokenizer": build_tokenizer(options.tokenizer).fingerprint,
+        "part": options.part,
+    }
     output = Output(options.output, options.name, options.part, common)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output: can't create the folder {options.output}: {error.strerror}") from error
+        raise UserError(
+            f"--output: can't create the folder {options.output}: {error.strerror}"
+        ) from error
     if done := sum(output.meta(i) is not None for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
@@ -178,15 +255,28 @@ def main(argv: list[str]) -> int:
     write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
     skipped = Counter(report["skipped"])
     if not report["bytes"]:
-        what = f"all {report['documents']:,} documents are empty" if report["documents"] else "no documents"
-        raise UserError(f"--input: {', '.join(options.input)} holds no text: {what}; {counted(skipped)} skipped")
+        what = (
+            f"all {report['documents']:,} documents are empty"
+            if report["documents"]
+            else "no documents"
+        )
+        raise UserError(
+            f"--input: {', '.join(options.input)} holds no text: {what}; {counted(skipped)} skipped"
+        )
     print(
-        f"{report['tokens']:,} tokens of {plural(report['documents'], 'document')} in {options.output}: "
+        f"{report['tokens']:,} tokens of {plural(report['documents'], 'document')} in "
+        f"{options.output}: "
         f"{report['bytes']:,} bytes, {report['bytes_per_token']} per token"
     )
     duplicates = report["duplicates"]
-    print(f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, {duplicates['bytes']:,} bytes")
+    print(
+        f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, "
+        f"{duplicates['bytes']:,} bytes"
+    )
     if skipped:
         print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")
-    print(f'Train on them: --training.dataset_path {options.output} --model.hf_assets_path "{options.tokenizer}"')
+    print(
+        f"Train on them: --training.dataset_path {options.output} --model.hf_assets_path "
+        f'"{options.tokenizer}"'
+    )
     return 0

@@ -1,8 +1,9 @@
 """Train on this machine, or on this node of several.
 
-Starts the ranks through torchrun, and adds to it: the configuration is checked before any rank starts, for every number
-of nodes that may join; restarts get a fresh store; SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit with status
-75; and a failure is reported as its cause in one sentence. Options that are not listed here are passed to torchrun.
+Starts the ranks through torchrun, and adds to it: the configuration is checked before any rank
+starts, for every number of nodes that may join; restarts get a fresh store; SIGTERM, SIGUSR1 and
+Ctrl-C make the ranks save and exit with status 75; and a failure is reported as its cause in one
+sentence. Options that are not listed here are passed to torchrun.
 """
 
 import argparse
@@ -30,7 +31,13 @@ from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import LAUNCHER_ENV
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.errors import DEBUG_ENV, ConfigError, OutOfMemoryError, UserError, did_you_mean
+from torchtitan.utils.errors import (
+    DEBUG_ENV,
+    ConfigError,
+    OutOfMemoryError,
+    UserError,
+    did_you_mean,
+)
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
@@ -52,11 +59,24 @@ _WIDEST_RANGE = 2000
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan train", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="torchtitan train",
+        description=__doc__,
+        allow_abbrev=False,
+    )
     ranks = partial(count, most=_MOST_RANKS_PER_NODE)
-    parser.add_argument("--nproc-per-node", type=ranks, metavar="N", help="ranks on this node (its GPUs, else 1)")
     parser.add_argument(
-        "--nnodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX", help="number of nodes, or a range (1)"
+        "--nproc-per-node",
+        type=ranks,
+        metavar="N",
+        help="ranks on this node (its GPUs, else 1)",
+    )
+    parser.add_argument(
+        "--nnodes",
+        type=node_range,
+        default=(1, 1),
+        metavar="N|MIN:MAX",
+        help="number of nodes, or a range (1)",
     )
     parser.add_argument(
         "--rdzv-endpoint",
@@ -65,31 +85,46 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT[,...]",
         help="the first node, if there are several; more, which take over when it is lost",
     )
-    parser.add_argument("--rdzv-conf", default=RENDEZVOUS, metavar="KEY=VALUE,...", help=f"rendezvous ({RENDEZVOUS})")
+    parser.add_argument(
+        "--rdzv-conf",
+        default=RENDEZVOUS,
+        metavar="KEY=VALUE,...",
+        help=f"rendezvous ({RENDEZVOUS})",
+    )
     parser.add_argument(
         "--max-restarts",
         type=partial(count, fewest=0),
         metavar="N",
-        help=f"restarts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with a range of nodes)",
+        help=f"restarts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with "
+        "a range of nodes)",
     )
     parser.add_argument(
-        "--grace", type=_seconds, default=600, metavar="SECONDS", help="time to save when stopped (600)"
+        "--grace",
+        type=_seconds,
+        default=600,
+        metavar="SECONDS",
+        help="time to save when stopped (600)",
     )
     return parser
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """The launcher's options with their defaults, torchrun's options, and the configuration's flags."""
+    """The launcher's options with their defaults, torchrun's options, and the configuration's
+    flags.
+    """
     ours = parser()
     words, flags = split_args(argv)
     words, torchrun_argv = _take_out_torchrun(ours, words)
     options, config_argv = parse_args(ours, [*words, "--", *flags])
     if options.nnodes[1] > 1:
         if not options.rdzv_endpoint:
-            ours.error("--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first")
+            ours.error(
+                "--rdzv-endpoint: with several nodes, give all of them HOST:PORT of the first"
+            )
         if len(os.environ.get(SECRET_ENV, "")) < MIN_SECRET:
             ours.error(
-                f"{SECRET_ENV}: with several nodes, set this environment variable on all of them to the same secret "
+                f"{SECRET_ENV}: with several nodes, set this environment variable on all "
+                "of them to the same secret "
                 f"of {MIN_SECRET} characters or more, such as `openssl rand -hex 16` prints once"
             )
     if options.nproc_per_node is None:
@@ -99,7 +134,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     return options, torchrun_argv, config_argv
 
 
-def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
+def _take_out_torchrun(
+    ours: argparse.ArgumentParser, words: list[str]
+) -> tuple[list[str], list[str]]:
     """Split `words` into this command's own, and torchrun's options with their values."""
     known = [option for action in ours._actions for option in action.option_strings]
     own: list[str] = []
@@ -122,7 +159,17 @@ def _take_out_torchrun(ours: argparse.ArgumentParser, words: list[str]) -> tuple
 
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("-n", "-np", "--np", "--nprocs", "--ngpus", "--gpus", "--num-gpus", "--num-processes", "--devices"),
+        (
+            "-n",
+            "-np",
+            "--np",
+            "--nprocs",
+            "--ngpus",
+            "--gpus",
+            "--num-gpus",
+            "--num-processes",
+            "--devices",
+        ),
         "--nproc-per-node",
     ),
     **dict.fromkeys(("--nodes", "--num-nodes", "--num-machines"), "--nnodes"),
@@ -131,7 +178,9 @@ _ELSEWHERE = {
 
 
 def _misspelt(name: str, known: list[str]) -> str:
-    """A hint if `name` abbreviates or nearly matches an option; torchrun would accept the abbreviation as its own."""
+    """A hint if `name` abbreviates or nearly matches an option; torchrun would accept the
+    abbreviation as its own.
+    """
     if name in _ELSEWHERE:
         return f"; did you mean {_ELSEWHERE[name]!r}?"
     longer = [option for option in known if option.startswith(name)]
@@ -141,12 +190,17 @@ def _misspelt(name: str, known: list[str]) -> str:
 def node_range(text: str) -> tuple[int, int]:
     """Argument type of `N` or `MIN:MAX`: the fewest and most nodes."""
     fewest, _, most = text.partition(":")
-    nodes = (int(fewest), int(most or fewest)) if re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text) else (0, 0)
+    nodes = (
+        (int(fewest), int(most or fewest))
+        if re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text)
+        else (0, 0)
+    )
     if not 1 <= nodes[0] <= nodes[1]:
         raise argparse.ArgumentTypeError(f"{brief(text)} is neither a number of nodes nor MIN:MAX")
     if nodes[1] > _MOST_NODES or nodes[1] - nodes[0] > _WIDEST_RANGE:
         raise argparse.ArgumentTypeError(
-            f"{brief(text)}: must be at most {_MOST_NODES:,} nodes, and MAX at most {_WIDEST_RANGE:,} above MIN"
+            f"{brief(text)}: must be at most {_MOST_NODES:,} nodes, and MAX at most "
+            f"{_WIDEST_RANGE:,} above MIN"
         )
     return nodes
 
@@ -156,8 +210,12 @@ def _endpoints(text: str) -> str:
     several = text.split(",")
     for endpoint in several if len(several) > 1 else []:
         host, _, port = endpoint.rpartition(":")
-        if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host) or not re.fullmatch("[1-9][0-9]{0,4}", port):
-            raise argparse.ArgumentTypeError(f"{brief(endpoint)} is not HOST:PORT; of several, all need a port")
+        if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host) or not re.fullmatch(
+            "[1-9][0-9]{0,4}", port
+        ):
+            raise argparse.ArgumentTypeError(
+                f"{brief(endpoint)} is not HOST:PORT; of several, all need a port"
+            )
     if len(set(several)) < len(several):
         raise argparse.ArgumentTypeError(f"{brief(text)}: an endpoint is given twice")
     return text
@@ -174,9 +232,13 @@ def count_gpus() -> int:
     """NVIDIA GPUs that CUDA shows to this process, found without importing torch."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         # CUDA stops at the first invalid entry.
-        return len(list(takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(","))))
+        return len(
+            list(takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(",")))
+        )
     try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True
+        ).stdout
     except OSError:
         return 0
     return sum(line.startswith("GPU ") for line in listed.splitlines())
@@ -185,7 +247,13 @@ def count_gpus() -> int:
 # ---- checks before the start
 
 
-def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True) -> Config:
+def check(
+    config_argv: list[str],
+    nodes: tuple[int, int],
+    ranks: int,
+    *,
+    output: bool = True,
+) -> Config:
     """Check the configuration for every number of nodes in the range, with `ranks` on each.
 
     Args:
@@ -203,12 +271,16 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
     config = complete(loaded, most * ranks).config
     if fewest < most and not config.fault_tolerance.elastic:
         need = f"{fewest}:{most} nodes need fault_tolerance.elastic = true"
-        raise ConfigError([f"--nnodes: {need}, which keeps the global batch the same on any number of them"])
+        raise ConfigError(
+            [f"--nnodes: {need}, which keeps the global batch the same on any number of them"]
+        )
     for number in range(fewest, most):
         try:
             complete(loaded, number * ranks)
         except ConfigError as error:
-            raise ConfigError([f"with {number} of {most} nodes: {problem}" for problem in error.problems]) from error
+            raise ConfigError(
+                [f"with {number} of {most} nodes: {problem}" for problem in error.problems]
+            ) from error
     preflight(config, output=output)
     # A node that joins a running job finds its folder in use.
     if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
@@ -220,12 +292,22 @@ def check(config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output:
 
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
-    """Why the run failed: from the reports of the ranks that failed, else from the first one's exit code."""
+    """Why the run failed: from the reports of the ranks that failed, else from the first one's exit
+    code.
+    """
     exits = {rank: failure.exitcode for rank, failure in failures.items()}
-    case = read_case(Path(config.job.dump_folder, config.comm.save_traces_folder), config.comm.save_traces_file_prefix)
-    if case and any(w.pid == failures[rank].pid for rank, w in case.witnesses.items() if rank in failures):
+    case = read_case(
+        Path(config.job.dump_folder, config.comm.save_traces_folder),
+        config.comm.save_traces_file_prefix,
+    )
+    if case and any(
+        w.pid == failures[rank].pid for rank, w in case.witnesses.items() if rank in failures
+    ):
         return diagnose(case, exits)
-    return f"rank {first} {killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
+    return (
+        f"rank {first} "
+        f"{killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
+    )
 
 
 def _what_lowers_memory(config: Config, world: int) -> str:
@@ -243,16 +325,21 @@ def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
     stop = Stop(options.grace)
     config = check(config_argv, options.nnodes, options.nproc_per_node)
-    # Growing one segment loses less memory to fragmentation than many segments; the planner assumes it.
+    # Growing one segment loses less memory to fragmentation than many segments; the planner assumes
+    # it.
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
-        os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = (
+            os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
+        )
     several = options.nnodes[1] * options.nproc_per_node > 1
     alone = not several and not options.max_restarts and not torchrun_argv
     if alone and "RANK" not in os.environ:
         try:
             return train(config_argv)
         except OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{error}\n{_what_lowers_memory(config, world=1)}".rstrip()) from error
+            raise OutOfMemoryError(
+                f"{error}\n{_what_lowers_memory(config, world=1)}".rstrip()
+            ) from error
     _set_environment(options)
     _import_torch()
     return _run_torchrun(options, torchrun_argv, config_argv, config, stop)
@@ -262,7 +349,9 @@ def _set_environment(options: argparse.Namespace) -> None:
     """Set what several ranks inherit."""
     # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node)))
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node))
+    )
     os.environ[REPORTER_ENV] = str(os.getpid())
     fewest, most = options.nnodes
     if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
@@ -270,7 +359,9 @@ def _set_environment(options: argparse.Namespace) -> None:
 
 
 def _import_torch() -> None:
-    """Import torch without the C++ stacks that it prints on every node when one leaves or can't be reached."""
+    """Import torch without the C++ stacks that it prints on every node when one leaves or can't be
+    reached.
+    """
     name = "TORCH_CPP_LOG_LEVEL"
     level = os.environ.get(name)
     if level is None and os.environ.get(DEBUG_ENV) != "1":
@@ -288,7 +379,8 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--rdzv-backend={BACKEND}",
         f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
         f"--rdzv-conf={options.rdzv_conf}",
-        # Several nodes keep torch's id: one with another secret is refused at once instead of waiting for the others.
+        # Several nodes keep torch's id: one with another secret is refused at once instead of
+        # waiting for the others.
         *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
@@ -298,7 +390,11 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
 
 
 def _run_torchrun(
-    options: argparse.Namespace, torchrun_argv: list[str], config_argv: list[str], config: Config, stop: Stop
+    options: argparse.Namespace,
+    torchrun_argv: list[str],
+    config_argv: list[str],
+    config: Config,
+    stop: Stop,
 ) -> int:
     """Run all ranks of this node to their end; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -308,7 +404,13 @@ def _run_torchrun(
 
     from torchtitan.parallel.rendezvous import explain, register
 
-    arguments = [*_torchrun_options(options), *torchrun_argv, "-m", "torchtitan.train", *config_argv]
+    arguments = [
+        *_torchrun_options(options),
+        *torchrun_argv,
+        "-m",
+        "torchtitan.train",
+        *config_argv,
+    ]
     register(os.environ.pop(SECRET_ENV, ""))  # the ranks don't need it
     if os.environ.get(DEBUG_ENV) != "1":
         for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
@@ -318,13 +420,19 @@ def _run_torchrun(
     try:
         torchrun(arguments)
     except ChildFailedError as error:
-        if common_status([failure.exitcode for failure in error.failures.values()]) == os.EX_TEMPFAIL:
+        if (
+            common_status([failure.exitcode for failure in error.failures.values()])
+            == os.EX_TEMPFAIL
+        ):
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
         cause = _cause(config, rank, error.failures)
         print(f"error: {cause}", file=sys.stderr)
         if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
-            print(_what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node), file=sys.stderr)
+            print(
+                _what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node),
+                file=sys.stderr,
+            )
         report_failure(config, cause)
         return max(failure.exitcode, 1)
     except RendezvousError as error:

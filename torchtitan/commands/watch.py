@@ -1,7 +1,7 @@
 """Watch runs in a browser while they train: loss, speed, memory, and what happened.
 
-Serves the page of `torchtitan report` to this machine only, and keeps it up to date. It reads the folders of the runs
-and changes nothing in them.
+Serves the page of `torchtitan report` to this machine only, and keeps it up to date. It reads the
+folders of the runs and changes nothing in them.
 """
 
 import argparse
@@ -30,7 +30,11 @@ POLL_SECONDS = 1.0
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan watch", description=__doc__)
     parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="FOLDER", help="folder of a run (job.dump_folder), or of several"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="folder of a run (job.dump_folder), or of several",
     )
     parser.add_argument(
         "--port", type=lambda text: count(text, fewest=0, most=65535), metavar="N",
@@ -38,12 +42,20 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--host", default=LOOPBACK[0],
-        help="listen on this address; any but loopback needs the token in the address that is printed (%(default)s)",
+        help="listen on this address; any but loopback needs the token in the address that is "
+        "printed (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--socket", type=Path, metavar="PATH", help="listen on this Unix socket, which only you can use"
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        help="listen on this Unix socket, which only you can use",
     )
-    parser.add_argument("--token", action="store_true", help="need a token on loopback, too: others use this machine")
+    parser.add_argument(
+        "--token",
+        action="store_true",
+        help="need a token on loopback, too: others use this machine",
+    )
     return parser
 
 
@@ -60,7 +72,10 @@ def _begun(folders: Sequence[Path]) -> list[Path]:
     while not (begun := [folder for folder in folders if next(iter(Runs([folder])), None)]):
         if not told:
             names = printable(listed(folders, 4))
-            print(f"No run has begun in {names} yet: waiting for its first step  (Ctrl-C ends)", flush=True)
+            print(
+                f"No run has begun in {names} yet: waiting for its first step  (Ctrl-C ends)",
+                flush=True,
+            )
         told = True
         time.sleep(POLL_SECONDS)
     for folder in folders:
@@ -72,29 +87,44 @@ def _begun(folders: Sequence[Path]) -> list[Path]:
 def _serve(options: argparse.Namespace) -> tuple[Server, str]:
     """The server, and where it is."""
     if options.socket is not None and (options.port is not None or options.host != LOOPBACK[0]):
-        raise UserError("--socket takes no --port and no --host: the server listens on the socket alone")
+        raise UserError(
+            "--socket takes no --port and no --host: the server listens on the socket alone"
+        )
     live = Live([Path(os.path.abspath(folder)) for folder in find_runs(_begun(options.folders))])
     if options.socket is not None:
         token = secrets.token_urlsafe(32) if options.token else None
-        return _listen(live, options.socket, token, f"--socket {options.socket}"), str(options.socket)
+        return _listen(live, options.socket, token, f"--socket {options.socket}"), str(
+            options.socket
+        )
     token = secrets.token_urlsafe(32) if options.token or options.host not in LOOPBACK else None
     ports = [PORT, 0] if options.port is None else [options.port]
     for port in ports:
         try:
-            server = _listen(live, (options.host, port), token, f"--host {options.host} --port {port}")
+            server = _listen(
+                live, (options.host, port), token, f"--host {options.host} --port {port}"
+            )
             break
         except UserError:
             if port == ports[-1]:
                 raise
     host = f"[{options.host}]" if ":" in options.host else options.host
-    return server, f"http://{host}:{server.server_address[1]}/" + (f"?token={token}" if token else "")
+    return server, f"http://{host}:{server.server_address[1]}/" + (
+        f"?token={token}" if token else ""
+    )
 
 
-def _listen(live: Live, address: Any, token: str | None, name: str) -> Server:
+def _listen(
+    live: Live,
+    address: Any,
+    token: str | None,
+    name: str,
+) -> Server:
     try:
         return Server(live, address, token)
     except OSError as error:
-        raise UserError(f"{name}: can't listen there: {error.strerror or error}; choose another") from None
+        raise UserError(
+            f"{name}: can't listen there: {error.strerror or error}; choose another"
+        ) from None
 
 
 def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
@@ -107,7 +137,10 @@ def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
     if options.host not in LOOPBACK:
         return "Whoever has this address can see the runs; nothing is encrypted."
     port = server.server_address[1]
-    return f"From another machine: ssh -L {port}:{options.host}:{port} {here}, then open the same address there."
+    return (
+        f"From another machine: ssh -L {port}:{options.host}:{port} {here}, then open the "
+        "same address there."
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -120,7 +153,9 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         server.live.report()  # whoever opens the page doesn't wait for the files
-        print(f"Watching {printable(', '.join(map(str, options.folders)))} at {where}  (Ctrl-C ends)")
+        print(
+            f"Watching {printable(', '.join(map(str, options.folders)))} at {where}  (Ctrl-C ends)"
+        )
         print(_hint(options, server, where), flush=True)
         server.serve_forever()
     except KeyboardInterrupt:

@@ -33,7 +33,8 @@ class Resolved:
 
 
 def resolve(argv: list[str], world: int) -> Resolved:
-    """Load, derive and validate a configuration for `world` ranks. `--help [SECTION]` prints help and exits.
+    """Load, derive and validate a configuration for `world` ranks. `--help [SECTION]` prints help
+    and exits.
 
     Raises:
         ConfigError: every mistake that the first failing stage finds.

@@ -1,4 +1,6 @@
-"""Values derived from other keys. Each rule is one function; `torchtitan config --explain` shows its formula."""
+"""Values derived from other keys. Each rule is one function; `torchtitan config --explain` shows
+its formula.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -35,22 +37,29 @@ def layout_degrees(parallelism: Parallelism) -> dict[str, int]:
 
 
 def expert_ranks(parallelism: Parallelism) -> int:
-    """Ranks over which expert parallelism and FSDP together split the experts: dp_shard x cp x tp."""
+    """Ranks over which expert parallelism and FSDP together split the experts: dp_shard x cp x
+    tp.
+    """
     p = parallelism
     return p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
 
 
 def expert_shard_dim(experts: int, shards: int) -> int:
-    """The dimension of a stack of `experts` matrices along which FSDP shards it over `shards` ranks.
+    """The dimension of a stack of `experts` matrices along which FSDP shards it over `shards`
+    ranks.
 
-    Whole matrices if they divide evenly: gathering them takes no extra copy, and Muon no communication.
+    Whole matrices if they divide evenly: gathering them takes no extra copy, and Muon no
+    communication.
     """
     return 0 if experts % shards == 0 else 1
 
 
 def layout_name(degrees: Mapping[str, int]) -> str:
     """The axes with more than one rank: `dp_shard 2 x tp 2`."""
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
+    return (
+        " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        or "one rank"
+    )
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
@@ -61,9 +70,13 @@ def divisors(n: int, limit: int | None = None) -> list[int]:
 
 
 def _copies(config: Config, world: int) -> Derived | None:
-    """Elastic runs give up replicas first, because sharding over fewer ranks takes more memory on each."""
+    """Elastic runs give up replicas first, because sharding over fewer ranks takes more memory on
+    each.
+    """
     p = config.parallelism
-    ranks, rest = divmod(world, math.prod(d for a, d in axis_degrees(p).items() if not a.startswith("dp_")))
+    ranks, rest = divmod(
+        world, math.prod(d for a, d in axis_degrees(p).items() if not a.startswith("dp_"))
+    )
     if not config.fault_tolerance.elastic or rest or not ranks:
         return None
     shards = min(max(1, p.data_parallel_shard_degree), ranks)
@@ -71,7 +84,10 @@ def _copies(config: Config, world: int) -> Derived | None:
     value = divisors(ranks, most)[-1]
     if value == p.data_parallel_replicate_degree:
         return None
-    text = f"at most {p.data_parallel_replicate_degree} of {shards} or more, for {ranks} data-parallel ranks"
+    text = (
+        f"at most {p.data_parallel_replicate_degree} of {shards} or more, for {ranks} "
+        "data-parallel ranks"
+    )
     return "parallelism.data_parallel_replicate_degree", value, text
 
 
@@ -79,7 +95,11 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
     given = config.parallelism.data_parallel_shard_degree
     if given != -1 and not (given > 0 and config.fault_tolerance.elastic):
         return None
-    others = {DEGREE_KEYS[a]: d for a, d in axis_degrees(config.parallelism).items() if a != "dp_shard" and d > 1}
+    others = {
+        DEGREE_KEYS[a]: d
+        for a, d in axis_degrees(config.parallelism).items()
+        if a != "dp_shard" and d > 1
+    }
     value = max(1, world // math.prod(others.values()))
     if value == given:
         return None
@@ -88,18 +108,26 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
 
 
 def _expert_degree(config: Config, world: int) -> Derived | None:
-    """Fewer ranks hold more experts each. A divisor of the degree divides the number of experts like it."""
+    """Fewer ranks hold more experts each. A divisor of the degree divides the number of experts
+    like it.
+    """
     p = config.parallelism
-    given, ranks = p.expert_parallel_degree, expert_ranks(p)
+    given = p.expert_parallel_degree
+    ranks = expert_ranks(p)
     value = math.gcd(given, ranks)
     if not config.fault_tolerance.elastic or value == given:
         return None
-    return "parallelism.expert_parallel_degree", value, f"at most {given}, for experts on {ranks} ranks"
+    return (
+        "parallelism.expert_parallel_degree",
+        value,
+        f"at most {given}, for experts on {ranks} ranks",
+    )
 
 
 def _validation_batch(config: Config, world: int) -> Derived | None:
     """The same rows on any number of ranks, unlike the default of `training.global_batch_size`."""
-    v, rows = config.validation, config.training.global_batch_size
+    v = config.validation
+    rows = config.training.global_batch_size
     if v.global_batch_size != -1:
         return None
     if rows > 0:
@@ -108,7 +136,8 @@ def _validation_batch(config: Config, world: int) -> Derived | None:
 
 
 def _global_batch(config: Config, world: int) -> Derived | None:
-    t, dp = config.training, data_parallel_degree(config)
+    t = config.training
+    dp = data_parallel_degree(config)
     if t.global_batch_size != -1 or config.fault_tolerance.elastic:
         return None
     text = f"local_batch_size {t.local_batch_size} x data-parallel degree {dp}"
@@ -127,7 +156,9 @@ RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
 
 
 def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
-    """`config` with every derived value filled in for `world` ranks, and the formula of each filled key."""
+    """`config` with every derived value filled in for `world` ranks, and the formula of each filled
+    key.
+    """
     formulas = {}
     for rule in RULES:
         if result := rule(config, world):
@@ -148,26 +179,35 @@ def replace(config: Config, key: str, value: Any) -> Config:
 
 def _replaced(section: Nested, path: list[str], value: Any) -> Nested:
     name, *rest = path
-    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
+    return section.model_copy(
+        update={name: _replaced(getattr(section, name), rest, value) if rest else value}
+    )
 
 
 def data_parallel_degree(config: Config) -> int:
     """Number of ranks that read different rows. The shard degree must be derived already."""
-    return config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    return (
+        config.parallelism.data_parallel_replicate_degree
+        * config.parallelism.data_parallel_shard_degree
+    )
 
 
 def offloaded_blocks(ac: ActivationCheckpoint, blocks: int) -> int:
-    """How many of a pipeline stage's blocks keep in host memory what their backward needs: the first ones."""
+    """How many of a pipeline stage's blocks keep in host memory what their backward needs: the
+    first ones.
+    """
     return blocks if ac.offload_blocks < 0 else min(ac.offload_blocks, blocks)
 
 
 def sums_whole_gradients(config: Config) -> bool:
-    """Whether the batches of a step add up in whole gradients, reduced after the last one, rather than in shards.
+    """Whether the batches of a step add up in whole gradients, reduced after the last one, rather
+    than in shards.
 
-    Whole gradients cost nothing where a shard is all of them, on the device. FSDP adds them up in the type that it
-    reduces them in.
+    Whole gradients cost nothing where a shard is all of them, on the device. FSDP adds them up in
+    the type that it reduces them in.
     """
-    p, t = config.parallelism, config.training
+    p = config.parallelism
+    t = config.training
     shards = p.data_parallel_shard_degree * p.context_parallel_degree
     if p.expert_parallel_degree > 1:
         shards = max(shards, expert_ranks(p) // p.expert_parallel_degree)
@@ -176,20 +216,24 @@ def sums_whole_gradients(config: Config) -> bool:
 
 
 def sums_on_replicas(config: Config) -> bool:
-    """Whether replicas add up the shards of a step's batches apart, and are all-reduced after the last batch.
+    """Whether replicas add up the shards of a step's batches apart, and are all-reduced after the
+    last batch.
 
-    That happens on the device, in the type of the reduction. So shards that can add up in host memory, or are reduced
-    in bf16, are all-reduced for each batch and add up in fp32.
+    That happens on the device, in the type of the reduction. So shards that can add up in host
+    memory, or are reduced in bf16, are all-reduced for each batch and add up in fp32.
     """
     t = config.training
-    return t.mixed_precision_reduce == "float32" and (not t.enable_cpu_offload or t.dtype == "bfloat16")
+    return t.mixed_precision_reduce == "float32" and (
+        not t.enable_cpu_offload or t.dtype == "bfloat16"
+    )
 
 
 def needs_replica_axis(config: Config) -> bool:
     """Whether FSDP needs an axis of replicas even for a single one.
 
-    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds up its own before.
-    So where parameters are stored in bf16 and gradients accumulate in shards, a single replica is an axis too.
+    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds
+    up its own before. So where parameters are stored in bf16 and gradients accumulate in shards, a
+    single replica is an axis too.
     """
     in_shards = gradient_accumulation_steps(config) > 1 and not sums_whole_gradients(config)
     return config.training.dtype == "bfloat16" and in_shards
@@ -202,13 +246,20 @@ def largest_batch(config: Config) -> int:
 
 
 def validation_rows(config: Config) -> int:
-    """Rows per forward pass of validation on each rank: no more than its share of a batch, in whole microbatches."""
-    v, p = config.validation, config.parallelism
+    """Rows per forward pass of validation on each rank: no more than its share of a batch, in whole
+    microbatches.
+    """
+    v = config.validation
+    p = config.parallelism
     unit = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else 1
     share = -(-v.global_batch_size // data_parallel_degree(config))
     return min(v.local_batch_size, -(-share // unit) * unit)
 
 
 def gradient_accumulation_steps(config: Config) -> int:
-    """Forward and backward passes per optimizer step on each rank; in the stage with the largest batch."""
-    return -(-largest_batch(config) // (config.training.local_batch_size * data_parallel_degree(config)))
+    """Forward and backward passes per optimizer step on each rank; in the stage with the largest
+    batch.
+    """
+    return -(
+        -largest_batch(config) // (config.training.local_batch_size * data_parallel_degree(config))
+    )

@@ -1,4 +1,5 @@
-"""What the configuration chooses by name, and what a module of the user adds to it. Imports no torch.
+"""What the configuration chooses by name, and what a module of the user adds to it. Imports no
+torch.
 
     from torchtitan.config.registry import Section, optimizers
 
@@ -10,8 +11,8 @@
     class Lion(torch.optim.Optimizer):
         def __init__(self, groups, optimizer, keys): ...
 
-`experimental.custom_import` names the module, `optimizer.name = "lion"` chooses what it registers, and `[custom.lion]`
-sets `Keys`. `docs/change-one-thing.md` has an example of each kind.
+`experimental.custom_import` names the module, `optimizer.name = "lion"` chooses what it registers,
+and `[custom.lion]` sets `Keys`. `docs/change-one-thing.md` has an example of each kind.
 """
 
 import importlib
@@ -32,15 +33,24 @@ from torchtitan.config.sections.section import Section
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief, cut
 
-__all__ = ["Section", "data_sources", "losses", "metric_sinks", "optimizers", "schedules", "tokenizers"]
+__all__ = [
+    "Section",
+    "data_sources",
+    "losses",
+    "metric_sinks",
+    "optimizers",
+    "schedules",
+    "tokenizers",
+]
 
 T = TypeVar("T")
 Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 class Custom(Section):
-    """Keys of what the module `experimental.custom_import` registers as NAME, which declares and checks them.
-    `torchtitan config --explain` lists them."""
+    """Keys of what the module `experimental.custom_import` registers as NAME, which declares and
+    checks them. `torchtitan config --explain` lists them.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -57,7 +67,9 @@ class _Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Values of one key of the configuration: built-in names, and what is registered under others."""
+    """Values of one key of the configuration: built-in names, and what is registered under
+    others.
+    """
 
     def __init__(self, key: str, what: str, built_in: Collection[str] = ()):
         """
@@ -65,7 +77,9 @@ class Registry(Generic[T]):
             key: the key of the configuration that chooses.
             what: in messages, what it chooses.
         """
-        self.key, self.what, self.built_in = key, what, built_in
+        self.key = key
+        self.what = what
+        self.built_in = built_in
         self._entries: dict[str, _Entry[T]] = {}
 
     @property
@@ -90,13 +104,16 @@ class Registry(Generic[T]):
             return None
         near = next((other for other in known if other.lower() == name.lower()), name[:100])
         return (
-            f"no {self.what} {brief(name)}; known: {', '.join(known) or 'none'}; register others from a module named "
+            f"no {self.what} {brief(name)}; known: {', '.join(known) or 'none'}; "
+            "register others from a module named "
             f"by experimental.custom_import{did_you_mean(near, known)}"
         )
 
 
 class Functions(Registry[Callable[..., Any]]):
-    """A registry of functions or classes that make what a name chooses. One with keys gets them as `keys`."""
+    """A registry of functions or classes that make what a name chooses. One with keys gets them as
+    `keys`.
+    """
 
     def register(self, name: str, keys: type[Section] | None = None) -> Callable[[Make], Make]:
         """Decorate the function or class that makes what `name` chooses.
@@ -110,7 +127,9 @@ class Functions(Registry[Callable[..., Any]]):
 
         def decorate(make: Make) -> Make:
             if problem := self._refusal(name, make):
-                raise ConfigError([f"experimental.custom_import: {self.what} {brief(name)} {problem}"])
+                raise ConfigError(
+                    [f"experimental.custom_import: {self.what} {brief(name)} {problem}"]
+                )
             self.add(name, make, keys)
             return make
 
@@ -120,10 +139,15 @@ class Functions(Registry[Callable[..., Any]]):
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             return "must be named by letters, digits and _, as a table of a TOML file is"
         if "<" in make.__qualname__:
-            return f"is {make.__qualname__}; define it at the top level of its module, where worker processes find it"
+            return (
+                f"is {make.__qualname__}; define it at the top level of its module, where "
+                "worker processes find it"
+            )
         if name in self.built_in:
             return "is built in; choose another name"
-        return next((problem for registry in REGISTRIES if (problem := _clash(registry, name, make))), None)
+        return next(
+            (problem for registry in REGISTRIES if (problem := _clash(registry, name, make))), None
+        )
 
     def chosen(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
         """What is registered as `name`, with its keys; None if `name` is built in or None."""
@@ -134,16 +158,27 @@ class Functions(Registry[Callable[..., Any]]):
 
 
 def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str | None:
-    """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share it: keys share a table."""
+    """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share it:
+    keys share a table.
+    """
     other = registry.find(name)
-    if other is None or (other.__module__, other.__qualname__) == (make.__module__, make.__qualname__):
+    if other is None or (other.__module__, other.__qualname__) == (
+        make.__module__,
+        make.__qualname__,
+    ):
         return None
-    return f"is registered twice: by {other.__module__}.{other.__qualname__} as {registry.what} too; rename one"
+    return (
+        f"is registered twice: by {other.__module__}.{other.__qualname__} as {registry.what} "
+        "too; rename one"
+    )
 
 
 optimizers = Functions("optimizer.name", "optimizer", ("Adam", "AdamW", "Muon"))
-"""`make(groups, optimizer[, keys])`: a `torch.optim.Optimizer`; see `torchtitan.optim.registered`."""
-schedules = Functions("lr_scheduler.name", "schedule", ("wsd", "linear", "sqrt", "cosine", "constant"))
+"""`make(groups, optimizer[, keys])`: a `torch.optim.Optimizer`; see `torchtitan.optim.registered`.
+"""
+schedules = Functions(
+    "lr_scheduler.name", "schedule", ("wsd", "linear", "sqrt", "cosine", "constant")
+)
 """`make(lr_scheduler[, keys])`: a `torchtitan.optim.lr_schedule.Shape`."""
 losses = Functions("training.loss", "loss", ("cross_entropy",))
 """`make([keys])`: a `torchtitan.optim.loss.RowLoss`."""
@@ -154,17 +189,29 @@ data_sources = Functions(
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.text.tokenizer.Tokenizer`."""
 metric_sinks = Functions(
-    "metrics.sinks", "metric sink", ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
+    "metrics.sinks",
+    "metric sink",
+    ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"),
 )
 """`make(dump_folder, start_step[, keys])`: a `torchtitan.telemetry.trackers.Sink`."""
 
 _MODELS = Path(__file__).parents[1] / "models"
 model_families: Registry[Any] = Registry(
-    "model.name", "model family", {module.name for module in pkgutil.iter_modules([str(_MODELS)]) if module.ispkg}
+    "model.name",
+    "model family",
+    {module.name for module in pkgutil.iter_modules([str(_MODELS)]) if module.ispkg},
 )
-"""Specs of model families; `torchtitan.models.register` adds them. The built-in ones are folders."""
+"""Specs of model families; `torchtitan.models.register` adds them. The built-in ones are folders.
+"""
 
-REGISTRIES: tuple[Functions, ...] = (optimizers, schedules, losses, data_sources, tokenizers, metric_sinks)
+REGISTRIES: tuple[Functions, ...] = (
+    optimizers,
+    schedules,
+    losses,
+    data_sources,
+    tokenizers,
+    metric_sinks,
+)
 
 
 def unknown_dataset(name: str) -> str | None:
@@ -175,7 +222,8 @@ def unknown_dataset(name: str) -> str | None:
         return None
     return (
         f"no dataset {brief(name)}; known: {', '.join(known)}, and any of the Hugging Face hub as "
-        f'"org/name:config@split"; for local files set dataset_path{did_you_mean(name, known, cutoff=0.5)}'
+        '"org/name:config@split"; for local files set '
+        f"dataset_path{did_you_mean(name, known, cutoff=0.5)}"
     )
 
 
@@ -193,7 +241,9 @@ def import_custom(module: str) -> None:
     except UserError:
         raise
     except ModuleNotFoundError as error:
-        problem = f"can't import {brief(module)} ({error}{_where(error)}); add its folder to PYTHONPATH"
+        problem = (
+            f"can't import {brief(module)} ({error}{_where(error)}); add its folder to PYTHONPATH"
+        )
         raise ConfigError([f"experimental.custom_import: {problem}"]) from error
     except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
         text = cut(" ".join(str(error).split()), 200)
@@ -205,8 +255,12 @@ def _where(error: BaseException) -> str:
     """The line of user code that raised `error`, as the end of a message."""
     if isinstance(error, SyntaxError) and error.filename:
         return f", {error.filename}:{error.lineno}"
-    python = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib"))
+    python = tuple(
+        os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib")
+    )
     ours = ("<", __file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
+    ]
     frames = [f for f in frames if not f.filename.startswith(python)] or frames
     return f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

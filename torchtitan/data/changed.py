@@ -79,7 +79,11 @@ class ContentsRecord:
         return found
 
     def _has_changed(
-        self, own: "ContentsRecord", source: Source, before: str, files: Callable[[], Sequence[DataFile]]
+        self,
+        own: "ContentsRecord",
+        source: Source,
+        before: str,
+        files: Callable[[], Sequence[DataFile]],
     ) -> bool:
         """
         Args:
@@ -92,7 +96,10 @@ class ContentsRecord:
         if before == now.fingerprint:
             return False
         if before == now.earlier:
-            logger.info(f"{key}: the checkpoint's version recorded no contents of files, so they were not compared")
+            logger.info(
+                f"{key}: the checkpoint's version recorded no contents of files, so they "
+                "were not compared"
+            )
             return False
         recorded = files() if now.files else ()
         same_reading = before.partition("; ")[2] == now.fingerprint.partition("; ")[2]
@@ -102,10 +109,13 @@ class ContentsRecord:
         what = in_words(found) if found else f"it was {before}, and is {now.fingerprint}"
         problem = f"{key}: the data has changed since the checkpoint was saved: {what}"
         if self.spec.on_changed_data == "continue":
-            logger.warning(f"{problem}. Continuing with it as it is, as training.on_changed_data says")
+            logger.warning(
+                f"{problem}. Continuing with it as it is, as training.on_changed_data says"
+            )
             return True
         raise UserError(
-            f'{problem}.\nRestore it, or set training.on_changed_data = "continue" to continue with it as it is, or '
+            f'{problem}.\nRestore it, or set training.on_changed_data = "continue" to '
+            "continue with it as it is, or "
             'restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
         )
 

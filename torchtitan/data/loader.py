@@ -36,7 +36,8 @@ class StepBatch:
     labels: Tensor
     """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
     position: DataPosition
-    """This rank's part of the position after the step; `StepLoader.state` joins the ranks' parts."""
+    """This rank's part of the position after the step; `StepLoader.state` joins the ranks' parts.
+    """
     count: int
     """Rows of the step over all ranks."""
     sources: Tensor | None = None
@@ -60,33 +61,52 @@ def build_loader(
     """Build the loader of a rank; by default, of all rows.
 
     Args:
-        local_batch_size: the rank's number of rows is rounded up to a multiple of it, with rows without labels.
-        limits: seconds to wait for the first batch and for each later one, unless `dataloader.timeout_seconds` is set.
+        local_batch_size: the rank's number of rows is rounded up to a multiple of it, with rows
+        without labels.
+        limits: seconds to wait for the first batch and for each later one, unless
+        `dataloader.timeout_seconds` is set.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
     later = spec.options.timeout_seconds or limits[1]
-    return StepLoader(spec, ((dp_rank, dp_degree),), local_batch_size, (max(limits[0], later), later))
+    return StepLoader(
+        spec, ((dp_rank, dp_degree),), local_batch_size, (max(limits[0], later), later)
+    )
 
 
 class StepLoader:
-    """Iterates over steps. Training data never ends; a finite pass restarts with every iteration."""
+    """Iterates over steps. Training data never ends; a finite pass restarts with every
+    iteration.
+    """
 
-    def __init__(self, spec: DataSpec, share: Share, local_batch_size: int, limits: tuple[float, float]):
+    def __init__(
+        self,
+        spec: DataSpec,
+        share: Share,
+        local_batch_size: int,
+        limits: tuple[float, float],
+    ):
         """
         Args:
             share: the rows of each step that this rank reads.
             local_batch_size: rows without labels fill up a batch to a multiple of it.
             limits: seconds to wait for the first batch and for each later one.
         """
-        self.spec, self.share, self.local_batch_size = spec, share, local_batch_size
+        self.spec = spec
+        self.share = share
+        self.local_batch_size = local_batch_size
         self.limit, self.later_limit = limits
         self.name = spec.name
         self.retries = {source.name: spec.retry(source) for source in spec.sources}
-        self.sources = {source.name: open_source(spec, source, self.retries[source.name]) for source in spec.sources}
+        self.sources = {
+            source.name: open_source(spec, source, self.retries[source.name])
+            for source in spec.sources
+        }
         self._warn_of_shared_lanes()
-        self.record = ContentsRecord(spec, {name: source.contents for name, source in self.sources.items()})
+        self.record = ContentsRecord(
+            spec, {name: source.contents for name, source in self.sources.items()}
+        )
         self.start = _beginning(0)
         """Where the next iteration starts."""
         self._ahead: ReadAhead[StepBatch] | None = None
@@ -95,7 +115,9 @@ class StepLoader:
     def size(self, step: int) -> int:
         """Rows of this rank's batch at a step, counted from 0."""
         ranks = math.prod(count for _, count in self.share)
-        return -(-self.spec.at(step).rows // (ranks * self.local_batch_size)) * self.local_batch_size
+        return (
+            -(-self.spec.at(step).rows // (ranks * self.local_batch_size)) * self.local_batch_size
+        )
 
     @property
     def fingerprint(self) -> DataFingerprint:
@@ -116,10 +138,16 @@ class StepLoader:
             parts: the positions of all ranks after the same step.
         """
         whole = joined(parts)
-        return DataState(step=whole.step, shares=whole.shares, sources=whole.sources, fingerprint=self.fingerprint)
+        return DataState(
+            step=whole.step,
+            shares=whole.shares,
+            sources=whole.sources,
+            fingerprint=self.fingerprint,
+        )
 
     def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
-        """Continue from a recorded position, on any number of ranks and workers, with other weights or batch sizes.
+        """Continue from a recorded position, on any number of ranks and workers, with other weights
+        or batch sizes.
 
         Args:
             lists: reads the files of the sources at that position, as far as they were recorded.
@@ -127,7 +155,8 @@ class StepLoader:
         Raises:
             UserError: it is a position in other data, unless `on_changed_data` allows that.
         """
-        saved, now = state.fingerprint, self.fingerprint
+        saved = state.fingerprint
+        now = self.fingerprint
         for name in ("tokenizer", "seq_len", "seed"):
             key = _KEYS.get(name, f"{self.spec.section}.{name}")
             self._check_same(name, key, getattr(saved, name), getattr(now, name))
@@ -137,7 +166,8 @@ class StepLoader:
                 positions[name] = positions[name].restarted()
             else:
                 logger.warning(
-                    f"{self.spec.section}.sources: {name} is data of another kind; starting at its beginning"
+                    f"{self.spec.section}.sources: {name} is data of another kind; "
+                    "starting at its beginning"
                 )
                 del positions[name]
         self._announce_changes(set(saved.sources))
@@ -154,30 +184,42 @@ class StepLoader:
         Raises:
             UserError: all do.
         """
-        first, section = self.start.step, self.spec.section
+        first = self.start.step
+        section = self.spec.section
         read = {name: position.rows for name, position in self.start.sources.items()}
         left = {
-            name: source.rows - read.get(name, 0) for name, source in self.sources.items() if source.rows is not None
+            name: source.rows - read.get(name, 0)
+            for name, source in self.sources.items()
+            if source.rows is not None
         }
         if left.keys() == self.sources.keys():
             enough = first + whole_steps(self.spec.phases, sum(left.values()), first)
             if enough < steps:
                 raise UserError(
-                    f"training.steps: all sources will have been read max_epochs times after {enough:,} of {steps:,} "
+                    "training.steps: all sources will have been read max_epochs times "
+                    f"after {enough:,} of {steps:,} "
                     f"steps; set training.steps = {enough}, or raise max_epochs"
                 )
         for name, step in run_dry(self.spec.phases, left, range(first, steps - 1)).items():
             logger.warning(
-                f"{section}.sources: {name} will have been read max_epochs times in step {step + 1:,} of {steps:,}; "
+                f"{section}.sources: {name} will have been read max_epochs times in step "
+                f"{step + 1:,} of {steps:,}; "
                 "from then on the others share its weight"
             )
 
     @staticmethod
-    def _check_same(what: str, key: str, old: object, now: object) -> None:
+    def _check_same(
+        what: str,
+        key: str,
+        old: object,
+        now: object,
+    ) -> None:
         if old != now:
             raise UserError(
-                f"{key}: the checkpoint's data position is for {what} {old}, but this run has {now}.\n"
-                f'Set {key} back, or restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
+                f"{key}: the checkpoint's data position is for {what} {old}, but this "
+                f"run has {now}.\n"
+                f"Set {key} back, or restart the data with "
+                'checkpoint.exclude_from_loading = ["dataloader"].'
             )
 
     def _announce_changes(self, saved: set[str]) -> None:
@@ -185,7 +227,10 @@ class StepLoader:
         if added := sorted(now - saved):
             logger.info(f"{self.spec.section}.sources: from here on also {', '.join(added)}")
         if removed := sorted(saved - now):
-            logger.info(f"{self.spec.section}.sources: no longer {', '.join(removed)}; their positions are kept")
+            logger.info(
+                f"{self.spec.section}.sources: no longer {', '.join(removed)}; their "
+                "positions are kept"
+            )
 
     def skipped(self, position: DataPosition) -> Counter[str]:
         """Bad documents that were left out, by kind.
@@ -204,7 +249,8 @@ class StepLoader:
     def __iter__(self) -> Iterator[StepBatch]:
         """
         Raises:
-            UserError: reading fails (a disk or network error, a worker that was killed), or a batch doesn't arrive in
+            UserError: reading fails (a disk or network error, a worker that was killed), or a batch
+            doesn't arrive in
                 time; the limits are shorter than those of the other ranks' collectives.
         """
         self.close()
@@ -215,7 +261,9 @@ class StepLoader:
             except queue.Empty:
                 raise UserError(self._stalled()) from None
             except (OSError, EOFError, RuntimeError) as error:
-                message = f"{self.spec.section}.dataset: reading failed: {type(error).__name__}: {error}"
+                message = (
+                    f"{self.spec.section}.dataset: reading failed: {type(error).__name__}: {error}"
+                )
                 raise UserError(message) from error
             if batch is None:
                 return
@@ -243,22 +291,28 @@ class StepLoader:
         missing = self.size(step) - len(rows.rows)
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(self.spec.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
-        tokens, labels = ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous()
+        tokens = ids[:, :-1].clamp(min=0)
+        labels = ids[:, 1:].contiguous()
         sources = torch.tensor(rows.sources + [0] * missing)
-        return StepBatch(tokens, labels, rows.position, self.spec.at(step).rows, sources, rows.epochs)
+        return StepBatch(
+            tokens, labels, rows.position, self.spec.at(step).rows, sources, rows.epochs
+        )
 
     def blank(self) -> StepBatch:
         """A first batch without labels."""
         return self._batch(0, Rows([], [], [], self.start))
 
     def _stalled(self) -> str:
-        section, workers = self.spec.section, self.spec.options.num_workers
+        section = self.spec.section
+        workers = self.spec.options.num_workers
         options = f"{section.split('.')[0]}.dataloader"
         reading = "; ".join(retry.doing for retry in self.retries.values())
         doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"
         return (
-            f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. Check whether its storage or "
-            f"network hangs, or raise {options}.timeout_seconds (keep it below comm.train_timeout_seconds)."
+            f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. "
+            "Check whether its storage or "
+            f"network hangs, or raise {options}.timeout_seconds (keep it below "
+            "comm.train_timeout_seconds)."
         )
 
     def _warn_of_shared_lanes(self) -> None:
@@ -266,13 +320,20 @@ class StepLoader:
         for config, source in zip(self.spec.sources, self.sources.values(), strict=True):
             if self.spec.infinite and isinstance(source, DocumentSource) and source.lanes < rows:
                 logger.warning(
-                    f"{self.spec.key(config)}.dataset_path: {plural(source.lanes, 'document')} for {rows} rows per "
-                    "step: a step has consecutive rows of a document, and ranks that share a document all tokenize it. "
-                    "Split the text into more documents, or convert it to token files with torchtitan tokenize, whose "
+                    f"{self.spec.key(config)}.dataset_path: "
+                    f"{plural(source.lanes, 'document')} for {rows} rows per "
+                    "step: a step has consecutive rows of a document, and ranks that "
+                    "share a document all tokenize it. "
+                    "Split the text into more documents, or convert it to token files "
+                    "with torchtitan tokenize, whose "
                     "rows are windows at different positions"
                 )
 
 
 def _beginning(step: int) -> DataPosition:
     """The position before a step at which no source has been read."""
-    return DataPosition(step=step, shares=Shares().position(), sources={})
+    return DataPosition(
+        step=step,
+        shares=Shares().position(),
+        sources={},
+    )

@@ -64,7 +64,9 @@ class SourcePosition(Strict):
     def is_complete(self) -> bool:
         """Whether no lane is missing."""
         lanes = self.lanes or {}
-        return lanes.keys() == {str(index) for index in range(len(lanes))} and len(lanes) == (self.lane_count or 0)
+        return lanes.keys() == {str(index) for index in range(len(lanes))} and len(lanes) == (
+            self.lane_count or 0
+        )
 
     @property
     def skipped(self) -> Counter[str]:
@@ -76,9 +78,12 @@ class SourcePosition(Strict):
         return found
 
     def restarted(self) -> "SourcePosition":
-        """This position for contents that have changed: each lane begins anew with the document it stood in."""
+        """This position for contents that have changed: each lane begins anew with the document it
+        stood in.
+        """
         lanes = {
-            index: lane.model_copy(update={"offset": -1, "position": 0}) for index, lane in (self.lanes or {}).items()
+            index: lane.model_copy(update={"offset": -1, "position": 0})
+            for index, lane in (self.lanes or {}).items()
         }
         return self.model_copy(update={"lanes": lanes}) if lanes else self
 
@@ -122,7 +127,9 @@ class DataFingerprint(Strict):
 
 
 class DataState(DataPosition):
-    """The data position that a checkpoint records: complete, and the same for any number of readers."""
+    """The data position that a checkpoint records: complete, and the same for any number of
+    readers.
+    """
 
     fingerprint: DataFingerprint
 
@@ -135,19 +142,29 @@ class DataState(DataPosition):
 
 
 def joined(parts: Sequence[DataPosition]) -> DataPosition:
-    """The position that the positions of several readers make up, each of which has some of the lanes."""
+    """The position that the positions of several readers make up, each of which has some of the
+    lanes.
+    """
     first = parts[0]
     sources = {}
     for name, source in first.sources.items():
         lanes: dict[str, LanePosition] = {}
         for part in parts:
             lanes |= part.sources[name].lanes or {}
-        sources[name] = source.model_copy(update={"lanes": lanes}) if source.lanes is not None else source
-    return DataPosition(step=first.step, shares=first.shares, sources=sources)
+        sources[name] = (
+            source.model_copy(update={"lanes": lanes}) if source.lanes is not None else source
+        )
+    return DataPosition(
+        step=first.step,
+        shares=first.shares,
+        sources=sources,
+    )
 
 
 def json_fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
-    """What would not come back from JSON as it is: its place in `value`, and what it is; None if all would."""
+    """What would not come back from JSON as it is: its place in `value`, and what it is; None if
+    all would.
+    """
     if type(value) is dict:
         for key in value:
             if type(key) is not str:

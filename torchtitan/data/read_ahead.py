@@ -16,7 +16,12 @@ class ReadAhead(Generic[T]):
     def __init__(self, items: Iterator[T], depth: int):
         self._queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._produce, args=(items,), name="data", daemon=True)
+        self._thread = threading.Thread(
+            target=self._produce,
+            args=(items,),
+            name="data",
+            daemon=True,
+        )
         self._thread.start()
 
     def get(self, timeout: float) -> T | None:
@@ -34,8 +39,8 @@ class ReadAhead(Generic[T]):
     def close(self) -> None:
         """Stop after the item in progress.
 
-        The wait is limited, as a hanging read never ends; but a thread that runs C++ code while the interpreter shuts
-        down aborts the process.
+        The wait is limited, as a hanging read never ends; but a thread that runs C++ code while the
+        interpreter shuts down aborts the process.
         """
         self._stop.set()
         self._thread.join(_JOIN_SECONDS)

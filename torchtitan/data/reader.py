@@ -26,7 +26,13 @@ class Rows:
 class StepReader:
     """Reads a share of the rows of every step, in order."""
 
-    def __init__(self, spec: DataSpec, sources: Mapping[str, Source], share: Share, start: DataPosition):
+    def __init__(
+        self,
+        spec: DataSpec,
+        sources: Mapping[str, Source],
+        share: Share,
+        start: DataPosition,
+    ):
         """
         Args:
             start: position to continue from, with all lanes of the sources that it has.
@@ -60,11 +66,16 @@ class StepReader:
         _, count, weights = self.spec.at(self.step)
         step = StepRows(self.step, count, own_rows(count, self.share))
         left = {name: reader.left for name, reader in self.readers.items()}
-        ends = {name: rows for name, rows in left.items() if rows is not None} if self.spec.infinite else {}
+        ends = (
+            {name: rows for name, rows in left.items() if rows is not None}
+            if self.spec.infinite
+            else {}
+        )
         counts = divide(self.shares, weights, count, ends)
         if sum(counts.values()) < count:
             raise UserError(
-                f"{self.spec.section}.sources: all have been read max_epochs times after {self.step} steps; set "
+                f"{self.spec.section}.sources: all have been read max_epochs times after "
+                f"{self.step} steps; set "
                 f"training.steps = {self.step}, or raise max_epochs"
             )
         rows: dict[int, tuple[Row, int]] = {}
@@ -76,10 +87,23 @@ class StepReader:
             return None
         self.step += 1
         blank = blank_row(self.spec.seq_len), 0
-        found, sources = zip(*(rows.get(slot, blank) for slot in step.own), strict=True) if step.own else ((), ())
-        return Rows(list(found), list(sources), [reader.epochs for reader in self.readers.values()], self.position())
+        found, sources = (
+            zip(*(rows.get(slot, blank) for slot in step.own), strict=True)
+            if step.own
+            else ((), ())
+        )
+        return Rows(
+            list(found),
+            list(sources),
+            [reader.epochs for reader in self.readers.values()],
+            self.position(),
+        )
 
     def position(self) -> DataPosition:
         """The position after the last step, with this reader's lanes."""
         sources = {name: reader.position() for name, reader in self.readers.items()}
-        return DataPosition(step=self.step, shares=self.shares.position(), sources=self.parked | sources)
+        return DataPosition(
+            step=self.step,
+            shares=self.shares.position(),
+            sources=self.parked | sources,
+        )

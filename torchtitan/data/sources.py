@@ -1,4 +1,6 @@
-"""The three kinds of data source: token files, documents and streams. Each makes readers of its rows."""
+"""The three kinds of data source: token files, documents and streams. Each makes readers of its
+rows.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -119,14 +121,18 @@ def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
 
 
 def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
-    section, make = spec.key(source), spec.custom.get(source.dataset)
+    section = spec.key(source)
+    make = spec.custom.get(source.dataset)
     if make is None and source.dataset_path is not None:
         key = f"{section}.dataset_path"
         if found := find_token_files(source.dataset_path, key):
-            return TokenSource(TokenFiles(found, spec.seq_len, spec.tokenizer, key), spec, source, retry)
+            return TokenSource(
+                TokenFiles(found, spec.seq_len, spec.tokenizer, key), spec, source, retry
+            )
     if source.max_epochs is not None:
         raise UserError(
-            f"{section}.max_epochs: the end of a text is known only from its tokens; write token files with "
+            f"{section}.max_epochs: the end of a text is known only from its tokens; "
+            "write token files with "
             f"`torchtitan tokenize` and name them as {section}.dataset_path, or remove max_epochs"
         )
     if make is not None:
@@ -146,21 +152,33 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     )
     if documents is not None:
         return DocumentSource(documents, spec, retry)
-    return StreamSource(open_stream(source.dataset, section, source.text_column), spec, source, retry)
+    return StreamSource(
+        open_stream(source.dataset, section, source.text_column), spec, source, retry
+    )
 
 
 class TokenSource:
     """Rows are windows of token files."""
 
-    def __init__(self, files: TokenFiles, spec: DataSpec, source: config.Source, retry: Retry):
-        self.files, self.spec, self.retry = files, spec, retry
+    def __init__(
+        self,
+        files: TokenFiles,
+        spec: DataSpec,
+        source: config.Source,
+        retry: Retry,
+    ):
+        self.files = files
+        self.spec = spec
+        self.retry = retry
         self.contents = files.contents
         self.epochs = source.max_epochs if spec.infinite else 1
         self.rows = None if self.epochs is None else self.epochs * len(files)
         """Until the source ends."""
 
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
-        return TokenReader(self.files, self.spec.seed, self.epochs, self.retry, shuffled=self.spec.infinite)
+        return TokenReader(
+            self.files, self.spec.seed, self.epochs, self.retry, shuffled=self.spec.infinite
+        )
 
     def takes(self, position: SourcePosition) -> bool:
         return position.lanes is None
@@ -173,7 +191,9 @@ class _LaneSource(ABC):
     rows: int | None = None
 
     def __init__(self, lanes: int, spec: DataSpec, retry: Retry):
-        self.lanes, self.spec, self.retry = lanes, spec, retry
+        self.lanes = lanes
+        self.spec = spec
+        self.retry = retry
 
     @abstractmethod
     def cursor(self, lane: int, lanes: int) -> Cursor:
@@ -184,9 +204,17 @@ class _LaneSource(ABC):
         """See `Source`."""
 
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
-        spec, lanes = self.spec, lanes or self.lanes
-        own = {lane for rows in spec.batch_sizes for lane in lanes_within(own_rows(rows, share), rows, lanes)}
-        made = {lane: Lane(self.cursor(lane, lanes), spec.tokenizer, spec.seq_len) for lane in sorted(own)}
+        spec = self.spec
+        lanes = lanes or self.lanes
+        own = {
+            lane
+            for rows in spec.batch_sizes
+            for lane in lanes_within(own_rows(rows, share), rows, lanes)
+        }
+        made = {
+            lane: Lane(self.cursor(lane, lanes), spec.tokenizer, spec.seq_len)
+            for lane in sorted(own)
+        }
         return LaneReader(self.contents.fingerprint, made, lanes)
 
 
@@ -195,10 +223,13 @@ class DocumentSource(_LaneSource):
 
     def __init__(self, documents: Documents, spec: DataSpec, retry: Retry):
         super().__init__(min(max(spec.batch_sizes), len(documents)), spec, retry)
-        self.documents, self.contents = documents, documents.contents
+        self.documents = documents
+        self.contents = documents.contents
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
-        return DocumentCursor(self.documents, lane, lanes, self.spec.seed, self.spec.infinite, self.retry)
+        return DocumentCursor(
+            self.documents, lane, lanes, self.spec.seed, self.spec.infinite, self.retry
+        )
 
     def takes(self, position: SourcePosition) -> bool:
         lanes = (position.lanes or {}).values()
@@ -208,10 +239,18 @@ class DocumentSource(_LaneSource):
 class StreamSource(_LaneSource):
     """A stream of documents; as many lanes as its shards allow."""
 
-    def __init__(self, stream: Any, spec: DataSpec, source: config.Source, retry: Retry):
-        # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read the whole stream.
+    def __init__(
+        self,
+        stream: Any,
+        spec: DataSpec,
+        source: config.Source,
+        retry: Retry,
+    ):
+        # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read
+        # the whole stream.
         super().__init__(math.gcd(max(spec.batch_sizes), stream.num_shards), spec, retry)
-        self.stream, self.source = stream, source
+        self.stream = stream
+        self.source = source
         self.contents = Contents(f"stream of {source.dataset}")
 
     def takes(self, position: SourcePosition) -> bool:
@@ -220,7 +259,8 @@ class StreamSource(_LaneSource):
     def check(self) -> None:
         """
         Raises:
-            UserError: the first document can't be read, or no checkpoint could hold the position after it.
+            UserError: the first document can't be read, or no checkpoint could hold the position
+            after it.
         """
         first = self.cursor(0, self.lanes)
         first.next()
@@ -229,5 +269,11 @@ class StreamSource(_LaneSource):
     def cursor(self, lane: int, lanes: int) -> Cursor:
         spec = self.spec
         return StreamCursor(
-            self.stream, lane, lanes, spec.infinite, self.retry, self.source.text_column, spec.on_bad_document
+            self.stream,
+            lane,
+            lanes,
+            spec.infinite,
+            self.retry,
+            self.source.text_column,
+            spec.on_bad_document,
         )

@@ -42,7 +42,9 @@ class Workers:
         )
 
     def steps(self) -> Iterator[Rows]:
-        """The rank's part of each step. DataLoader takes an item from each worker in turn, so one round is a step."""
+        """The rank's part of each step. DataLoader takes an item from each worker in turn, so one
+        round is a step.
+        """
         with helpers_shielded():
             items = iter(self.loader)
         for step in itertools.count(self.first):
@@ -53,18 +55,28 @@ class Workers:
             found = [part for part in parts if isinstance(part, Rows)]
             if not found:
                 return
-            epochs = [sum(e) / len(found) for e in zip(*(part.epochs for part in found), strict=True)]
+            epochs = [
+                sum(e) / len(found) for e in zip(*(part.epochs for part in found), strict=True)
+            ]
             whole = Rows([], [], epochs, joined([part.position for part in found]))
             for part, share in zip(parts, self.shares, strict=True):
                 # A worker whose lanes end before the others' has none.
-                missing = 0 if isinstance(part, Rows) else len(own_rows(self.spec.at(step).rows, share))
-                whole.rows.extend(part.rows if isinstance(part, Rows) else [blank_row(self.spec.seq_len)] * missing)
+                missing = (
+                    0 if isinstance(part, Rows) else len(own_rows(self.spec.at(step).rows, share))
+                )
+                whole.rows.extend(
+                    part.rows
+                    if isinstance(part, Rows)
+                    else [blank_row(self.spec.seq_len)] * missing
+                )
                 whole.sources.extend(part.sources if isinstance(part, Rows) else [0] * missing)
             yield whole
 
 
 class _WorkerRows(IterableDataset):
-    """A worker's share of the rows, step by step, with its position. At the end of a finite pass, None."""
+    """A worker's share of the rows, step by step, with its position. At the end of a finite pass,
+    None.
+    """
 
     def __init__(self, spec: DataSpec, shares: list[Share], start: DataPosition):
         self.spec = spec
@@ -77,23 +89,31 @@ class _WorkerRows(IterableDataset):
         become_stoppable()
         try:
             with _undivided():
-                sources = {one.name: open_source(self.spec, one, self.spec.retry(one)) for one in self.spec.sources}
+                sources = {
+                    one.name: open_source(self.spec, one, self.spec.retry(one))
+                    for one in self.spec.sources
+                }
                 steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
             while True:
                 with _undivided():
                     rows = next(steps, None)
                 yield rows
         except UserError as error:
-            # DataLoader re-raises only exceptions that take a single string, with a traceback as their text.
+            # DataLoader re-raises only exceptions that take a single string, with a traceback as
+            # their text.
             while True:
                 yield str(error)
 
 
 def _undivided() -> AbstractContextManager[None]:
-    """Hide from `datasets` that this is a worker: it would divide a stream's shards, which the lanes already divide."""
+    """Hide from `datasets` that this is a worker: it would divide a stream's shards, which the
+    lanes already divide.
+    """
     return replaced(torch.utils.data, get_worker_info=lambda: None)
 
 
 def _unchanged(item: Any) -> Any:
-    """Keep numpy arrays: DataLoader's default would copy each into a shared-memory file of its own."""
+    """Keep numpy arrays: DataLoader's default would copy each into a shared-memory file of its
+    own.
+    """
     return item

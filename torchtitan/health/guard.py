@@ -1,4 +1,5 @@
-"""The training guard: finds loss and gradient spikes, and skips their update or rewinds to a checkpoint.
+"""The training guard: finds loss and gradient spikes, and skips their update or rewinds to a
+checkpoint.
 
 All ranks judge the same global numbers and so make the same calls.
 """
@@ -24,7 +25,9 @@ from torchtitan.utils.logging import event, logger
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 _MIN_RELATIVE_SIGMA = 0.01
-"""Floor of the standard deviation, relative to the median, so that noise in a flat loss is no spike."""
+"""Floor of the standard deviation, relative to the median, so that noise in a flat loss is no
+spike.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Spike:
 def deviation(value: float, window: Sequence[float]) -> float:
     """How many standard deviations `value` lies above the median of `window`.
 
-    The modified z-score (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993). It is robust: spikes inside
-    the window barely move the median and the median absolute deviation.
+    The modified z-score (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993). It is
+    robust: spikes inside the window barely move the median and the median absolute deviation.
     """
     center = median(window)
     sigma = _SIGMA * median(abs(x - center) for x in window)
@@ -48,10 +51,13 @@ def deviation(value: float, window: Sequence[float]) -> float:
 
 
 class SpikeDetector:
-    """Finds spikes, and records which rows of the data the weights have not seen because of them."""
+    """Finds spikes, and records which rows of the data the weights have not seen because of
+    them.
+    """
 
     def __init__(self, config: schema.Guard, rows_per_step: int):
-        self.config, self.rows_per_step = config, rows_per_step
+        self.config = config
+        self.rows_per_step = rows_per_step
         self.thresholds = {"loss": config.loss_threshold, "grad_norm": config.grad_norm_threshold}
         self.windows = {name: deque[float](maxlen=config.window) for name in self.thresholds}
         self.streak = self.calm = 0
@@ -67,13 +73,21 @@ class SpikeDetector:
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
         """Record the outcome of a step; the spike, if it is one."""
-        config, values = self.config, {"loss": loss, "grad_norm": grad_norm}
+        config = self.config
+        values = {"loss": loss, "grad_norm": grad_norm}
         self.rows += self.rows_per_step
         if config.policy == "off":
             return None
-        reasons = [reason for name, value in values.items() if (reason := self._reason(name, value))]
-        # Under "warn" spikes enter the window too; otherwise a lasting change would be reported forever.
-        if step > config.warmup_steps and (not reasons or not self.acts) and all(map(math.isfinite, values.values())):
+        reasons = [
+            reason for name, value in values.items() if (reason := self._reason(name, value))
+        ]
+        # Under "warn" spikes enter the window too; otherwise a lasting change would be reported
+        # forever.
+        if (
+            step > config.warmup_steps
+            and (not reasons or not self.acts)
+            and all(map(math.isfinite, values.values()))
+        ):
             for name, value in values.items():
                 self.windows[name].append(value)
         if not reasons:
@@ -89,8 +103,11 @@ class SpikeDetector:
     def _reason(self, name: str, value: float) -> str | None:
         text = name.replace("_", " ")
         if not math.isfinite(value):
-            return f"{text} {value}" if self.acts else None  # otherwise training.on_nonfinite decides
-        window, threshold = self.windows[name], self.thresholds[name]
+            return (
+                f"{text} {value}" if self.acts else None
+            )  # otherwise training.on_nonfinite decides
+        window = self.windows[name]
+        threshold = self.thresholds[name]
         if not threshold or len(window) < self.config.window:
             return None
         above = deviation(value, window)
@@ -99,7 +116,9 @@ class SpikeDetector:
         return f"{text} {value:.4g}, {above:.1f} standard deviations above {median(window):.4g}"
 
     def skip_rows(self, first: int) -> list[int]:
-        """Record that the weights have not seen the rows from `first` to the current position; that range."""
+        """Record that the weights have not seen the rows from `first` to the current position; that
+        range.
+        """
         merged = [r for r in self.skipped if r[1] < first]
         for r in self.skipped[len(merged) :]:
             first = min(first, r[0])
@@ -123,7 +142,9 @@ class SpikeDetector:
         """Continue from a saved state."""
         for name, values in state["windows"].items():
             self.windows[name] = deque(values, maxlen=self.config.window)
-        self.streak, self.calm, self.rows = state["streak"], state["calm"], state["rows"]
+        self.streak = state["streak"]
+        self.calm = state["calm"]
+        self.rows = state["rows"]
         self.skipped = [list(r) for r in state["skipped"]]
 
 
@@ -141,9 +162,12 @@ class Guard:
     ):
         """
         Args:
-            updates_in_backward: `optimizer.early_step_in_backward`: gradients are applied before they can be judged.
+            updates_in_backward: `optimizer.early_step_in_backward`: gradients are applied before
+            they can be judged.
         """
-        self.config, self.on_nonfinite, self.checkpointer = config, training.on_nonfinite, checkpointer
+        self.config = config
+        self.on_nonfinite = training.on_nonfinite
+        self.checkpointer = checkpointer
         self.updates_in_backward = updates_in_backward
         self.spikes = SpikeDetector(config, training.global_batch_size)
         self.journal = Path(dump_folder, "guard.jsonl")
@@ -165,8 +189,10 @@ class Guard:
             self.checkpointer.wait()
             updated = "already" if self.updates_in_backward else "not"
             raise NonFiniteError(
-                f"step {step}: {what}. The weights were {updated} updated; {self.checkpointer.last_good()}.\n"
-                'Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "skip" to continue without '
+                f"step {step}: {what}. The weights were {updated} updated; "
+                f"{self.checkpointer.last_good()}.\n"
+                "Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "
+                '"skip" to continue without '
                 "such updates."
             )
         self._spike = None  # training.on_nonfinite has decided
@@ -175,19 +201,23 @@ class Guard:
         return False
 
     def handle_spike(self) -> Resumed | None:
-        """Carry out and log the action for a spike in the step just done; the checkpoint rewound to, if any.
+        """Carry out and log the action for a spike in the step just done; the checkpoint rewound
+        to, if any.
 
         Raises:
             GuardError: `guard.limit` is exceeded, or the weights can't be restored.
         """
-        spike, self._spike = self._spike, None
+        spike = self._spike
+        self._spike = None
         if spike is None:
             return None
         if spike.action == "stop":
             self.checkpointer.wait()
             raise GuardError(
-                f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to recover failed (guard.limit); "
-                f"{self.checkpointer.last_good()}.\nLower optimizer.lr or training.max_norm, resume from an earlier "
+                f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to "
+                "recover failed (guard.limit); "
+                f"{self.checkpointer.last_good()}.\nLower optimizer.lr or "
+                "training.max_norm, resume from an earlier "
                 "step (checkpoint.load_step), or raise guard.limit or the thresholds."
             )
         resumed = None
@@ -196,24 +226,41 @@ class Guard:
                 resumed = self.checkpointer.rewind(spike.step)
         if spike.action == "rewind" and resumed is None and self.updates_in_backward:
             raise GuardError(
-                f"step {spike.step}: {spike.reason}. There is no checkpoint yet to rewind to, and the weights have "
-                "already changed (optimizer.early_step_in_backward). Lower checkpoint.interval or optimizer.lr."
+                f"step {spike.step}: {spike.reason}. There is no checkpoint yet to "
+                "rewind to, and the weights have "
+                "already changed (optimizer.early_step_in_backward). Lower "
+                "checkpoint.interval or optimizer.lr."
             )
         about: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
         if spike.action == "warn":
             done = "the update was made anyway (guard.policy)"
         elif resumed is None:
-            done = "update skipped" + ("; there is no checkpoint yet" if spike.action == "rewind" else "")
+            done = "update skipped" + (
+                "; there is no checkpoint yet" if spike.action == "rewind" else ""
+            )
             about["rows"] = self.spikes.skip_step()
         else:
-            done = f"rewound to step {resumed.step}; training continues with the data after this step"
+            done = (
+                f"rewound to step {resumed.step}; training continues with the data after this step"
+            )
             rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
             about |= {"back_to": resumed.step, "rows": rows}
         kind = "spike" if resumed is None else "rewound"
-        logger.warning(f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **about))
+        logger.warning(
+            f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **about)
+        )
         if dist.get_rank() == 0:
             with self.journal.open("a") as file:
-                file.write(json.dumps({"step": spike.step, **about, "time": time.time()}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            "step": spike.step,
+                            **about,
+                            "time": time.time(),
+                        }
+                    )
+                    + "\n"
+                )
         return resumed
 
     def load(self, train_state: dict[str, Any]) -> None:

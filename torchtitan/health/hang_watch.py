@@ -1,15 +1,19 @@
-"""A rank's watch: a thread that notices when nothing moves, and makes every rank write down where it is.
+"""A rank's watch: a thread that notices when nothing moves, and makes every rank write down where
+it is.
 
-It must be a thread: a main thread blocked in a collective runs no Python, not even signal handlers. The files, in
+It must be a thread: a main thread blocked in a collective runs no Python, not even signal handlers.
+The files, in
 `<job.dump_folder>/<comm.save_traces_folder>/`, are what `health/diagnose.py` reads:
 
-    state-<rank>.json    step, phase, exception, last exchanges of experts' rows, stacks of all threads
+    state-<rank>.json    step, phase, exception, last exchanges of experts' rows, stacks of all
+    threads
     rank_<rank>          the Flight Recorder's collectives, also readable by `torchfrtrace`
     diagnosis.txt        the sentence that names the cause
 
-One rank starts it: a rank whose phase and collectives have not changed for most of the time limit, that received
-SIGUSR2, or that raised an exception. It asks the other ranks through the store, waits for their answers and prints the
-sentence. Nothing is stopped: a hang still ends by the time limit of its collective.
+One rank starts it: a rank whose phase and collectives have not changed for most of the time limit,
+that received SIGUSR2, or that raised an exception. It asks the other ranks through the store, waits
+for their answers and prints the sentence. Nothing is stopped: a hang still ends by the time limit
+of its collective.
 """
 
 import atexit
@@ -52,16 +56,21 @@ _watches = itertools.count()
 
 
 class Watch:
-    """Watches this process until `close`. All ranks create theirs together, after the default process group."""
+    """Watches this process until `close`. All ranks create theirs together, after the default
+    process group.
+    """
 
     def __init__(self, comm: Comm, dump_folder: str, degrees: dict[str, int]):
         """
         Args:
             degrees: degree of each mesh axis and of ep, by name.
         """
-        self.comm, self.dump_folder, self.degrees = comm, dump_folder, degrees
+        self.comm = comm
+        self.dump_folder = dump_folder
+        self.degrees = degrees
         self.folder = Path(dump_folder, comm.save_traces_folder)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.limit = comm.init_timeout_seconds
         """Time limit of collectives, in seconds."""
         self._asks = 0
@@ -75,15 +84,23 @@ class Watch:
         """Whether a rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
         self._store.set_timeout(timedelta(seconds=self.limit))  # until all ranks are here
-        self._store.set(f"process/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), time.time()]))
+        self._store.set(
+            f"process/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), time.time()])
+        )
         processes = self._store.multi_get([f"process/{rank}" for rank in range(self.world)])
         self._processes = [json.loads(process) for process in processes]
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         forget_exchanges()
         self._lock = threading.Lock()
-        self._wake, self._signaled, self._closing = threading.Event(), False, False
+        self._wake = threading.Event()
+        self._signaled = False
+        self._closing = False
         on_signal(SIGUSR2, self._on_signal)
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name="watch",
+            daemon=True,
+        )
         self._thread.start()
         # A thread that runs C++ code while the interpreter shuts down aborts the process.
         atexit.register(self.close)
@@ -96,7 +113,9 @@ class Watch:
         self._thread.join()
 
     def failed(self, error: BaseException) -> None:
-        """Write down this rank's exception and what the other ranks are doing, unless it ends a known hang."""
+        """Write down this rank's exception and what the other ranks are doing, unless it ends a
+        known hang.
+        """
         with self._lock:
             if not (_is_consequence(error) and (self._error_known or self._hung is current())):
                 self._ask("error", f"{type(error).__name__}: {error}", error)
@@ -125,14 +144,18 @@ class Watch:
                     self._signaled = False
                     self._ask("signal", "SIGUSR2")
                 elif self._hangs():
-                    self._ask("hang", f"nothing moved for {time.monotonic() - current().since:.0f} s")
+                    self._ask(
+                        "hang", f"nothing moved for {time.monotonic() - current().since:.0f} s"
+                    )
 
     @property
     def _patience(self) -> float:
         return PATIENCE * (SAVE_SECONDS if current().activity.startswith(SAVING) else self.limit)
 
     def _hangs(self) -> bool:
-        """Whether phase and collectives have not changed for too long, and this was not reported yet."""
+        """Whether phase and collectives have not changed for too long, and this was not reported
+        yet.
+        """
         waited = time.monotonic() - current().since
         if waited < self._patience / 2:
             return False
@@ -153,11 +176,28 @@ class Watch:
             return None
 
     def _ask(self, kind: str, why: str, error: BaseException | None = None) -> None:
-        """Write, make the others write, and print the diagnosis; or answer the rank that asked first."""
-        ask = {"rank": self.rank, "kind": kind, "why": why, "time": time.time()}
-        claim = self._on_store(self._store.compare_set, f"ask/{self._asks + 1}", "", json.dumps(ask))
+        """Write, make the others write, and print the diagnosis; or answer the rank that asked
+        first.
+        """
+        ask = {
+            "rank": self.rank,
+            "kind": kind,
+            "why": why,
+            "time": time.time(),
+        }
+        claim = self._on_store(
+            self._store.compare_set, f"ask/{self._asks + 1}", "", json.dumps(ask)
+        )
         if claim is None:  # every rank names this same ask, so their files belong together
-            self._write({"rank": 0, "kind": "error", "why": "rank 0 is gone", "time": self._processes[0][2]}, error)
+            self._write(
+                {
+                    "rank": 0,
+                    "kind": "error",
+                    "why": "rank 0 is gone",
+                    "time": self._processes[0][2],
+                },
+                error,
+            )
             return
         self._asks += 1
         if (first := json.loads(claim)) != ask:
@@ -185,12 +225,18 @@ class Watch:
                 self._write(json.loads(asked), None)
 
     def _await_answers(self) -> dict[int, str]:
-        """Wait for the other ranks; those that gave no answer, with what is known about their processes."""
+        """Wait for the other ranks; those that gave no answer, with what is known about their
+        processes.
+        """
         missing = {rank: "" for rank in range(self.world) if rank != self.rank}
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and not self._lost and time.monotonic() < deadline:
             time.sleep(0.05)
-            answers = (r for r in missing if not self._on_store(self._store.check, [f"answer/{self._asks}/{r}"]))
+            answers = (
+                r
+                for r in missing
+                if not self._on_store(self._store.check, [f"answer/{self._asks}/{r}"])
+            )
             missing = {rank: self._process(rank) for rank in answers}
             if all("is gone" in text for text in missing.values()):
                 break
@@ -214,7 +260,8 @@ class Watch:
 
     def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
         if ask["kind"] == "hang":
-            self._hang, self._hung = (current(), collective_counts()), current()
+            self._hang = (current(), collective_counts())
+            self._hung = current()
         self._error_known |= ask["kind"] == "error"
         with self._reporting_disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -230,13 +277,20 @@ class Watch:
         try:
             yield
         except OSError as error:
-            print(f"rank {self.rank}: can't write to {self.folder}: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"rank {self.rank}: can't write to {self.folder}: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _write_state(
         self, ask: dict[str, Any], error: BaseException | None, silent: dict[int, str] | None = None
     ) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = {names.get(ident, str(ident)): _frames(frame) for ident, frame in sys._current_frames().items()}
+        frames = {
+            names.get(ident, str(ident)): _frames(frame)
+            for ident, frame in sys._current_frames().items()
+        }
         position = current()
         state = {
             "ask": ask,
@@ -268,7 +322,12 @@ def _error(error: BaseException) -> dict[str, Any]:
         frames.insert(0, (code.co_filename, traceback.tb_lineno, code.co_qualname))
         traceback = traceback.tb_next
     text = (str(error).splitlines() or [""])[0][:300]
-    return {"type": type(error).__name__, "text": text, "frames": frames, "cause": not _is_consequence(error)}
+    return {
+        "type": type(error).__name__,
+        "text": text,
+        "frames": frames,
+        "cause": not _is_consequence(error),
+    }
 
 
 def _frames(frame: Any) -> list[tuple[str, int, str]]:

@@ -1,4 +1,5 @@
-"""What the ranks wrote when a run stopped moving: read from disk and put into words. Imports no torch.
+"""What the ranks wrote when a run stopped moving: read from disk and put into words. Imports no
+torch.
 
 `health/hang_watch.py` writes the state of each rank, torch's Flight Recorder its last collectives.
 """
@@ -17,7 +18,9 @@ STATE = "state-{}.json"
 _MOST_RANKS = 2**20
 _MOST_SPLITS = 8
 
-_LIBRARY = re.compile(r"(site|dist)-packages/(?!torchtitan/)|/lib/python3[\d.]*/(?!(site|dist)-packages/)|^<")
+_LIBRARY = re.compile(
+    r"(site|dist)-packages/(?!torchtitan/)|/lib/python3[\d.]*/(?!(site|dist)-packages/)|^<"
+)
 _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 """Frames between a call of torch.distributed and the operation that waits."""
 _ROWS = re.compile(r" \[(\d+), \d+\]$")
@@ -60,7 +63,9 @@ class Witness:
 
     def last(self, group: Group) -> int:
         """Number of the last collective the rank entered in a group."""
-        return max((c.number for c in self.collectives if c.group == group and c.peer is None), default=0)
+        return max(
+            (c.number for c in self.collectives if c.group == group and c.peer is None), default=0
+        )
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -68,12 +73,19 @@ class Witness:
         return [Exchange(**exchange) for exchange in self.state.get("exchanges", ())]
 
     def exchange_in(self, collective: Collective) -> Exchange | None:
-        """The exchange that one of its collectives is, if known: both records have the same order."""
+        """The exchange that one of its collectives is, if known: both records have the same
+        order.
+        """
         exchanges = self.exchanges
         for c in reversed(self.collectives):
             rows = _ROWS.search(c.tensors)
             last = exchanges[-1] if exchanges else None
-            if last and rows and c.op.startswith("all_to_all") and c.group.ranks == tuple(last.ranks):
+            if (
+                last
+                and rows
+                and c.op.startswith("all_to_all")
+                and c.group.ranks == tuple(last.ranks)
+            ):
                 if int(rows[1]) != sum(last.sent):
                     continue
                 if c is collective:
@@ -100,11 +112,16 @@ class Witness:
         return "torch/distributed/" in inner
 
     def place(self) -> str:
-        """`file:line in function`, outside libraries, of the main thread or the one that reads or saves for it."""
+        """`file:line in function`, outside libraries, of the main thread or the one that reads or
+        saves for it.
+        """
         if error := self.state.get("error"):
             return where(error["frames"])
         threads: dict[str, list[Any]] = self.state.get("threads", {})
-        folders = {DATA: ("torchtitan/data/",), SAVING: ("torchtitan/checkpoint/", "torch/distributed/checkpoint/")}
+        folders = {
+            DATA: ("torchtitan/data/",),
+            SAVING: ("torchtitan/checkpoint/", "torch/distributed/checkpoint/"),
+        }
         for phase, wanted in folders.items():
             for name, frames in threads.items():
                 inside = any(folder in frame[0] for frame in frames for folder in wanted)
@@ -117,8 +134,14 @@ class Witness:
         if not self.state:
             return "it wrote only its collectives"
         if error := self.state.get("error"):
-            return f"it raised {error['type']} in step {self.state['step']} while {self.phase}, at {self.place()}"
-        lasts = f"it has been {self.phase} for {self.state['seconds']:.0f} s in step {self.state['step']}"
+            return (
+                f"it raised {error['type']} in step {self.state['step']} while {self.phase}, "
+                f"at {self.place()}"
+            )
+        lasts = (
+            f"it has been {self.phase} for {self.state['seconds']:.0f} s in step "
+            f"{self.state['step']}"
+        )
         return f"{lasts}, at {self.place()}"
 
 
@@ -141,16 +164,28 @@ class Case:
             return "a send or receive, or a collective, that was not recorded"
         _, axis, ranks = collective.group
         if axis == "default_pg":  # also the group of an axis that spans all ranks
-            degrees: dict[str, int] = next((w.state["degrees"] for w in self.witnesses.values() if w.state), {})
-            axis = " = ".join(["all ranks", *(axis for axis, degree in degrees.items() if degree == self.world)])
+            degrees: dict[str, int] = next(
+                (w.state["degrees"] for w in self.witnesses.values() if w.state), {}
+            )
+            axis = " = ".join(
+                ["all ranks", *(axis for axis, degree in degrees.items() if degree == self.world)]
+            )
         name = axis.removeprefix("mesh_")
-        return f"{collective.op} #{collective.number} of {name} ({collective.tensors}; {name_ranks(ranks)})"
+        return (
+            f"{collective.op} #{collective.number} of {name} ({collective.tensors}; "
+            f"{name_ranks(ranks)})"
+        )
 
     def describe_splits(self, rank: int, collective: Collective | None) -> str:
-        """The rows that a rank sends and expects in a collective; empty if it is no exchange of experts' rows."""
+        """The rows that a rank sends and expects in a collective; empty if it is no exchange of
+        experts' rows.
+        """
         if collective is None or (exchange := self.witnesses[rank].exchange_in(collective)) is None:
             return ""
-        return f"sends {_split(exchange.sent)} rows to these ranks and expects {_split(exchange.expected)} from them"
+        return (
+            f"sends {_split(exchange.sent)} rows to these ranks and expects "
+            f"{_split(exchange.expected)} from them"
+        )
 
     def describe_silent(self, ranks: Iterable[int]) -> str:
         """The first of some silent ranks, and the others about which the same is known."""
@@ -159,7 +194,8 @@ class Case:
 
 
 def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | None:
-    """The newest case in a folder of dumps, if it is not older than `since` (seconds since the epoch).
+    """The newest case in a folder of dumps, if it is not older than `since` (seconds since the
+    epoch).
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: a report is damaged.
@@ -168,22 +204,35 @@ def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | N
     for path in folder.glob(STATE.format("*")):
         state = json.loads(path.read_text())
         states[state["rank"]] = state
-    ask = max((state["ask"] for state in states.values()), key=lambda ask: ask["time"], default=None)
+    ask = max(
+        (state["ask"] for state in states.values()), key=lambda ask: ask["time"], default=None
+    )
     states = {rank: state for rank, state in states.items() if state["ask"] == ask}
     asked = ask["time"] if ask else 0.0
     witnesses = {rank: Witness(state) for rank, state in states.items()}
     for path in folder.glob(prefix + "*"):
         number = path.name.removeprefix(prefix)
-        if not number.isdigit() or (int(number) not in states and path.stat().st_mtime < max(asked, since)):
+        if not number.isdigit() or (
+            int(number) not in states and path.stat().st_mtime < max(asked, since)
+        ):
             continue  # from an earlier case
         try:
-            _add_collectives(witnesses.setdefault(int(number), Witness()), safe_loads(path.read_bytes()))
-        except (ValueError, TypeError, LookupError, AttributeError):  # its writer was killed, or it is no dump
+            _add_collectives(
+                witnesses.setdefault(int(number), Witness()), safe_loads(path.read_bytes())
+            )
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ):  # its writer was killed, or it is no dump
             continue
     if not witnesses or (ask and asked < since):
         return None
     members = [r for w in witnesses.values() for group in w.groups.values() for r in group.ranks]
-    world = max([*(state["world"] for state in states.values()), *(r + 1 for r in (*witnesses, *members))])
+    world = max(
+        [*(state["world"] for state in states.values()), *(r + 1 for r in (*witnesses, *members))]
+    )
     if world > _MOST_RANKS:
         raise ValueError(f"a report names rank {world - 1:,}")
     silent = {r: "gave no answer" for r in range(world) if r not in witnesses}
@@ -208,14 +257,19 @@ def _add_collectives(witness: Witness, dump: dict[str, Any]) -> None:
                 continue
             peer = group.ranks[int(match[3])]
         kinds = entry.get("input_dtypes") or [""]
-        tensors = ", ".join(f"{kind} {size}" for kind, size in zip(kinds, entry["input_sizes"], strict=False))
+        tensors = ", ".join(
+            f"{kind} {size}" for kind, size in zip(kinds, entry["input_sizes"], strict=False)
+        )
         frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
         op = entry["profiling_name"].split(":")[-1].lstrip("_")
         if op == "all_reduce" and any("reduce_scatter" in name for *_, name in frames[:5]):
             op = "reduce_scatter"  # gloo implements it with an all-reduce
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        done, created = entry["state"] == "completed", entry["time_created_ns"]
-        witness.collectives.append(Collective(group, number, op, tensors, done, created, where(frames), peer))
+        done = entry["state"] == "completed"
+        created = entry["time_created_ns"]
+        witness.collectives.append(
+            Collective(group, number, op, tensors, done, created, where(frames), peer)
+        )
 
 
 def is_library(file: str) -> bool:
@@ -224,7 +278,9 @@ def is_library(file: str) -> bool:
 
 
 def where(frames: Iterable[Any]) -> str:
-    """`file:line in function` of the innermost of `(file, line, function)` outside libraries, or else the innermost."""
+    """`file:line in function` of the innermost of `(file, line, function)` outside libraries, or
+    else the innermost.
+    """
     frames = list(frames)
     for file, line, function in [f for f in frames if not is_library(f[0])] or frames:
         path = Path(file)

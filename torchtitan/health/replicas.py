@@ -1,9 +1,9 @@
 """Whether ranks that hold copies of the same tensor hold the same bytes.
 
-Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor parallelism; experts
-only along dp_replicate), and all plain tensors, such as routing biases. They stay bit-identical in a healthy run,
-because each rank computes them from the same reduced gradients. A difference means a faulty device or a bug in the
-layout.
+Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor
+parallelism; experts only along dp_replicate), and all plain tensors, such as routing biases. They
+stay bit-identical in a healthy run, because each rank computes them from the same reduced
+gradients. A difference means a faulty device or a bug in the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,27 +18,43 @@ from torchtitan.config.derive import AXES
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 _CHUNK = 1 << 20
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 """2^64 / golden ratio, as a signed number."""
 
 
-def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Checkpointer) -> None:
+def check_replicas(
+    mesh: Mesh,
+    device: torch.device,
+    step: int,
+    checkpointer: Checkpointer,
+) -> None:
     """Compare all replicated tensors that `checkpointer` saves, and buffers. Called by all ranks.
 
     Raises:
         GuardError: copies differ.
     """
-    models, parts = checkpointer.trained.models, checkpointer.trained.tensors()
-    tensors = parts.pop("model") | {f"{part} {name}": x for part, found in parts.items() for name, x in found.items()}
-    tensors |= {f"buffer {name}": value for model in models for name, value in model.named_buffers()}
+    models = checkpointer.trained.models
+    parts = checkpointer.trained.tensors()
+    tensors = parts.pop("model") | {
+        f"{part} {name}": x for part, found in parts.items() for name, x in found.items()
+    }
+    tensors |= {
+        f"buffer {name}": value for model in models for name, value in model.named_buffers()
+    }
     if found := disagreements(tensors, mesh, device):
         checkpointer.wait()
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise GuardError(
             f"after step {step}: ranks hold different copies: {'; '.join(found[:3])}{more}.\n"
-            "Either a device or its memory is faulty, or the layout has a bug. Run the same command again "
+            "Either a device or its memory is faulty, or the layout has a bug. Run the "
+            "same command again "
             f"({checkpointer.last_good()}); if the same rank differs again, exclude its machine."
         )
 
@@ -46,9 +62,9 @@ def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Ch
 def fingerprint(value: Tensor) -> Tensor:
     """64-bit hash of a tensor's bytes: an int64 scalar on its device.
 
-    The elements, read as integers, are multiplied by odd coefficients that depend on their position and summed modulo
-    2^64. The sum doesn't depend on the order of addition, and a change of one element always changes it, because the
-    coefficients are odd.
+    The elements, read as integers, are multiplied by odd coefficients that depend on their position
+    and summed modulo 2^64. The sum doesn't depend on the order of addition, and a change of one
+    element always changes it, because the coefficients are odd.
     """
     flat = value.detach().contiguous().view(_INTEGERS[value.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -59,10 +75,12 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> list[str]:
-    """Copies that differ, as text: the tensor, the mesh axis, the ranks. The same list on every rank.
+    """Copies that differ, as text: the tensor, the mesh axis, the ranks. The same list on every
+    rank.
 
     Args:
-        tensors: by name; ranks along an axis other than pp must pass the same names in the same order.
+        tensors: by name; ranks along an axis other than pp must pass the same names in the same
+        order.
     """
     own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
     hashes = torch.stack([fingerprint(value).to(device) for value in own])
@@ -70,7 +88,8 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
     for index, value in enumerate(tensors.values()):
         for axis, group in _replicated_along(value, mesh):
             copies.setdefault(axis, (group, []))[1].append(index)
-    names, found = list(tensors), []
+    names = list(tensors)
+    found = []
     for axis, (group, indices) in sorted(copies.items()):
         parts = [torch.empty_like(hashes[indices]) for _ in range(group.size())]
         dist.all_gather(parts, hashes[indices], group=group)
@@ -87,7 +106,11 @@ def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.Pro
     if isinstance(value, DTensor):
         own = value.device_mesh
         names = own.mesh_dim_names or ()
-        axes = [(n, own.get_group(n)) for n, p in zip(names, value.placements, strict=True) if p.is_replicate()]
+        axes = [
+            (n, own.get_group(n))
+            for n, p in zip(names, value.placements, strict=True)
+            if p.is_replicate()
+        ]
     else:
         axes = [(axis, mesh.group(axis)) for axis in AXES if axis != "pp"]
     return ((axis, group) for axis, group in axes if group is not None and group.size() > 1)

@@ -16,7 +16,8 @@ class Stragglers:
     """Names a rank once it has been slow for `guard.straggler_records` logged steps in a row."""
 
     def __init__(self, config: schema.Guard):
-        self.factor, self.records = config.straggler_factor, config.straggler_records
+        self.factor = config.straggler_factor
+        self.records = config.straggler_records
         self.slow: dict[int, int] = {}
 
     def check(self, record: dict[str, Any], device: torch.device) -> None:
@@ -31,9 +32,14 @@ class Stragglers:
         compute, data = zip(*gather([seconds_of_matmuls(), waits], device), strict=True)
         for rank, what in self.observe(compute, data, record["step_time_s"]).items():
             step = record["step"]
-            logger.warning(f"step {step}: rank {rank} is slow: it {what}", extra=event("straggler", step, rank=rank))
+            logger.warning(
+                f"step {step}: rank {rank} is slow: it {what}",
+                extra=event("straggler", step, rank=rank),
+            )
 
-    def observe(self, compute: Sequence[float], data: Sequence[float], step_time: float) -> dict[int, str]:
+    def observe(
+        self, compute: Sequence[float], data: Sequence[float], step_time: float
+    ) -> dict[int, str]:
         """The ranks to name, each with what it is slow at.
 
         Args:
@@ -42,17 +48,22 @@ class Stragglers:
             step_time: seconds per step, in which all ranks wait for the slowest.
         """
         # The lower median: of two ranks the faster one is the norm.
-        usual_compute, usual_data = median_low(compute), median_low(data)
+        usual_compute = median_low(compute)
+        usual_data = median_low(data)
         found = {}
         for rank, (own_compute, own_data) in enumerate(zip(compute, data, strict=True)):
             # How long a step would take if this rank waited no longer than the median rank.
             without = max(step_time - max(own_data - usual_data, 0.0), 1e-9)
-            in_compute, in_data = own_compute / max(usual_compute, 1e-9), step_time / without
+            in_compute = own_compute / max(usual_compute, 1e-9)
+            in_data = step_time / without
             slow = max(in_compute, in_data) > self.factor
             self.slow[rank] = self.slow.get(rank, 0) + 1 if slow else 0
             if slow and self.slow[rank] % self.records == 0:
                 if in_compute >= in_data:
                     found[rank] = f"computes {in_compute:.1f} times as long as the median rank"
                 else:
-                    found[rank] = f"waits {own_data:.2f} s per step for data, the median rank {usual_data:.2f} s"
+                    found[rank] = (
+                        f"waits {own_data:.2f} s per step for data, the median rank "
+                        f"{usual_data:.2f} s"
+                    )
         return found

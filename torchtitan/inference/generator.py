@@ -1,8 +1,9 @@
 """Text generation: a key-value cache, sampling, and the loop over tokens.
 
-The model is unchanged: its attention modules call `self.attend`, which is replaced by attention with a cache. Rows are
-padded at the end, where causal attention doesn't look, so each row has the positions it would have alone. The keys and
-values of a padding token are overwritten when the row reaches its position.
+The model is unchanged: its attention modules call `self.attend`, which is replaced by attention
+with a cache. Rows are padded at the end, where causal attention doesn't look, so each row has the
+positions it would have alone. The keys and values of a padding token are overwritten when the row
+reaches its position.
 
 Shapes: b rows, s new tokens of each, vocab size of the vocabulary.
 """
@@ -32,7 +33,9 @@ class Sampling:
     top_k: int = 0
     """Sample from the k likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the fewest tokens that together have this probability (Holtzman et al., arXiv:1904.09751)."""
+    """Sample from the fewest tokens that together have this probability (Holtzman et al.,
+    arXiv:1904.09751).
+    """
     seed: int = 0
 
 
@@ -44,9 +47,17 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     """Without the end-of-text token."""
     end: Literal["", "eos", "length", "context", "stop"] = ""
-    """Why it ended: end of text, `max_new_tokens`, the model's `max_seq_len`, or a text to stop at. Empty: not yet."""
+    """Why it ended: end of text, `max_new_tokens`, the model's `max_seq_len`, or a text to stop at.
+    Empty: not yet.
+    """
 
-    def take(self, token: int, stop: Collection[int], max_new_tokens: int, max_seq_len: int) -> None:
+    def take(
+        self,
+        token: int,
+        stop: Collection[int],
+        max_new_tokens: int,
+        max_seq_len: int,
+    ) -> None:
         """Append a token, or end."""
         if token in stop:
             self.end = "eos"
@@ -58,15 +69,20 @@ class Continuation:
             self.end = "context"
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """The continuation, decoded with the prompt: some tokenizers drop the space before the first word."""
+        """The continuation, decoded with the prompt: some tokenizers drop the space before the
+        first word.
+        """
         return tokenizer.decode([*self.prompt, *self.tokens])[len(tokenizer.decode(self.prompt)) :]
 
 
 class _Cache:
-    """The positions of one forward's tokens, shared by the layers. Each layer keeps its own keys and values."""
+    """The positions of one forward's tokens, shared by the layers. Each layer keeps its own keys
+    and values.
+    """
 
     def __init__(self, model: Any, rows: int, places: int):
-        self.rows, self.places = rows, places
+        self.rows = rows
+        self.places = places
         for module in model.modules():
             if (attend := getattr(module, "attend", None)) is not None:
                 module.attend = _CachedAttention(self, getattr(attend, "plain", attend))
@@ -89,13 +105,23 @@ class _CachedAttention:
     """Attention to the new tokens and all earlier ones."""
 
     def __init__(self, cache: _Cache, plain: Attend):
-        self.cache, self.plain = cache, plain
+        self.cache = cache
+        self.plain = plain
         self.keys = self.values = torch.empty(0)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any = None,
+    ) -> Tensor:
         assert mask is None, "generation has no document masks"
-        cache, rows = self.cache, len(k)
-        if not self.keys.numel():  # allocated here, as tensor parallelism leaves a rank only some of the heads
+        cache = self.cache
+        rows = len(k)
+        if (
+            not self.keys.numel()
+        ):  # allocated here, as tensor parallelism leaves a rank only some of the heads
             self.keys = k.new_zeros(cache.rows, k.shape[1], cache.places, k.shape[3])
             self.values = torch.zeros_like(self.keys)
         index = cache.index.expand_as(k)
@@ -104,7 +130,9 @@ class _CachedAttention:
         if cache.empty:
             return self.plain(q, k, v)
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=cache.visible, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=cache.visible, enable_gqa=grouped
+        )
 
 
 def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
@@ -116,8 +144,9 @@ def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> t
 def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """Sample one token per row.
 
-    The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is independent per token,
-    so rounding errors in the logits, which differ between batches, rarely change the sample.
+    The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is
+    independent per token, so rounding errors in the logits, which differ between batches, rarely
+    change the sample.
 
     Args:
         logits: `[b, vocab]`, fp32.
@@ -160,15 +189,21 @@ class TextGenerator:
     ):
         """
         Args:
-            model: without FSDP; sharded over `mesh` if there is one. Its own `max_seq_len` must exceed this one by the
+            model: without FSDP; sharded over `mesh` if there is one. Its own `max_seq_len` must
+            exceed this one by the
                 number of ranks.
             rows: largest number of prompts per call.
             max_seq_len: longest text, prompt included.
             vocab_size: ids from here on are unknown to the tokenizer, and never sampled.
             stop: tokens that end a text.
         """
-        self.model, self.device, self.mesh = model.eval(), device, mesh
-        self.max_rows, self.max_seq_len, self.vocab_size, self.stop = rows, max_seq_len, vocab_size, set(stop)
+        self.model = model.eval()
+        self.device = device
+        self.mesh = mesh
+        self.max_rows = rows
+        self.max_seq_len = max_seq_len
+        self.vocab_size = vocab_size
+        self.stop = set(stop)
         self.ranks = mesh.size() if mesh is not None else 1
         self.cache = _Cache(model, rows, max_seq_len + self.ranks)
 
@@ -194,7 +229,9 @@ class TextGenerator:
             row[: len(prompt)] = torch.tensor(prompt)
         begin = [0] * len(rows)
         while True:
-            logits = self._logits(tokens, begin, [n - first - 1 for n, first in zip(lengths, begin, strict=True)])
+            logits = self._logits(
+                tokens, begin, [n - first - 1 for n, first in zip(lengths, begin, strict=True)]
+            )
             drawn = sample(logits, sampling, generators)
             if self.ranks > 1:
                 dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
@@ -206,7 +243,10 @@ class TextGenerator:
             if all(row.end for row in rows):
                 return rows
             # A row that has ended stays at its position; its results are ignored.
-            begin = [n if not row.end else first for n, first, row in zip(lengths, begin, rows, strict=True)]
+            begin = [
+                n if not row.end else first
+                for n, first, row in zip(lengths, begin, rows, strict=True)
+            ]
             lengths = [first + 1 for first in begin]
             tokens = drawn.cpu()[:, None]
 
@@ -224,7 +264,9 @@ class TextGenerator:
         self.cache.place(positions.to(self.device), int(positions.max()))
         hidden = self.model(tokens, positions.to(self.device), project=False)
         if self.mesh is not None:
-            hidden = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False).full_tensor()
+            hidden = DTensor.from_local(
+                hidden, self.mesh, [Shard(1)], run_check=False
+            ).full_tensor()
         hidden = hidden[torch.arange(len(last)), torch.tensor(last)][:, None]
         # Under tensor parallelism, every rank passes this same token as its part of the sequence.
         logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()

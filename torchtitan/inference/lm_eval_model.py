@@ -1,7 +1,8 @@
 """A model of ours as lm-eval sees models: answers to its requests for likelihoods and texts.
 
-Every rank runs the harness on the same tasks, so all make the same calls of the model. Requests become token ids as in
-lm-eval's `hf` backend, which this file follows in what is context and what continuation, and in how it truncates.
+Every rank runs the harness on the same tasks, so all make the same calls of the model. Requests
+become token ids as in lm-eval's `hf` backend, which this file follows in what is context and what
+continuation, and in how it truncates.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,11 @@ from typing import Any, Protocol
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
@@ -72,7 +77,9 @@ class HarnessModel(TemplateLM):
     def max_length(self) -> int:
         return self.logits.max_seq_len
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         if add_special_tokens is None:  # a text may bring its own first token
             prefix = self.texts.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(prefix)
@@ -80,10 +87,14 @@ class HarnessModel(TemplateLM):
 
     # ---- likelihoods
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
         """Each text whole, in windows of the longest row, each token predicted once."""
         windows: list[Pair] = []
         owners: list[int] = []
@@ -104,20 +115,24 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether each of its tokens is the likeliest.
 
-        Requests with the same input share a row: they differ in their last token, as the choices of a question do.
+        Requests with the same input share a row: they differ in their last token, as the choices of
+        a question do.
         """
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise UserError(
-                    f"lm-eval: a continuation has {len(continuation)} tokens, the model reads {self.max_length}; "
+                    f"lm-eval: a continuation has {len(continuation)} tokens, the model "
+                    f"reads {self.max_length}; "
                     "leave out this task"
                 )
             whole = [*context, *continuation][-(self.max_length + 1) :]
             rows.setdefault(tuple(whole[:-1]), []).append(i)
         texts = [list(row) for row in rows]
         scored = [max(len(requests[i][2]) for i in members) for members in rows.values()]
-        lasts = [list(dict.fromkeys(requests[i][2][-1] for i in members)) for members in rows.values()]
+        lasts = [
+            list(dict.fromkeys(requests[i][2][-1] for i in members)) for members in rows.values()
+        ]
         likely, best = self._score(texts, scored, lasts)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         end = 0
@@ -135,21 +150,26 @@ class HarnessModel(TemplateLM):
     def _score(
         self, texts: list[list[int]], scored: list[int], lasts: list[list[int]]
     ) -> tuple[list[list[float]], list[int]]:
-        """Log-likelihoods of what follows the last `scored` positions of each text, and the likeliest tokens.
+        """Log-likelihoods of what follows the last `scored` positions of each text, and the
+        likeliest tokens.
 
         Args:
             lasts: the tokens that may follow each text.
 
         Returns:
-            For each position, of all texts in order: the values of the next token, or of each that may follow the
-            text; and the likeliest token.
+            For each position, of all texts in order: the values of the next token, or of each that
+            may follow the text; and the likeliest token.
         """
-        chosen = [range(len(text) - count, len(text)) for text, count in zip(texts, scored, strict=True)]
+        chosen = [
+            range(len(text) - count, len(text)) for text, count in zip(texts, scored, strict=True)
+        ]
         targets: list[list[int]] = []
         for text, places, last in zip(texts, chosen, lasts, strict=True):
             targets += [[text[place + 1]] for place in places[:-1]] + [last]
         width = max(map(len, targets), default=1)
-        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in targets], device=self.logits.device)
+        padded = torch.tensor(
+            [[*row, *[0] * (width - len(row))] for row in targets], device=self.logits.device
+        )
 
         def read(logits: Tensor, numbers: Tensor) -> Tensor:
             values = logits.log_softmax(-1).gather(1, padded[numbers])
@@ -167,7 +187,8 @@ class HarnessModel(TemplateLM):
             alike.setdefault(repr(request.args[1]), []).append(i)
         for members in alike.values():
             prompts = [self.tok_encode(requests[i].args[0]) for i in members]
-            order = sorted(range(len(members)), key=lambda k: -len(prompts[k]))  # alike lengths share a batch
+            # alike lengths share a batch
+            order = sorted(range(len(members)), key=lambda k: -len(prompts[k]))
             for first in range(0, len(order), self.logits.batch):
                 together = order[first : first + self.logits.batch]
                 made = self._continue([prompts[k] for k in together], requests[members[0]].args[1])
@@ -181,11 +202,15 @@ class HarnessModel(TemplateLM):
             asked: the generation settings of a task.
         """
         settings: dict[str, Any] = dict(normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
-        until = handle_stop_sequences(settings["until"], self.texts.decode([self.eot_token_id], False))
-        new, room = settings["max_gen_toks"], self.max_length - settings["max_gen_toks"]
+        until = handle_stop_sequences(
+            settings["until"], self.texts.decode([self.eot_token_id], False)
+        )
+        new = settings["max_gen_toks"]
+        room = self.max_length - settings["max_gen_toks"]
         if room <= 0:
             raise UserError(
-                f"lm-eval: a task asks for {new} new tokens, and the model reads {self.max_length} in all; leave out "
+                f"lm-eval: a task asks for {new} new tokens, and the model reads "
+                f"{self.max_length} in all; leave out "
                 "the task, or lower max_gen_toks in its generation_kwargs"
             )
         sampling = Sampling(temperature=0)
@@ -207,4 +232,6 @@ class HarnessModel(TemplateLM):
             device=self.logits.device,
             ends=ends,
         )
-        return [postprocess_generated_text(self.texts.decode(row.tokens), until, None) for row in rows]
+        return [
+            postprocess_generated_text(self.texts.decode(row.tokens), until, None) for row in rows
+        ]

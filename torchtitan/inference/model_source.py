@@ -54,7 +54,8 @@ class Source:
 
 
 def find(name: str, custom_import: str | None = None, *, averaged: bool = False) -> Source:
-    """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face model's folder.
+    """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face
+    model's folder.
 
     Args:
         custom_import: module that registers the model's family.
@@ -66,11 +67,19 @@ def find(name: str, custom_import: str | None = None, *, averaged: bool = False)
     folder = path_argument(name, "--checkpoint")
     if (folder / "config.json").is_file():
         if averaged:
-            raise ConfigError([f"--ema: {folder} is a Hugging Face model, which has only weights; leave --ema out"])
+            raise ConfigError(
+                [
+                    f"--ema: {folder} is a Hugging Face model, which has only weights; "
+                    "leave --ema out"
+                ]
+            )
         return _hugging_face(folder, custom_import)
     config = folder / "config.toml"
-    if config.is_file() and not is_remote(folder):  # a run's folder: the file names that of its checkpoints
-        folder = storage_path(load_config([f"--job.config_file={config}"]).config.checkpoint.folder, folder)
+    # a run's folder: the file names that of its checkpoints
+    if config.is_file() and not is_remote(folder):
+        folder = storage_path(
+            load_config([f"--job.config_file={config}"]).config.checkpoint.folder, folder
+        )
     folder = checkpoints_at(folder)[-1]
     manifest = read_manifest(folder)
     if averaged:
@@ -78,12 +87,15 @@ def find(name: str, custom_import: str | None = None, *, averaged: bool = False)
     for file, expected in manifest.files.items():
         if not (folder / file).is_file() or (folder / file).stat().st_size != expected.bytes:
             raise CheckpointError(
-                f"{folder} is damaged: {file} is missing or has the wrong size; choose an earlier step "
+                f"{folder} is damaged: {file} is missing or has the wrong size; choose "
+                "an earlier step "
                 "(torchtitan ckpt verify lists the intact ones)"
             )
     spec, args, assets = model_of(folder, manifest, custom_import)
     make = recorded_tokenizer(manifest.settings(), folder)
-    return Source(folder, False, spec, args, assets, manifest.data.get("tokenizer"), (), averaged, make)
+    return Source(
+        folder, False, spec, args, assets, manifest.data.get("tokenizer"), (), averaged, make
+    )
 
 
 def _hugging_face(folder: Path, custom_import: str | None) -> Source:
@@ -97,11 +109,15 @@ def _hugging_face(folder: Path, custom_import: str | None) -> Source:
             SafetensorsReader(folder, hf_map(spec).names(args)), spec, args
         )  # before memory for weights of these sizes is allocated
     except UserError as error:
-        raise ConfigError([f"--checkpoint: {folder}: {line}" for line in str(error).splitlines()]) from None
+        raise ConfigError(
+            [f"--checkpoint: {folder}: {line}" for line in str(error).splitlines()]
+        ) from None
     stop = config.get("eos_token_id")
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if any(type(i) is not int or not 0 <= i < args.vocab_size for i in stop):
-        raise ConfigError([f"--checkpoint: {folder / 'config.json'}: eos_token_id must be ids of the vocabulary"])
+        raise ConfigError(
+            [f"--checkpoint: {folder / 'config.json'}: eos_token_id must be ids of the vocabulary"]
+        )
     return Source(folder, True, spec, args, str(folder), None, tuple(stop))
 
 
@@ -118,14 +134,17 @@ def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:
     if tokenizer.vocab_size > source.args.vocab_size:
         raise ConfigError(
             [
-                f"--assets: the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, the model in "
-                f"{source.folder} only {source.args.vocab_size}; give the folder of the tokenizer it was trained with"
+                f"--assets: the tokenizer {tokenizer.name} has {tokenizer.vocab_size} "
+                "entries, the model in "
+                f"{source.folder} only {source.args.vocab_size}; give the folder of the "
+                "tokenizer it was trained with"
             ]
         )
     if not assets and source.tokenizer not in (None, tokenizer.fingerprint):
         raise ConfigError(
             [
-                f"--assets: {tokenizer.name} is not the tokenizer that the model in {source.folder} was trained with; "
+                f"--assets: {tokenizer.name} is not the tokenizer that the model in "
+                f"{source.folder} was trained with; "
                 "give the folder of that one, or of this one if the difference doesn't matter"
             ]
         )
@@ -142,7 +161,12 @@ def load_weights(source: Source, models: Sequence[nn.Module]) -> None:
 
 
 def load(
-    source: Source, tokenizer: Tokenizer, max_seq_len: int, rows: int, dtype: str | None, world: int
+    source: Source,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    rows: int,
+    dtype: str | None,
+    world: int,
 ) -> TextGenerator:
     """Load the model onto this process's device, or split it over the `world` ranks of torchrun.
 
@@ -165,7 +189,9 @@ def load(
         check_own_model(model, Reader(source.folder))
     model.to(getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
     if mesh is not None:
-        apply_tensor_parallel(model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False)
+        apply_tensor_parallel(
+            model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False
+        )
     model.to_empty(device=device)
     model.init_buffers()  # on the CPU, as in training
     model.to(device)

@@ -40,7 +40,10 @@ class Tasks:
         Raises:
             UserError: an unknown name, or a task that can't be loaded.
         """
-        self.names, self.include_path, self.num_fewshot, self.limit = names, include_path, num_fewshot, limit
+        self.names = names
+        self.include_path = include_path
+        self.num_fewshot = num_fewshot
+        self.limit = limit
         for turn in range(2):  # rank 0 alone fills the cache of data sets
             problem = None
             if (dist.get_rank() == 0) == (turn == 0):
@@ -48,18 +51,28 @@ class Tasks:
                     with _unchanged_random_state(), _whole_json():
                         self.loaded = self._load()
                 except Exception as error:
-                    problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                    problem = (
+                        str(error)
+                        if isinstance(error, UserError)
+                        else f"{type(error).__name__}: {error}"
+                    )
             problems: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(problems, problem)
             if found := next(filter(None, problems), None):
                 raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
 
     def _load(self) -> dict[str, Any]:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task, on every rank
+        logging.getLogger("lm_eval").setLevel(
+            logging.ERROR
+        )  # it warns of every default of a task, on every rank
         from lm_eval.tasks import TaskManager
 
         # lm-eval's own tasks are 15,000 files, which take seconds to index.
-        manager = TaskManager(include_path=self.include_path, include_defaults=False) if self.include_path else None
+        manager = (
+            TaskManager(include_path=self.include_path, include_defaults=False)
+            if self.include_path
+            else None
+        )
         if manager is None or not all(manager.match_tasks([name]) for name in self.names):
             manager = TaskManager(include_path=self.include_path)
         for name in self.names:
@@ -75,12 +88,20 @@ class Tasks:
             task.set_fewshot_seed(seed=SEED)
         return loaded
 
-    def run(self, logits: Any, tokenizer: Tokenizer, *, bootstrap: int = 0, by_file: bool = False) -> dict[str, Any]:
+    def run(
+        self,
+        logits: Any,
+        tokenizer: Tokenizer,
+        *,
+        bootstrap: int = 0,
+        by_file: bool = False,
+    ) -> dict[str, Any]:
         """Results as lm-eval returns them, the same on every rank.
 
         Args:
             logits: reads the model, as `harness.Logits`.
-            by_file: add the special tokens that the tokenizer's files ask for, not those of training.
+            by_file: add the special tokens that the tokenizer's files ask for, not those of
+            training.
             bootstrap: samples for the errors of metrics that are no mean; 0: without.
         """
         from lm_eval.api import task
@@ -88,7 +109,10 @@ class Tasks:
 
         from torchtitan.inference.lm_eval_model import HarnessModel
 
-        with _unchanged_random_state(), replaced(task, tqdm=lambda items, **_: items):  # no bar for each rank
+        with (
+            _unchanged_random_state(),
+            replaced(task, tqdm=lambda items, **_: items),
+        ):  # no bar for each rank
             random.seed(0)
             np.random.seed(SEED)
             found = evaluate(
@@ -103,7 +127,9 @@ class Tasks:
 
 
 def scores(results: Mapping[str, Any]) -> dict[str, float]:
-    """Task and metric, as `arc_easy/acc`, to its value. Any filter follows: `gsm8k/exact_match/strict`."""
+    """Task and metric, as `arc_easy/acc`, to its value. Any filter follows:
+    `gsm8k/exact_match/strict`.
+    """
     found = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
         for key, value in metrics.items():
@@ -115,7 +141,9 @@ def scores(results: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _whole_json() -> Iterator[None]:
-    """Let `datasets` read all columns of JSON: training data has it read only the text (`data.json_texts`)."""
+    """Let `datasets` read all columns of JSON: training data has it read only the text
+    (`data.json_texts`).
+    """
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES, _hash_python_lines
     from datasets.packaged_modules.json import json
 

@@ -1,4 +1,6 @@
-"""Text generation without a cache: every token costs a forward over the whole text, under any layout."""
+"""Text generation without a cache: every token costs a forward over the whole text, under any
+layout.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +11,9 @@ from torch import Tensor
 from torchtitan.inference.generator import Continuation, Sampling, noise_generator, sample
 
 NextLogits = Callable[[Sequence[list[int]]], Tensor]
-"""From texts of token ids to the logits `[texts, vocab]` (fp32) of the token after each, the same on every rank."""
+"""From texts of token ids to the logits `[texts, vocab]` (fp32) of the token after each, the same
+on every rank.
+"""
 
 
 def continue_prompts(

@@ -1,7 +1,17 @@
-"""Model families. A family is a folder that registers a `ModelSpec`; nothing outside the folder names it."""
+"""Model families. A family is a folder that registers a `ModelSpec`; nothing outside the folder
+names it.
+"""
 
 from torchtitan.models.hf import export_problems, hf_map, parameter_names
-from torchtitan.models.spec import HFMap, HFNames, ModelSpec, families, get_spec, register, spec_of_hf
+from torchtitan.models.spec import (
+    HFMap,
+    HFNames,
+    ModelSpec,
+    families,
+    get_spec,
+    register,
+    spec_of_hf,
+)
 
 __all__ = [
     "HFMap",

@@ -1,5 +1,5 @@
-"""A decoder-only transformer, dense or a mixture of experts, written for one device. A pipeline stage is the model
-without some of its modules.
+"""A decoder-only transformer, dense or a mixture of experts, written for one device. A pipeline
+stage is the model without some of its modules.
 
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
@@ -24,7 +24,9 @@ from torchtitan.models.moe import Load, MoE, Routed
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE: `[b, s, dim] -> [b, s, dim]`."""
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE: `[b, s, dim] -> [b, s,
+    dim]`.
+    """
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
@@ -44,12 +46,20 @@ class Attention(nn.Module):
         """
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return q, k, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None,
+    ) -> Tensor:
         q, k, v = self.project(x)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -69,15 +79,23 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None,
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class MoEBlock(nn.Module):
-    """Pre-norm transformer block with a mixture of experts: `[b, s, dim] -> [b, s, dim]`, and the experts' load.
+    """Pre-norm transformer block with a mixture of experts: `[b, s, dim] -> [b, s, dim]`, and the
+    experts' load.
 
-    In three parts, because the middle one has shapes that depend on the data if the experts are on several ranks.
+    In three parts, because the middle one has shapes that depend on the data if the experts are on
+    several ranks.
     """
 
     attention_class: type[Attention] = Attention
@@ -93,11 +111,17 @@ class MoEBlock(nn.Module):
         self.moe = self.moe_class(args)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, token_weights: Tensor | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None,
+        token_weights: Tensor | None,
     ) -> tuple[Tensor, Load | None]:
         """
         Args:
-            token_weights: `[b, s]`, the weight of each token in the loss of the step; None in inference.
+            token_weights: `[b, s]`, the weight of each token in the loss of the step; None in
+            inference.
         """
         x, routed = self.before_experts(x, cos, sin, mask, token_weights)
         rows = self.moe.experts(routed.rows, routed.ends)
@@ -105,7 +129,12 @@ class MoEBlock(nn.Module):
         return self.after_experts(x, routed._replace(rows=rows)), routed.load
 
     def before_experts(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, token_weights: Tensor | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None,
+        token_weights: Tensor | None,
     ) -> tuple[Tensor, Routed]:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x, self.moe.dispatch(self.ffn_norm(x), token_weights)
@@ -115,7 +144,9 @@ class MoEBlock(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """Output projection with the token embedding's weight: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`."""
+    """Output projection with the token embedding's weight: `[b, s, dim], [vocab, dim] -> [b, s,
+    vocab]`.
+    """
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         return F.linear(x, embedding)
@@ -124,7 +155,8 @@ class TiedOutput(nn.Module):
 class Decoder(nn.Module):
     """`forward(tokens [b, s]) -> logits [b, s, vocab]`.
 
-    Without the embedding the input, without the output projection the result is hidden states `[b, s, dim]`.
+    Without the embedding the input, without the output projection the result is hidden states `[b,
+    s, dim]`.
     """
 
     block_class: type[nn.Module] = Block
@@ -145,13 +177,18 @@ class Decoder(nn.Module):
             self.layers[str(i)] = kind(args, attend)
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Linear | TiedOutput | None = (
-            TiedOutput() if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+            TiedOutput()
+            if args.tie_embeddings
+            else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables, and start without load. Called again when a meta model gets memory."""
-        args, freqs = self.args, rope_frequencies(self.args.head_dim, self.args.rope_theta)
+        """Compute the RoPE tables, and start without load. Called again when a meta model gets
+        memory.
+        """
+        args = self.args
+        freqs = rope_frequencies(self.args.head_dim, self.args.rope_theta)
         if scaling := args.rope_scaling:
             freqs = scale_frequencies(
                 freqs,
@@ -175,7 +212,8 @@ class Decoder(nn.Module):
         return owner.weight
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, with `weight` as the output projection.
+        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, with `weight` as the output
+        projection.
 
         All logits come from here: those of `forward`, of a chunked loss and of generation.
         """
@@ -197,13 +235,15 @@ class Decoder(nn.Module):
         Args:
             positions: position of each token in its row, `[s]` or `[b, s]`. Default: 0, 1, 2, ...
             mask: what each token attends to, from `document_mask`. Default: everything before it.
-            token_weights: `[b, s]`, the weight of each token in the loss of the step, for a mixture of experts to
+            token_weights: `[b, s]`, the weight of each token in the loss of the step, for a mixture
+            of experts to
                 balance its load; 0 doesn't count. Default: inference.
             project: False returns the final hidden states `[b, s, dim]`, to be projected in slices.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        cos, sin = self.cos[positions], self.sin[positions]
+        cos = self.cos[positions]
+        sin = self.sin[positions]
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             if isinstance(layer, MoEBlock):

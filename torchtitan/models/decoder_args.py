@@ -1,4 +1,5 @@
-"""Hyper-parameters of a decoder-only transformer, and what follows from them: initialization, FLOPs, sharding.
+"""Hyper-parameters of a decoder-only transformer, and what follows from them: initialization,
+FLOPs, sharding.
 
 A family is a set of such hyper-parameters and a map to Hugging Face's names. Imports no torch.
 """
@@ -16,7 +17,9 @@ Experts = Annotated[int, Field(ge=0, le=2**14)]
 
 
 class RopeScaling(BaseModel):
-    """Llama 3.1's scaling of RoPE's low frequencies for longer contexts (arXiv:2407.21783, section 3.4.2)."""
+    """Llama 3.1's scaling of RoPE's low frequencies for longer contexts (arXiv:2407.21783, section
+    3.4.2).
+    """
 
     model_config = ModelArgs.model_config
 
@@ -32,7 +35,8 @@ class RopeScaling(BaseModel):
     @model_validator(mode="after")
     def _ordered(self) -> "RopeScaling":
         if self.low_freq_factor >= self.high_freq_factor:
-            low, high = self.low_freq_factor, self.high_freq_factor
+            low = self.low_freq_factor
+            high = self.high_freq_factor
             raise ValueError(f"low_freq_factor {low:g} must be less than high_freq_factor {high:g}")
         return self
 
@@ -54,9 +58,17 @@ class DecoderArgs(ModelArgs):
     """Width of a head. `"none"`: `dim / n_heads`."""
     ffn_dim: Width
     """Inner width of the feed-forward network."""
-    norm_eps: float = Field(default=1e-5, gt=0, le=1)
+    norm_eps: float = Field(
+        default=1e-5,
+        gt=0,
+        le=1,
+    )
     """Added to the mean square in RMSNorm."""
-    rope_theta: float = Field(default=500_000.0, gt=0, le=10**12)
+    rope_theta: float = Field(
+        default=500_000.0,
+        gt=0,
+        le=10**12,
+    )
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 frequency scaling. `"none"`: plain RoPE."""
@@ -88,22 +100,29 @@ class DecoderArgs(ModelArgs):
     @model_validator(mode="after")
     def _divisible(self) -> "DecoderArgs":
         if self.head_size is None and (self.dim % self.n_heads or self.head_dim % 2):
-            raise ValueError(f"dim {self.dim} must be n_heads {self.n_heads} times an even head size")
+            raise ValueError(
+                f"dim {self.dim} must be n_heads {self.n_heads} times an even head size"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_size {self.head_size} must be even")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+            raise ValueError(
+                f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}"
+            )
         if self.n_experts and not 1 <= self.experts_per_token <= self.n_experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} must be 1 to n_experts {self.n_experts}")
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} must be 1 to n_experts "
+                f"{self.n_experts}"
+            )
         return self
 
 
 def init(fqn: str, args: DecoderArgs) -> Init:
     """Initialization of the parameter called `fqn`.
 
-    Matrices that write into the residual stream are scaled by 1/sqrt(2 * depth), as in GPT-2, which bounds the stream's
-    variance. The output projection has standard deviation 1/sqrt(dim): logits start with unit variance, and the first
-    loss is ln(vocab) + 1/2.
+    Matrices that write into the residual stream are scaled by 1/sqrt(2 * depth), as in GPT-2, which
+    bounds the stream's variance. The output projection has standard deviation 1/sqrt(dim): logits
+    start with unit variance, and the first loss is ln(vocab) + 1/2.
     """
     parts = fqn.split(".")
     if "norm" in parts[-2]:
@@ -123,10 +142,11 @@ def init(fqn: str, args: DecoderArgs) -> Init:
 def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
     """FLOPs per token of each module's forward and backward, in execution order.
 
-    `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each of N matrix weights costs 2 FLOPs
-    forward and 4 backward; each of L layers with H heads of size D computes two products over T positions. By the
-    convention for model FLOPs utilization, the masked half of attention counts; embedding lookups and norms don't. Of a
-    mixture of experts, the router and a token's own experts count.
+    `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each of N matrix
+    weights costs 2 FLOPs forward and 4 backward; each of L layers with H heads of size D computes
+    two products over T positions. By the convention for model FLOPs utilization, the masked half of
+    attention counts; embedding lookups and norms don't. Of a mixture of experts, the router and a
+    token's own experts count.
     """
     attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
     scores = 12 * args.n_heads * args.head_dim * seq_len
@@ -135,7 +155,12 @@ def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
         width = args.experts_per_token * args.expert_dim if args.has_experts(i) else args.ffn_dim
         router = args.n_experts if args.has_experts(i) else 0
         layers[f"layers.{i}"] = float(6 * (attention + args.dim * (3 * width + router)) + scores)
-    return {"tok_embeddings": 0.0, **layers, "norm": 0.0, "output": 6.0 * args.dim * args.vocab_size}
+    return {
+        "tok_embeddings": 0.0,
+        **layers,
+        "norm": 0.0,
+        "output": 6.0 * args.dim * args.vocab_size,
+    }
 
 
 def tied_modules(args: DecoderArgs) -> tuple[str, ...]:
@@ -144,14 +169,27 @@ def tied_modules(args: DecoderArgs) -> tuple[str, ...]:
 
 
 def tiny(args: DecoderArgs, layers: int, heads: int) -> dict[str, int]:
-    """Overrides that shrink the model to `layers` blocks and `heads` key-value heads, for fast tests on a CPU."""
+    """Overrides that shrink the model to `layers` blocks and `heads` key-value heads, for fast
+    tests on a CPU.
+    """
     groups = min(args.n_heads // args.n_kv_heads, 2)
     width = 16 * groups * heads
-    sizes = {"n_layers": layers, "n_heads": groups * heads, "n_kv_heads": heads, "dim": width, "ffn_dim": 2 * width}
+    sizes = {
+        "n_layers": layers,
+        "n_heads": groups * heads,
+        "n_kv_heads": heads,
+        "dim": width,
+        "ffn_dim": 2 * width,
+    }
     if args.head_size is not None:
         sizes["head_size"] = 32  # not dim / n_heads, as in the real sizes
     if args.n_experts:
-        experts = {"n_experts": 8, "experts_per_token": 2, "expert_dim": width, "n_dense_layers": 0}
+        experts = {
+            "n_experts": 8,
+            "experts_per_token": 2,
+            "expert_dim": width,
+            "n_dense_layers": 0,
+        }
         sizes |= experts | {"n_dense_layers": min(args.n_dense_layers, layers - 1)}
     return sizes
 

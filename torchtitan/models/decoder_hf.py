@@ -1,5 +1,6 @@
-"""Conversion to and from the decoders of Hugging Face's transformers. Their RoPE layout is ours, so no weight is
-permuted."""
+"""Conversion to and from the decoders of Hugging Face's transformers. Their RoPE layout is ours, so
+no weight is permuted.
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,14 +22,24 @@ _ATTENTION = {
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
 _BIASES = {f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
-_QK_NORMS = {f"attention.{norm}.weight": f"self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")}
-_SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_FEED_FORWARD = {f"feed_forward.{ours}.weight": f"mlp.{theirs}.weight" for ours, theirs in _SWIGLU.items()}
+_QK_NORMS = {
+    f"attention.{norm}.weight": f"self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")
+}
+_SWIGLU = {
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+_FEED_FORWARD = {
+    f"feed_forward.{ours}.weight": f"mlp.{theirs}.weight" for ours, theirs in _SWIGLU.items()
+}
 _ROUTER = {"moe.router.gate.weight": "mlp.gate.weight"}
 
 
 def names(args: DecoderArgs) -> HFNames:
-    """Our parameter names to Hugging Face's. A tied model has neither `output.weight` nor `lm_head.weight`."""
+    """Our parameter names to Hugging Face's. A tied model has neither `output.weight` nor
+    `lm_head.weight`.
+    """
     found: HFNames = dict(_TOP)
     for i in range(args.n_layers):
         block = dict(_ATTENTION)
@@ -64,7 +75,12 @@ class Rope(BaseModel):
             return None
         if kind != "llama3":
             raise ValueError(f"RoPE scaling of type {kind[:40]!r}, must be 'llama3' or none")
-        values = self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        values = (
+            self.factor,
+            self.low_freq_factor,
+            self.high_freq_factor,
+            self.original_max_position_embeddings,
+        )
         if None in values:
             raise ValueError("RoPE scaling of type 'llama3' lacks some of its factors")
         return RopeScaling.model_validate(dict(zip(RopeScaling.model_fields, values, strict=True)))
@@ -79,15 +95,18 @@ def _number_of_first(layers: Any) -> int:
     raise ValueError(f"got {brief(layers)}, must be a list of the first layers: 0, 1, ...")
 
 
-FirstLayers = Annotated[int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))]
+FirstLayers = Annotated[
+    int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))
+]
 """How many of the first layers are in a list of indices, in any order, which may hold no others."""
 
 
 class HFConfig(BaseModel):
     """The keys of a `config.json` that matter to a family, with their defaults in transformers.
 
-    A type with a single value means that the family can represent no other. A hyper-parameter without a key has one
-    value in all models of the class: that of the attribute of its name here, else its default.
+    A type with a single value means that the family can represent no other. A hyper-parameter
+    without a key has one value in all models of the class: that of the attribute of its name here,
+    else its default.
     """
 
     model_config = {"strict": True}
@@ -123,19 +142,33 @@ class HFConfig(BaseModel):
 
     @classmethod
     def fixed(cls, args: DecoderArgs) -> dict[str, Any]:
-        """The hyper-parameters that `config.json` has no key for, also those of a subclass, and the value of each."""
-        keys = {ours for ours, theirs in _KEYS.items() if theirs in cls.model_fields} | {"rope_scaling"}
+        """The hyper-parameters that `config.json` has no key for, also those of a subclass, and the
+        value of each.
+        """
+        keys = {ours for ours, theirs in _KEYS.items() if theirs in cls.model_fields} | {
+            "rope_scaling"
+        }
         if "n_experts" not in keys:
             keys |= _OF_EXPERTS
         fields = type(args).model_fields
-        return {name: getattr(cls, name, about.default) for name, about in fields.items() if name not in keys}
+        return {
+            name: getattr(cls, name, about.default)
+            for name, about in fields.items()
+            if name not in keys
+        }
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         """`config.json` of the exported model, readable by transformers 4 and 5."""
         # What is required and no hyper-parameter can only be null.
-        values: dict[str, Any] = {name: None for name, field in cls.model_fields.items() if field.is_required()}
-        values |= {theirs: getattr(args, ours) for ours, theirs in _KEYS.items() if theirs in cls.model_fields}
+        values: dict[str, Any] = {
+            name: None for name, field in cls.model_fields.items() if field.is_required()
+        }
+        values |= {
+            theirs: getattr(args, ours)
+            for ours, theirs in _KEYS.items()
+            if theirs in cls.model_fields
+        }
         values["head_dim"] = args.head_dim
         rope = args.rope_scaling
         scaling = rope and {"rope_type": "llama3"} | {_ROPE_KEYS[key]: value for key, value in rope}
@@ -156,11 +189,15 @@ class HFConfig(BaseModel):
             ConfigError: every reason why `DecoderArgs` can't represent the model.
         """
         if (kind := config.get("model_type")) != cls.model_type:
-            raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"])
+            raise ConfigError(
+                [f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"]
+            )
         try:
             return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:
-            raise ConfigError([f"config.json: {_explain(item)}" for item in error.errors()]) from None
+            raise ConfigError(
+                [f"config.json: {_explain(item)}" for item in error.errors()]
+            ) from None
         except ValueError as error:
             raise ConfigError([f"config.json: {error}"]) from None
 
@@ -168,13 +205,27 @@ class HFConfig(BaseModel):
         rope = self.rope_scaling or self.rope_parameters or Rope()
         for factor in (rope.partial_rotary_factor, self.partial_rotary_factor):
             if factor not in (None, 1.0):
-                raise ValueError(f"partial_rotary_factor is {factor}, must be 1: RoPE of whole heads")
-        values = {ours: getattr(self, theirs) for ours, theirs in _KEYS.items() if theirs in type(self).model_fields}
-        if not self.own_head_size and self.head_dim and self.head_dim * self.num_attention_heads == self.hidden_size:
+                raise ValueError(
+                    f"partial_rotary_factor is {factor}, must be 1: RoPE of whole heads"
+                )
+        values = {
+            ours: getattr(self, theirs)
+            for ours, theirs in _KEYS.items()
+            if theirs in type(self).model_fields
+        }
+        if (
+            not self.own_head_size
+            and self.head_dim
+            and self.head_dim * self.num_attention_heads == self.hidden_size
+        ):
             values["head_size"] = None
         values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
         values["rope_theta"] = rope.rope_theta or self.rope_theta or 10_000.0
-        return values | {"rope_scaling": rope.scaling(), "qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias}
+        return values | {
+            "rope_scaling": rope.scaling(),
+            "qk_norm": self.qk_norm,
+            "qkv_bias": self.qkv_bias,
+        }
 
 
 _KEYS = {
@@ -201,7 +252,13 @@ _OF_EXPERTS = {"experts_per_token", "expert_dim", "normalize_expert_weights", "n
 _ROPE_KEYS = {key: key for key in RopeScaling.model_fields} | {
     "original_max_seq_len": "original_max_position_embeddings"
 }
-_READ_ONLY = {"quantization_config", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"}
+_READ_ONLY = {
+    "quantization_config",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "layer_types",
+}
 
 
 def _explain(item: Any) -> str:

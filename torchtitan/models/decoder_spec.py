@@ -17,7 +17,9 @@ from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.spec import ModelSpec, register
 
 
-def register_decoder(name: str, flavors: Mapping[str, DecoderArgs], hf: type[HFConfig]) -> ModelSpec:
+def register_decoder(
+    name: str, flavors: Mapping[str, DecoderArgs], hf: type[HFConfig]
+) -> ModelSpec:
     """Make a family of decoders available as `model.name`."""
     return register(
         ModelSpec(
@@ -42,6 +44,7 @@ def is_decoder(spec: ModelSpec) -> bool:
 
 
 def _build(args: DecoderArgs, attend: Any) -> Any:
-    from torchtitan.models.decoder import Decoder  # imports torch, which a configuration is checked without
+    # imports torch, which a configuration is checked without
+    from torchtitan.models.decoder import Decoder
 
     return Decoder(args, attend)

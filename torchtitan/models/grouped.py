@@ -1,8 +1,9 @@
-"""Products of groups of rows with one weight each: `torchtitan::grouped_mm` and its backward, as operations that
-activation checkpointing, the compiler, FLOP counters and the planner see by name.
+"""Products of groups of rows with one weight each: `torchtitan::grouped_mm` and its backward, as
+operations that activation checkpointing, the compiler, FLOP counters and the planner see by name.
 
-On CUDA they are torch's `grouped_mm`: one kernel for all groups. On the CPU a loop over the groups takes 2.6 times less
-time than torch's operation. That one also has no fake kernel for fp32 before torch 2.14, and counts no FLOPs.
+On CUDA they are torch's `grouped_mm`: one kernel for all groups. On the CPU a loop over the groups
+takes 2.6 times less time than torch's operation. That one also has no fake kernel for fp32 before
+torch 2.14, and counts no FLOPs.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows `[n, inputs]` by the weights `[groups, outputs, inputs]` of their groups: `[n, outputs]`.
+    """Multiply rows `[n, inputs]` by the weights `[groups, outputs, inputs]` of their groups: `[n,
+    outputs]`.
 
     Args:
         ends: `[groups]` int32, the index after the last row of each group. The last is `n`.
@@ -23,7 +25,12 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
-def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+def _grouped_mm(
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    transposed: bool = False,
+) -> Tensor:
     """With `transposed`, weights are `[groups, inputs, outputs]`."""
     if rows.device.type == "cuda":
         return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
@@ -44,13 +51,20 @@ def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     start = 0
     for i, end in enumerate(ends.tolist()):
-        torch.mm(left[start:end].t(), right[start:end], out=out[i])  # zeros for a group without rows
+        torch.mm(
+            left[start:end].t(), right[start:end], out=out[i]
+        )  # zeros for a group without rows
         start = end
     return out
 
 
 @_grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+def _(
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    transposed: bool = False,
+) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
 
 
@@ -80,18 +94,29 @@ _grouped_mm.register_autograd(_backward, setup_context=_keep)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps the input and two of its products for the backward, which computes the third product's input again."""
+    """Keeps the input and two of its products for the backward, which computes the third product's
+    input again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-        gate, up = grouped_mm(rows, w1, ends), grouped_mm(rows, w3, ends)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
+        gate = grouped_mm(rows, w1, ends)
+        up = grouped_mm(rows, w3, ends)
         ctx.save_for_backward(rows, gate, up, w1, w2, w3, ends)
         return grouped_mm(F.silu(gate).mul_(up), w2, ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, gate, up, w1, w2, w3, ends = ctx.saved_tensors
-        mm, outer = torch.ops.torchtitan.grouped_mm, torch.ops.torchtitan.grouped_outer
+        mm = torch.ops.torchtitan.grouped_mm
+        outer = torch.ops.torchtitan.grouped_outer
         gradient = gradient.contiguous()  # torch's kernel refuses an expanded one
         of_hidden = mm(gradient, w2, ends, True)
         hidden = F.silu(gate)
@@ -104,8 +129,16 @@ class _SwiGLU(torch.autograd.Function):
         return of_rows, outer(of_gate, rows, ends), of_w2, outer(of_up, rows, ends), None
 
 
-def grouped_swiglu(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
-    """`w2(silu(w1(rows)) * w3(rows))` by grouped products, which keeps half as much for the backward."""
+def grouped_swiglu(
+    rows: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """`w2(silu(w1(rows)) * w3(rows))` by grouped products, which keeps half as much for the
+    backward.
+    """
     return _SwiGLU.apply(rows, w1, w2, w3, ends)
 
 

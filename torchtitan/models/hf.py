@@ -1,4 +1,6 @@
-"""What can be exchanged with Hugging Face's transformers. Imports no torch, unless a family has names of its own."""
+"""What can be exchanged with Hugging Face's transformers. Imports no torch, unless a family has
+names of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def hf_map(spec: ModelSpec) -> HFMap:
 
 
 _NO_CLASS = (
-    "the model family {name!r} names no class of Hugging Face's transformers that computes what its `build` does; if "
+    "the model family {name!r} names no class of Hugging Face's transformers that "
+    "computes what its `build` does; if "
     "there is one, state it as `hf=` of the family's ModelSpec"
 )
 
@@ -38,7 +41,8 @@ def export_problems(spec: ModelSpec, args: Any) -> list[str]:
     out = []
     for name, only in _differing(spec.hf, args).items():
         out.append(
-            f"model.overrides.{name}: Hugging Face's {spec.hf.model_type} has no such setting and computes with "
+            f"model.overrides.{name}: Hugging Face's {spec.hf.model_type} has no such "
+            "setting and computes with "
             f"{_shown(only)}, this model with {_shown(getattr(args, name))}"
             f"{_other_families(spec, args)}"
         )
@@ -50,7 +54,9 @@ def _differing(hf: HFMap, args: Any) -> Mapping[str, Any]:
 
 
 def _other_families(spec: ModelSpec, args: Any) -> str:
-    """Families of the same code whose class does express the model; a dense model is none of a mixture's."""
+    """Families of the same code whose class does express the model; a dense model is none of a
+    mixture's.
+    """
     able = []
     for other in families():
         if other.build is not spec.build or other.hf is None or _differing(other.hf, args):
@@ -60,7 +66,10 @@ def _other_families(spec: ModelSpec, args: Any) -> str:
             able.append(to_toml_value(other.name))
     if not able:
         return ""
-    return f"; set model.name = {' or '.join(able)}, whose class computes that, or export with `ckpt to-hf --model`"
+    return (
+        f"; set model.name = {' or '.join(able)}, whose class computes that, or export with "
+        "`ckpt to-hf --model`"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -68,7 +77,9 @@ def _shown(value: Any) -> str:
 
 
 def parameter_names(spec: ModelSpec, args: Any) -> list[str]:
-    """Names of a model's parameters. Without a conversion they are read off the model, which imports torch."""
+    """Names of a model's parameters. Without a conversion they are read off the model, which
+    imports torch.
+    """
     if spec.hf is not None:
         return list(spec.hf.names(args))
     import torch

@@ -23,17 +23,42 @@ Mask = Any
 
 
 class Attend(Protocol):
-    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`. Causal unless a mask is given."""
+    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`. Causal unless a mask
+    is given.
+    """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+    ) -> Tensor: ...
 
 
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+def _attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=grouped,
+    )
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+def _attend_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+) -> Tensor:
     if mask is None:
         return _attend_dense(q, k, v)
     if isinstance(mask, PackedDocuments):
@@ -59,7 +84,11 @@ def attention_backend(device_type: str) -> Attend:
 @functools.cache
 def _activate_flash_attention_3() -> None:
     """Let torch replace its FlashAttention 2 by version 3 on Hopper, if that is installed."""
-    if find_spec("flash_attn_interface") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+    if (
+        find_spec("flash_attn_interface")
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability()[0] == 9
+    ):
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
@@ -68,14 +97,17 @@ def _activate_flash_attention_3() -> None:
 
 @functools.cache
 def _compiled_create_block_mask() -> Any:
-    """`create_block_mask`, without the `[s, S]` tensor of every query and key that it makes if it isn't compiled."""
+    """`create_block_mask`, without the `[s, S]` tensor of every query and key that it makes if it
+    isn't compiled.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask, dynamic=False)
 
 
 def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
-    """A causal mask within documents: a token attends to itself and to earlier tokens of its document.
+    """A causal mask within documents: a token attends to itself and to earlier tokens of its
+    document.
 
     Args:
         documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
@@ -83,10 +115,12 @@ def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> M
         dtype: of queries, keys and values.
 
     Returns:
-        On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere a boolean tensor
+        On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
+        a boolean tensor
         `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
-    device, whole_rows = positions.device, len(positions) == documents.shape[1]
+    device = positions.device
+    whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):
         return pack_documents(documents, device)
     if device.type != "cpu":  # from pageable memory, the host would wait for the copy
@@ -102,7 +136,12 @@ def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> M
 def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Any]) -> Mask:
     """`document_mask` for FlexAttention, on any device, by its `create_block_mask`."""
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def visible(
+        b: Tensor,
+        h: Tensor,
+        q: Tensor,
+        k: Tensor,
+    ) -> Tensor:
         return (positions[q] >= k) & (documents[b, positions[q]] == documents[b, k])
 
     rows, seq_len = documents.shape
@@ -110,15 +149,25 @@ def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Any])
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Angular frequencies of rotary embeddings (Su et al., arXiv:2104.09864): `[d / 2]`, radians per position."""
+    """Angular frequencies of rotary embeddings (Su et al., arXiv:2104.09864): `[d / 2]`, radians
+    per position.
+    """
     return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def scale_frequencies(freqs: Tensor, factor: float, low: float, high: float, original_seq_len: int) -> Tensor:
-    """Llama 3.1's RoPE scaling: divides low frequencies by `factor`, keeps high ones, interpolates between.
+def scale_frequencies(
+    freqs: Tensor,
+    factor: float,
+    low: float,
+    high: float,
+    original_seq_len: int,
+) -> Tensor:
+    """Llama 3.1's RoPE scaling: divides low frequencies by `factor`, keeps high ones, interpolates
+    between.
 
     Args:
-        low, high: periods in `original_seq_len` below which a frequency is low, and above which it is high.
+        low, high: periods in `original_seq_len` below which a frequency is low, and above which it
+        is high.
     """
     turns = original_seq_len * freqs / (2 * math.pi)  # periods within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -126,13 +175,16 @@ def scale_frequencies(freqs: Tensor, factor: float, low: float, high: float, ori
 
 
 def rope_cache(freqs: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles at every position, each `[s, d]` in fp32, in the half-split layout."""
+    """Cosine and sine of the angles at every position, each `[s, d]` in fp32, in the half-split
+    layout.
+    """
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), freqs).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[b, s, heads, d]` by `cos` and `sin`, each `[s, d]` or `[b, s, d]`. Computed in fp32.
+    """Rotate `x` `[b, s, heads, d]` by `cos` and `sin`, each `[s, d]` or `[b, s, d]`. Computed in
+    fp32.
 
     Feature i is paired with feature i + d/2.
     """
@@ -144,12 +196,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension, with a weight.
 
-    torch has a fused kernel on CUDA. On the CPU it runs several operations, each of which keeps its input for the
-    backward; in fp32 and eager mode, this one keeps its input and one number per row, and makes fewer passes.
+    torch has a fused kernel on CUDA. On the CPU it runs several operations, each of which keeps its
+    input for the backward; in fp32 and eager mode, this one keeps its input and one number per row,
+    and makes fewer passes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = x.device.type == "cpu" and x.dtype == torch.float32 and not is_traceable_wrapper_subclass(x)
+        plain = (
+            x.device.type == "cpu"
+            and x.dtype == torch.float32
+            and not is_traceable_wrapper_subclass(x)
+        )
         if not plain or torch.compiler.is_compiling() or torch_is_before_2_13():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
@@ -157,7 +214,12 @@ class RMSNorm(nn.RMSNorm):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> Tensor:
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -168,13 +230,17 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normal = x * scale
         products = gradient * normal
-        along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])  # the part that the normalization takes out
+        along = (
+            (products @ weight).unsqueeze(-1).div_(x.shape[-1])
+        )  # the part that the normalization takes out
         of_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
         return of_x, products.flatten(0, -2).sum(0), None
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202): `w2(silu(w1(x)) * w3(x))`, `[b, s, dim] -> [b, s, dim]`."""
+    """SwiGLU (Shazeer, arXiv:2002.05202): `w2(silu(w1(x)) * w3(x))`, `[b, s, dim] -> [b, s,
+    dim]`.
+    """
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

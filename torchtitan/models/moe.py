@@ -1,4 +1,5 @@
-"""Mixture of experts: a router sends each token to some of many feed-forward networks. No token is dropped.
+"""Mixture of experts: a router sends each token to some of many feed-forward networks. No token is
+dropped.
 
 Shapes: b batch, s sequence, t = b * s tokens, k experts of a token, e experts, n = t * k rows.
 
@@ -25,7 +26,8 @@ class Balance:
     """What keeps the experts equally loaded. Each 0 is off."""
 
     sequence_loss: float = 0.0
-    """Coefficient of the auxiliary loss of each row (DeepSeek-V3, arXiv:2412.19437, equation 17)."""
+    """Coefficient of the auxiliary loss of each row (DeepSeek-V3, arXiv:2412.19437, equation 17).
+    """
     global_loss: float = 0.0
     """Coefficient of the auxiliary loss of the global batch (Qiu et al., arXiv:2501.11873)."""
     z_loss: float = 0.0
@@ -82,7 +84,8 @@ class Router(nn.Module):
     """Chooses the experts of each token by the softmax of their scores."""
 
     expert_bias: Tensor
-    """`[e]` fp32, added to the probabilities for the choice alone (Wang et al., arXiv:2408.15664)."""
+    """`[e]` fp32, added to the probabilities for the choice alone (Wang et al., arXiv:2408.15664).
+    """
     load: Tensor
     """`[e]` int64, rows of each expert in the last step."""
     step_load: Tensor
@@ -92,7 +95,8 @@ class Router(nn.Module):
 
     def __init__(self, args: DecoderArgs):
         super().__init__()
-        self.n_experts, self.top_k = args.n_experts, args.experts_per_token
+        self.n_experts = args.n_experts
+        self.top_k = args.experts_per_token
         self.normalize = args.normalize_expert_weights
         self.balance = Balance()
         self.sum_over_row: Callable[[Tensor], Tensor] = lambda counts: counts
@@ -101,17 +105,24 @@ class Router(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Start with no load and no bias. Called again when a model built on the meta device gets real memory."""
+        """Start with no load and no bias. Called again when a model built on the meta device gets
+        real memory.
+        """
         self.register_buffer("expert_bias", torch.zeros(self.n_experts))
         self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))
-        self.register_buffer("step_load", torch.zeros(self.n_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "step_load", torch.zeros(self.n_experts, dtype=torch.int64), persistent=False
+        )
         self.register_buffer("step_loss", torch.zeros(()), persistent=False)
 
-    def forward(self, x: Tensor, token_weights: Tensor | None) -> tuple[Tensor, Tensor, Load | None]:
+    def forward(
+        self, x: Tensor, token_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Load | None]:
         """
         Args:
             x: `[b, s, dim]`.
-            token_weights: `[b, s]`, the weight of each token in the loss of the step; 0 doesn't count.
+            token_weights: `[b, s]`, the weight of each token in the loss of the step; 0 doesn't
+            count.
 
         Returns:
             The experts of each token `[b, s, k]`, their weights `[b, s, k]`, and the load.
@@ -132,7 +143,9 @@ class Router(nn.Module):
         return chosen, weights, Load(counts.sum(0), loss.detach())
 
     def record(self, load: Load) -> None:
-        """Add to the load of the step. Not in `forward`, which runs twice if activations are recomputed."""
+        """Add to the load of the step. Not in `forward`, which runs twice if activations are
+        recomputed.
+        """
         self.step_load += load.tokens
         self.step_loss += load.loss
 
@@ -144,10 +157,12 @@ class Router(nn.Module):
         return top_k(probabilities + self.expert_bias, self.top_k)
 
     def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Auxiliary losses of each token, `[b, s]`: they are linear in its probabilities, given each expert's share.
+        """Auxiliary losses of each token, `[b, s]`: they are linear in its probabilities, given
+        each expert's share.
 
-        The shares of a row are its own. Those of the global batch are of the last step: this step's are known only
-        after the forward of its last microbatch, when the gradients of others are already computed.
+        The shares of a row are its own. Those of the global batch are of the last step: this step's
+        are known only after the forward of its last microbatch, when the gradients of others are
+        already computed.
         """
         factors = torch.zeros_like(probabilities[:, :1])
         if self.balance.sequence_loss:
@@ -163,10 +178,11 @@ class Router(nn.Module):
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of the last dimension, in order; of equal ones the lower index. For fp32.
+    """Indices of the k largest of the last dimension, in order; of equal ones the lower index. For
+    fp32.
 
-    `torch.topk` breaks ties differently on each device. Here there are none: scores become integers of the same order,
-    with the index in the low half.
+    `torch.topk` breaks ties differently on each device. Here there are none: scores become integers
+    of the same order, with the index in the low half.
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -179,7 +195,9 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 def _count(chosen: Tensor, counted: Tensor, n_experts: int) -> Tensor:
     """How many counted tokens of each row were sent to each expert: `[b, e]` int64."""
     counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add(1, chosen.flatten(1), counted.unsqueeze(-1).expand_as(chosen).flatten(1).long())
+    return counts.scatter_add(
+        1, chosen.flatten(1), counted.unsqueeze(-1).expand_as(chosen).flatten(1).long()
+    )
 
 
 class _AddLoss(torch.autograd.Function):
@@ -197,10 +215,18 @@ class _AddLoss(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward sums in a fixed order, without atomics."""
+    """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward sums in a fixed order,
+    without atomics.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        order: Tensor,
+        place: Tensor,
+        k: int,
+    ) -> Tensor:
         ctx.save_for_backward(place)
         ctx.k = k
         return x.index_select(0, order // k)
@@ -212,10 +238,18 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The weighted sum of each token's rows, without a copy of the rows: `[n, dim], [t, k] -> [t, dim]`."""
+    """The weighted sum of each token's rows, without a copy of the rows: `[n, dim], [t, k] -> [t,
+    dim]`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        place: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
         return F.embedding_bag(place.view_as(weights), rows, mode="sum", per_sample_weights=weights)
 
@@ -224,12 +258,22 @@ class _Gather(torch.autograd.Function):
         rows, weights, order, place = ctx.saved_tensors
         of_rows = gradient.index_select(0, order // weights.shape[1])
         of_weights = (rows * of_rows).sum(-1).index_select(0, place).view_as(weights)
-        return of_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1)), of_weights, None, None
+        return (
+            of_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1)),
+            of_weights,
+            None,
+            None,
+        )
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        index: Tensor,
+        inverse: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(inverse)
         return rows.index_select(0, index)
 
@@ -240,7 +284,9 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """`rows[index]`, where `inverse` is the inverse of the permutation `index`. Deterministic forward and backward."""
+    """`rows[index]`, where `inverse` is the inverse of the permutation `index`. Deterministic
+    forward and backward.
+    """
     return _Permute.apply(rows, index, inverse)
 
 
@@ -259,12 +305,14 @@ class Experts(nn.Module):
         return self.compute(rows, ends, *self.parameters())
 
     def compute(self, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """The experts' networks. Subclasses override this, not `forward`, which expert parallelism replaces.
+        """The experts' networks. Subclasses override this, not `forward`, which expert parallelism
+        replaces.
 
         Args:
             rows: `[n, dim]`, sorted by expert.
             ends: `[e]` int32, the index after each expert's last row.
-            weights: the module's parameters, in order; under expert parallelism, those of this rank's experts.
+            weights: the module's parameters, in order; under expert parallelism, those of this
+            rank's experts.
         """
         w1, w2, w3 = weights
         if self.product is grouped_mm:
@@ -293,11 +341,15 @@ class MoE(nn.Module):
         by_expert, order = by_token.sort(stable=True)
         experts = torch.arange(self.router.n_experts, device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        place = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=x.device)
+        )
         rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
         return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
 
     def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
-        """Sum each token's rows by their weights, in the order of its experts: a tensor like `like` `[b, s, dim]`."""
+        """Sum each token's rows by their weights, in the order of its experts: a tensor like `like`
+        `[b, s, dim]`.
+        """
         weights = routed.weights.to(rows.dtype)
         return _Gather.apply(rows, weights, routed.order, routed.place).to(like.dtype).view_as(like)

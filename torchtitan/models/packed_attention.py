@@ -1,9 +1,11 @@
-"""Attention within documents that are packed one after another, by the kernels for sequences of variable length.
+"""Attention within documents that are packed one after another, by the kernels for sequences of
+variable length.
 
-The rows of a batch are laid end to end, and a kernel gets the documents' first tokens. A mask would cost a read per
-block of scores, and FlexAttention a compilation. CUDA only, 16-bit types only.
+The rows of a batch are laid end to end, and a kernel gets the documents' first tokens. A mask would
+cost a read per block of scores, and FlexAttention a compilation. CUDA only, 16-bit types only.
 
-Shapes: b batch, s sequence, t = b s tokens of the batch, h query heads, k key-value heads, d head size.
+Shapes: b batch, s sequence, t = b s tokens of the batch, h query heads, k key-value heads, d head
+size.
 """
 
 from dataclasses import dataclass
@@ -19,17 +21,24 @@ _CAUSAL = [-1, 0]
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents of one batch. Tensors of the same shapes for all batches, so a compiled block serves them all."""
+    """The documents of one batch. Tensors of the same shapes for all batches, so a compiled block
+    serves them all.
+    """
 
     starts: Tensor
-    """`[t + 1]` int32 on the compute device: the first token of each document, and after the last, t throughout."""
+    """`[t + 1]` int32 on the compute device: the first token of each document, and after the last,
+    t throughout.
+    """
     sizes: Tensor
-    """`[2]` on the host: the number of documents, and of tokens in the longest. Both are upper bounds, powers of two
-    where possible, because cuDNN prepares a kernel for every pair."""
+    """`[2]` on the host: the number of documents, and of tokens in the longest. Both are upper
+    bounds, powers of two where possible, because cuDNN prepares a kernel for every pair.
+    """
 
 
 def pack_documents(documents: Tensor, device: torch.device) -> PackedDocuments:
-    """The documents of `documents` `[b, s]`, which is on the host: the device is never waited for."""
+    """The documents of `documents` `[b, s]`, which is on the host: the device is never waited
+    for.
+    """
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     tokens = documents.numel()
@@ -47,9 +56,17 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def attend_documents(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
-    """Causal attention within documents: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`."""
-    rows, size = q.shape[0], q.shape[-1]
+def attend_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: PackedDocuments,
+) -> Tensor:
+    """Causal attention within documents: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s,
+    d]`.
+    """
+    rows = q.shape[0]
+    size = q.shape[-1]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     if size % 8:  # the kernels' head sizes are multiples of 8; zeros change no product
         q, k, v = (F.pad(x, (0, -size % 8)) for x in (q, k, v))
@@ -59,9 +76,15 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments
 
 @torch.library.custom_op("torchtitan::document_attention", mutates_args=())
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`torch.nn.attention.varlen.varlen_attn` with sizes from a host tensor, which the compiler doesn't specialize on.
+    """`torch.nn.attention.varlen.varlen_attn` with sizes from a host tensor, which the compiler
+    doesn't specialize on.
 
     Args:
         q: `[t, h, d]`; k and v `[t, k, d]`.
@@ -72,20 +95,33 @@ def document_attention(
     """
     bounds, longest, kernel = _plan(q, k, v, starts, sizes)
     of_documents = bounds, bounds, longest, longest
-    out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *of_documents, True, scale, _CAUSAL, **kernel)
+    out, lse, _ = torch.ops.torch_attn._varlen_attn(
+        q, k, v, *of_documents, True, scale, _CAUSAL, **kernel
+    )
     return out, lse
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
-    """First tokens, length of the longest document, and from torch 2.15 on the kernel that torch prefers."""
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+) -> tuple[Tensor, int, dict[str, Any]]:
+    """First tokens, length of the longest document, and from torch 2.15 on the kernel that torch
+    prefers.
+    """
     from torch.nn.attention import varlen  # imports dynamo: two seconds
 
     count, longest = sizes.tolist()
-    bounds, select = starts[: count + 1], getattr(varlen, "_select_backend", None)
+    bounds = starts[: count + 1]
+    select = getattr(varlen, "_select_backend", None)
     if select is None:
         return bounds, longest, {}
     with torch.enable_grad():
-        probe = q.detach().requires_grad_()  # an operator's inputs need none, and some kernels have no backward
+        probe = (
+            q.detach().requires_grad_()
+        )  # an operator's inputs need none, and some kernels have no backward
         return bounds, longest, {"backend": select(probe, k, v, bounds, bounds, longest, _CAUSAL)}
 
 

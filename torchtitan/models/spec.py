@@ -1,4 +1,6 @@
-"""What the framework knows about a model family, as data, and the registry of families. Imports no torch."""
+"""What the framework knows about a model family, as data, and the registry of families. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class ModelArgs(BaseModel):
-    """Base of a family's hyper-parameters. Strict, so mistakes in `[model.overrides]` are errors; immutable."""
+    """Base of a family's hyper-parameters. Strict, so mistakes in `[model.overrides]` are errors;
+    immutable.
+    """
 
     model_config = Section.model_config
 
@@ -30,7 +34,9 @@ class ModelArgs(BaseModel):
     dim: Width
     """Width of the hidden states that blocks and pipeline stages pass on."""
     max_seq_len: SeqLen
-    """Longest row the model supports. Set from `training.seq_len`, or `validation.seq_len` if that is longer."""
+    """Longest row the model supports. Set from `training.seq_len`, or `validation.seq_len` if that
+    is longer.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -38,21 +44,31 @@ class ModelArgs(BaseModel):
         """TOML has no null, so an optional value that is unset is written as `"none"`."""
         if not isinstance(values, dict):
             return values
-        optional = {name for name, about in cls.model_fields.items() if type(None) in get_args(about.annotation)}
-        return {key: None if key in optional and value == "none" else value for key, value in values.items()}
+        optional = {
+            name
+            for name, about in cls.model_fields.items()
+            if type(None) in get_args(about.annotation)
+        }
+        return {
+            key: None if key in optional and value == "none" else value
+            for key, value in values.items()
+        }
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of one parameter: `zeros`, `ones`, or `normal` with deviation `std`, truncated at three."""
+    """Initialization of one parameter: `zeros`, `ones`, or `normal` with deviation `std`, truncated
+    at three.
+    """
 
     kind: str
     std: float = 0.0
 
 
 HFNames = dict[str, str | list[str]]
-"""Our names of parameters to Hugging Face's; or to the names of several of theirs, in order, of which ours is a stack
-along a new first dimension."""
+"""Our names of parameters to Hugging Face's; or to the names of several of theirs, in order, of
+which ours is a stack along a new first dimension.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,13 +82,21 @@ class HFMap:
     config: Callable[[Any, str], dict[str, Any]]
     """`config(args, dtype)`: the contents of Hugging Face's `config.json`."""
     args: Callable[[dict[str, Any]], Any]
-    """`args(config)`: the hyper-parameters of a `config.json`; ConfigError if this family can't represent it."""
+    """`args(config)`: the hyper-parameters of a `config.json`; ConfigError if this family can't
+    represent it.
+    """
     fixed: Callable[[Any], dict[str, Any]] = lambda args: {}
-    """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, each with the only value that
-    the class computes with. A model with another value is not exported."""
-    build: Callable[..., nn.Module] | None = field(default=None, init=False, compare=False)
-    """The `ModelSpec.build` whose models this describes. Set by the first spec that it is given to; a copy made by
-    `dataclasses.replace` belongs to none yet."""
+    """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, each with
+    the only value that the class computes with. A model with another value is not exported.
+    """
+    build: Callable[..., nn.Module] | None = field(
+        default=None,
+        init=False,
+        compare=False,
+    )
+    """The `ModelSpec.build` whose models this describes. Set by the first spec that it is given to;
+    a copy made by `dataclasses.replace` belongs to none yet.
+    """
 
     def of(self, build: Callable[..., nn.Module]) -> HFMap | None:
         """This map for the models of `build`; None if it was written for other ones."""
@@ -86,18 +110,30 @@ class HFMap:
 
 
 ShardingStyle = Literal[
-    "embedding", "norm", "head_norm", "gather_sequence", "columns", "rows", "output", "router", "gate", "experts"
+    "embedding",
+    "norm",
+    "head_norm",
+    "gather_sequence",
+    "columns",
+    "rows",
+    "output",
+    "router",
+    "gate",
+    "experts",
 ]
-"""What tensor parallelism does to a module. Between modules, activations are sharded over the sequence.
+"""What tensor parallelism does to a module. Between modules, activations are sharded over the
+sequence.
 
     embedding         weight sharded over the vocabulary; output sharded over the sequence
     norm              weight replicated; input and output sharded over the sequence
     head_norm         weight replicated; input and output `[b, s, heads, d]` sharded over the heads
-    gather_sequence   the first input is gathered, so the module's linear layers see the whole sequence
+    gather_sequence   the first input is gathered, so the module's linear layers see the whole
+    sequence
     columns           linear layer, weight sharded over its outputs
     rows              linear layer, weight sharded over its inputs; output sharded over the sequence
     output            projection to the vocabulary, sharded over it
-    router            the second input, a weight for each token, is cut to the rank's part of the sequence
+    router            the second input, a weight for each token, is cut to the rank's part of the
+    sequence
     gate              weight replicated; input and output sharded over the sequence
     experts           not tensor-parallel; expert parallelism shards the weights over the experts
 """
@@ -105,36 +141,47 @@ ShardingStyle = Literal[
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model family: how to build the module for one device, and what is known about it without building it.
+    """A model family: how to build the module for one device, and what is known about it without
+    building it.
 
-    `dataclasses.replace(spec, name=..., build=...)` and `register` make a variant of a family. With another `build` it
-    has no `hf`, unless it states one: `hf=dataclasses.replace(spec.hf, ...)`.
+    `dataclasses.replace(spec, name=..., build=...)` and `register` make a variant of a family. With
+    another `build` it has no `hf`, unless it states one: `hf=dataclasses.replace(spec.hf, ...)`.
     """
 
     name: str
     flavors: Mapping[str, Any]
     """Size, as `model.flavor`, to its hyper-parameters."""
     build: Callable[..., nn.Module]
-    """`build(args, attend)`: the module, for one device. `attend` is a `torchtitan.models.layers.Attend`."""
+    """`build(args, attend)`: the module, for one device. `attend` is a
+    `torchtitan.models.layers.Attend`.
+    """
     init: Callable[[str, Any], Init]
     """`init(fqn, args)`: initialization of the parameter called `fqn`."""
     module_flops: Callable[[Any, int], dict[str, float]]
-    """`module_flops(args, seq_len)`: FLOPs per token of each module that a pipeline can put on its own stage, in
-    execution order."""
+    """`module_flops(args, seq_len)`: FLOPs per token of each module that a pipeline can put on its
+    own stage, in execution order.
+    """
     tied_modules: Callable[[Any], Sequence[str]]
     """`tied_modules(args)`: modules that share a weight."""
     tensor_parallel_styles: Mapping[str, ShardingStyle]
-    """Module name, with `*` for a layer's index, to its style. Every module with parameters needs one."""
+    """Module name, with `*` for a layer's index, to its style. Every module with parameters needs
+    one.
+    """
     tensor_parallel_sizes: Callable[[Any], dict[str, int]]
-    """`tensor_parallel_sizes(args)`: the hyper-parameters that the tensor-parallel degree must divide."""
+    """`tensor_parallel_sizes(args)`: the hyper-parameters that the tensor-parallel degree must
+    divide.
+    """
     tiny: Callable[[Any, int, int], dict[str, Any]]
-    """`tiny(args, layers, heads)`: overrides for a small model with the same architecture, for `torchtitan parity`.
-    `heads` is a multiple of the tensor-parallel degree."""
+    """`tiny(args, layers, heads)`: overrides for a small model with the same architecture, for
+    `torchtitan parity`. `heads` is a multiple of the tensor-parallel degree.
+    """
     hf: HFMap | None
     """The family in transformers. None, also after `build` was replaced: there is no such class."""
     expert_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    """`expert_sizes(args)`: sizes of the stacked weights of a mixture of experts, by hyper-parameter: first the number
-    of experts, which the expert-parallel degree must divide, then their widths. Empty for a dense model."""
+    """`expert_sizes(args)`: sizes of the stacked weights of a mixture of experts, by
+    hyper-parameter: first the number of experts, which the expert-parallel degree must divide, then
+    their widths. Empty for a dense model.
+    """
 
     def __post_init__(self) -> None:
         if self.hf is not None:
@@ -154,12 +201,19 @@ class ModelSpec:
             choices = ", ".join(self.flavors)
             same = [name for name in self.flavors if name.lower() == flavor.lower()]
             hint = did_you_mean(same[0] if same else flavor, self.flavors)
-            raise ConfigError([f"model.flavor: {self.name} has no flavor {brief(flavor)} (it has {choices}){hint}"])
+            raise ConfigError(
+                [
+                    f"model.flavor: {self.name} has no flavor {brief(flavor)} (it has "
+                    f"{choices}){hint}"
+                ]
+            )
         base = self.flavors[flavor]
         try:
             return type(base).model_validate(base.model_dump() | dict(overrides) | derived)
         except ValidationError as error:
-            problems = explain_errors(error, type(base), lambda key: f"model.overrides.{key}".rstrip("."))
+            problems = explain_errors(
+                error, type(base), lambda key: f"model.overrides.{key}".rstrip(".")
+            )
             raise ConfigError(problems) from None
 
 

@@ -1,7 +1,8 @@
-"""An exponential moving average of the weights (Polyak and Juditsky, "Acceleration of Stochastic Approximation by
-Averaging", 1992).
+"""An exponential moving average of the weights (Polyak and Juditsky, "Acceleration of Stochastic
+Approximation by Averaging", 1992).
 
-Each rank averages the shards that it holds, so an update communicates nothing, and the host waits for nothing.
+Each rank averages the shards that it holds, so an update communicates nothing, and the host waits
+for nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from torchtitan.parallel.collectives import local, sharded_like, storage_of
 
 
 class WeightAverage:
-    """The average of a model's parameters, in fp32 and sharded like them. Buffers are not averaged."""
+    """The average of a model's parameters, in fp32 and sharded like them. Buffers are not
+    averaged.
+    """
 
     def __init__(self, models: Sequence[nn.Module], config: EMA):
         """
@@ -23,14 +26,18 @@ class WeightAverage:
             models: this rank's pipeline stages, with their shards allocated.
         """
         self.config = config
-        self._weights = {name: param for model in models for name, param in model.named_parameters()}
+        self._weights = {
+            name: param for model in models for name, param in model.named_parameters()
+        }
         self.tensors = {
             name: sharded_like(torch.empty_like(storage_of(param), dtype=torch.float32), param)
             for name, param in self._weights.items()
         }
         """By parameter name. Valid from the first update on."""
         self.counted = 0
-        """Updates of the weights from `ema.start_step` on. Before the first, the average is the weights."""
+        """Updates of the weights from `ema.start_step` on. Before the first, the average is the
+        weights.
+        """
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -66,7 +73,9 @@ class WeightAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the average in place of the weights, which are kept in a copy of this rank's shards."""
+        """Put the average in place of the weights, which are kept in a copy of this rank's
+        shards.
+        """
         _, weights = self._shards()
         with torch.no_grad():
             kept = [weight.clone() for weight in weights]
@@ -78,7 +87,9 @@ class WeightAverage:
                 torch._foreach_copy_(weights, kept)
 
     def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's averages and weights. FSDP may replace the latter's storage before its first forward."""
+        """This rank's averages and weights. FSDP may replace the latter's storage before its first
+        forward.
+        """
         averages = [local(tensor) for tensor in self.tensors.values()]
         return averages, [storage_of(param) for param in self._weights.values()]
 

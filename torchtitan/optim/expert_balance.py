@@ -11,12 +11,20 @@ from torchtitan.parallel.collectives import all_reduce
 
 
 class ExpertBalance:
-    """Sums what the routers counted over the whole global batch, and adjusts their biases, once per optimizer step.
+    """Sums what the routers counted over the whole global batch, and adjusts their biases, once per
+    optimizer step.
 
     The counts are integers, so the biases are the same under every layout.
     """
 
-    def __init__(self, models: Sequence[nn.Module], n_layers: int, n_experts: int, rate: float, device: torch.device):
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        n_layers: int,
+        n_experts: int,
+        rate: float,
+        device: torch.device,
+    ):
         """
         Args:
             models: this rank's pipeline stages.
@@ -35,7 +43,9 @@ class ExpertBalance:
 
     @property
     def loads(self) -> Tensor:
-        """`[layers, experts]` float64, the rows of each expert in the last step; zeros for a layer without experts."""
+        """`[layers, experts]` float64, the rows of each expert in the last step; zeros for a layer
+        without experts.
+        """
         return self._table[:, :-1]
 
     @property
@@ -44,7 +54,8 @@ class ExpertBalance:
         return self._table[:, -1]
 
     def take(self) -> Tensor:
-        """`[layers, experts + 1]` on the host: the rows of each expert since the last call, and `losses`.
+        """`[layers, experts + 1]` on the host: the rows of each expert since the last call, and
+        `losses`.
 
         Makes the host wait for the device.
         """
@@ -57,7 +68,8 @@ class ExpertBalance:
         """End a step. Called by all ranks.
 
         Args:
-            skip: a boolean scalar on the device; if true, biases and the loads in the routers stay as they are.
+            skip: a boolean scalar on the device; if true, biases and the loads in the routers stay
+            as they are.
         """
         self._table.zero_()
         for layer, router in self.routers.items():
@@ -73,7 +85,8 @@ class ExpertBalance:
             change = self.rate * (load.mean() - load).sign().to(router.expert_bias.dtype)
             load = load.long()
             if skip is not None:
-                change, load = change.masked_fill(skip, 0.0), torch.where(skip, router.load, load)
+                change = change.masked_fill(skip, 0.0)
+                load = torch.where(skip, router.load, load)
             router.load.copy_(load)
             if self.rate:
                 router.expert_bias.add_(change)

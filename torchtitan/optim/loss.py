@@ -1,4 +1,6 @@
-"""The loss of each row, summed over tokens: dividing by the global token count makes it exact under every layout."""
+"""The loss of each row, summed over tokens: dividing by the global token count makes it exact under
+every layout.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +15,9 @@ from torchtitan.parallel.collectives import unsharded
 from torchtitan.utils.errors import UserError
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of each row's token losses, fp32 `[batch]`. A
-token whose label is `IGNORE_INDEX` has none."""
+"""Maps logits `[batch, seq, vocab]` and labels `[batch, seq]` to the sum of each row's token
+losses, fp32 `[batch]`. A token whose label is `IGNORE_INDEX` has none.
+"""
 Project = Callable[[Tensor, Tensor], Tensor]
 """Maps final hidden states `[batch, seq, dim]` and the output weight `[vocab, dim]` to logits."""
 
@@ -23,14 +26,18 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Each row's sum of the token cross-entropies, in fp32.
 
     Args:
-        logits: `[batch, seq, vocab]`; if sharded over the vocabulary, a DTensor, within `loss_context`.
+        logits: `[batch, seq, vocab]`; if sharded over the vocabulary, a DTensor, within
+        `loss_context`.
         labels: `[batch, seq]`; `IGNORE_INDEX` is skipped.
 
     Returns:
         `[batch]`.
     """
     loss = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORE_INDEX, reduction="none"
+        logits.flatten(0, 1).float(),
+        labels.flatten(0, 1),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
     )
     return unsharded(loss).view(labels.shape).sum(1)
 
@@ -38,11 +45,12 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def build_loss(name: str, custom: Custom) -> RowLoss:
     """The loss that `training.loss` chooses. A registered one is made by `make([keys])`.
 
-    It must be a sum over tokens, so that any rank may compute it for any of them: it is called with slices of the
-    sequence (`training.loss_chunks`, context parallelism) and of the batch (accumulation, pipelines), and the framework
-    divides by the tokens of the global batch. Under tensor parallelism, the logits are a DTensor sharded over the
-    vocabulary, on which torch's operations compute what they do on the whole. With `compile.enable`, it is compiled as
-    one graph.
+    It must be a sum over tokens, so that any rank may compute it for any of them: it is called with
+    slices of the sequence (`training.loss_chunks`, context parallelism) and of the batch
+    (accumulation, pipelines), and the framework divides by the tokens of the global batch. Under
+    tensor parallelism, the logits are a DTensor sharded over the vocabulary, on which torch's
+    operations compute what they do on the whole. With `compile.enable`, it is compiled as one
+    graph.
 
     Raises:
         UserError: a registered loss is no such sum.
@@ -63,24 +71,42 @@ def _not_a_sum(loss: RowLoss) -> str | None:
     labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE_INDEX, 7, IGNORE_INDEX]])
     whole = loss(logits, labels)
     if not isinstance(whole, Tensor) or whole.shape != (2,) or whole.dtype != torch.float32:
-        shape = f"{whole.dtype} {list(whole.shape)}" if isinstance(whole, Tensor) else type(whole).__name__
-        return f"maps logits [2, seq, vocab] to {shape}; it must return the sum of each row's losses, float32 [2]"
+        shape = (
+            f"{whole.dtype} {list(whole.shape)}"
+            if isinstance(whole, Tensor)
+            else type(whole).__name__
+        )
+        return (
+            f"maps logits [2, seq, vocab] to {shape}; it must return the sum of each row's "
+            "losses, float32 [2]"
+        )
     if loss(logits, torch.full_like(labels, IGNORE_INDEX)).abs().sum() > 0:
         return f"gives a loss to tokens whose label is {IGNORE_INDEX}; they must not count"
     rows = torch.cat([loss(logits[i : i + 1], labels[i : i + 1]) for i in range(2)])
     halves = loss(logits[:, :2], labels[:, :2]) + loss(logits[:, 2:], labels[:, 2:])
     if not (torch.allclose(whole, rows, rtol=1e-4) and torch.allclose(whole, halves, rtol=1e-4)):
-        return "is not a sum over tokens: a row's loss must be the sum of its parts'; return sums, not means"
+        return (
+            "is not a sum over tokens: a row's loss must be the sum of its parts'; return "
+            "sums, not means"
+        )
     return None
 
 
 def chunked_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, project: Project, loss: RowLoss, chunks: int, tp_degree: int
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    project: Project,
+    loss: RowLoss,
+    chunks: int,
+    tp_degree: int,
 ) -> tuple[Tensor, Tensor]:
-    """`loss(project(hidden, weight), labels)`, slice by slice of the sequence; only one slice's logits exist at a time.
+    """`loss(project(hidden, weight), labels)`, slice by slice of the sequence; only one slice's
+    logits exist at a time.
 
-    The gradients are computed together with the loss, from the same logits, so the backward needs no second projection.
-    The weight's gradients are accumulated in fp32.
+    The gradients are computed together with the loss, from the same logits, so the backward needs
+    no second projection. The weight's gradients are accumulated in fp32.
 
     Args:
         hidden: `[batch, seq / tp_degree, dim]`, this rank's part of the sequence.
@@ -97,8 +123,15 @@ def chunked_loss(
     return _ChunkedLoss.apply(hidden, weight, slices, project, loss)
 
 
-def _slices(hidden: Tensor, labels: Tensor, chunks: int, tp_degree: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slices of this rank's part of the sequence, each with the labels of all ranks: projecting gathers their parts."""
+def _slices(
+    hidden: Tensor,
+    labels: Tensor,
+    chunks: int,
+    tp_degree: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slices of this rank's part of the sequence, each with the labels of all ranks: projecting
+    gathers their parts.
+    """
     parts = labels.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
     yield from zip(hidden.chunk(chunks, dim=1), (part.flatten(1, 2) for part in parts), strict=True)
 
@@ -115,9 +148,12 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = torch.zeros(len(hidden), device=hidden.device)
         of_hidden: list[Tensor] = []
-        of_weight: Tensor | None = None  # not zeros like the weight, which may have been gathered in Float8
+        of_weight: Tensor | None = (
+            None  # not zeros like the weight, which may have been gathered in Float8
+        )
         for part, labels in slices:
-            part, whole = part.detach().requires_grad_(), weight.detach().requires_grad_()
+            part = part.detach().requires_grad_()
+            whole = weight.detach().requires_grad_()
             with torch.enable_grad():
                 of_rows = loss(project(part, whole), labels)
                 gradients = torch.autograd.grad(of_rows.sum(), (part, whole))

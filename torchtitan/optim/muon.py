@@ -1,4 +1,6 @@
-"""Muon for stacked matrices: experts' weights `[experts, outputs, inputs]`. `torch.optim.Muon` takes only matrices."""
+"""Muon for stacked matrices: experts' weights `[experts, outputs, inputs]`. `torch.optim.Muon`
+takes only matrices.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +15,30 @@ from torchtitan.parallel.collectives import local
 
 
 class StackedMuon(torch.optim.Optimizer):
-    """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) with an update of its own for each matrix of a
-    stack, scaled to the size of AdamW's (Liu et al., arXiv:2502.16982).
+    """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) with an update of its own for
+    each matrix of a stack, scaled to the size of AdamW's (Liu et al., arXiv:2502.16982).
 
-    The numbers are those of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` on each matrix. Parameters may be
-    sharded over any axes. Where matrices are split, the ranks that hold parts exchange them, so that each computes the
-    updates of some whole matrices.
+    The numbers are those of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` on each matrix.
+    Parameters may be sharded over any axes. Where matrices are split, the ranks that hold parts
+    exchange them, so that each computes the updates of some whole matrices.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, ns_steps: int):
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "ns_steps": ns_steps})
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        ns_steps: int,
+    ):
+        super().__init__(
+            groups,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "ns_steps": ns_steps,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -35,10 +51,14 @@ class StackedMuon(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
-        weight, gradient, mean = local(param), local(param.grad), local(state["momentum_buffer"])
+        weight = local(param)
+        gradient = local(param.grad)
+        mean = local(state["momentum_buffer"])
         mean.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(mean, group["momentum"]).bfloat16()  # Nesterov's
-        update = _on_whole(update, _splits(param), lambda stack: orthogonalize(stack, group["ns_steps"]))
+        update = _on_whole(
+            update, _splits(param), lambda stack: orthogonalize(stack, group["ns_steps"])
+        )
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(update, alpha=-group["lr"] * 0.2 * max(param.shape[1:]) ** 0.5)
 
@@ -57,7 +77,9 @@ def orthogonalize(stack: Tensor, steps: int) -> Tensor:
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
+        )
     return x if wide else x.mT
 
 
@@ -65,7 +87,8 @@ def _splits(param: Tensor) -> list[tuple[dist.ProcessGroup, int]]:
     """The groups over which matrices of the stack are split, and the dimension."""
     if not isinstance(param, DTensor):
         return []
-    mesh, found = param.device_mesh, []
+    mesh = param.device_mesh
+    found = []
     for axis, placement in enumerate(param.placements):
         if isinstance(placement, Shard) and placement.dim != 0 and mesh.size(axis) > 1:
             found.append((mesh.get_group(axis), placement.dim))
@@ -82,10 +105,13 @@ def _on_whole(
     if not splits:
         return function(part) if len(part) else part
     (group, dim), *rest = splits
-    ranks, matrices = group.size(), len(part)
+    ranks = group.size()
+    matrices = len(part)
     counts = [matrices // ranks + (rank < matrices % ranks) for rank in range(ranks)]
     own = counts[group.rank()]
-    parts = all_to_all_single(part.contiguous(), [own] * ranks, counts, group).unflatten(0, (ranks, own))
+    parts = all_to_all_single(part.contiguous(), [own] * ranks, counts, group).unflatten(
+        0, (ranks, own)
+    )
     whole = _on_whole(torch.cat(parts.unbind(), dim), rest, function)
     parts = torch.cat(whole.chunk(ranks, dim)) if own else part[:0]
     return all_to_all_single(parts.contiguous(), counts, [own] * ranks, group)

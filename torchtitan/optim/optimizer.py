@@ -62,10 +62,15 @@ class _Joined:
 class OptimizerInBackward(_Joined):
     """Updates each parameter as soon as its gradient is complete, then frees the gradient.
 
-    Every parameter has its own optimizer, called by a hook, so `step` after the backward finds no gradients.
+    Every parameter has its own optimizer, called by a hook, so `step` after the backward finds no
+    gradients.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]):
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ):
         self._of = {p: make([group | {"params": [p]}]) for group in groups for p in group["params"]}
         super().__init__(list(self._of.values()))
         self.norm = SquaredNorm()
@@ -84,11 +89,18 @@ def _adam_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Arguments of torch's `adam` for a parameter group."""
     beta1, beta2 = group["betas"]
     same = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
-    return same | {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    return same | {
+        "beta1": beta1,
+        "beta2": beta2,
+        "amsgrad": False,
+        "maximize": False,
+    }
 
 
 class ShardedAdam(torch.optim.Adam):
-    """Adam and AdamW on this rank's shards. On hundreds of DTensors torch's dispatch takes milliseconds a step."""
+    """Adam and AdamW on this rank's shards. On hundreds of DTensors torch's dispatch takes
+    milliseconds a step.
+    """
 
     @property
     def clips(self) -> bool:
@@ -96,10 +108,13 @@ class ShardedAdam(torch.optim.Adam):
         return all(group["fused"] for group in self.param_groups)
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(
+        self, closure: None = None, *, divisor: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
         """
         Args:
-            divisor: of all gradients, a scalar on their device; they are divided in place. Needs `clips`.
+            divisor: of all gradients, a scalar on their device; they are divided in place. Needs
+            `clips`.
             skip: a scalar on their device; if true, change nothing. Needs `clips`.
         """
         divisor = None if divisor is None else divisor.float()
@@ -124,7 +139,9 @@ class ShardedAdam(torch.optim.Adam):
 
 
 class NarrowAdam(torch.optim.Optimizer):
-    """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype, one parameter at a time."""
+    """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype, one
+    parameter at a time.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], *, decoupled: bool, **settings: Any):
         super().__init__(groups, settings)
@@ -140,7 +157,9 @@ class NarrowAdam(torch.optim.Optimizer):
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu")
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=param.device if group["fused"] else "cpu"
+            )
             for slot in ("exp_avg", "exp_avg_sq"):
                 state[slot] = torch.zeros_like(param, dtype=torch.bfloat16)
         wide = {slot: local(state[slot]).to(param.dtype) for slot in ("exp_avg", "exp_avg_sq")}
@@ -158,24 +177,44 @@ class NarrowAdam(torch.optim.Optimizer):
             local(state[slot]).copy_(value)
 
 
-def build_optimizer(models: Sequence[nn.Module], optimizer: Optimizer, custom: Custom | None = None) -> AnyOptimizer:
+def build_optimizer(
+    models: Sequence[nn.Module], optimizer: Optimizer, custom: Custom | None = None
+) -> AnyOptimizer:
     """Build the optimizer of all parameters.
 
-    Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon)
-    updates the matrices of the blocks, each expert's on its own; AdamW updates embedding, output and vectors.
+    Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024,
+    kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's on its own;
+    AdamW updates embedding, output and vectors.
     """
-    named = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
+    named = [
+        (name, p) for model in models for name, p in model.named_parameters() if p.requires_grad
+    ]
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, param in named:
-        decay, scale = optimizer.weight_decay if param.dim() > 1 else 0.0, 1.0
-        if rule := next((rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern)), None):
-            decay, scale = decay if rule.weight_decay is None else rule.weight_decay, rule.lr_scale
-        muon = param.dim() if optimizer.name == "Muon" and param.dim() > 1 and name.startswith("layers.") else 0
-        group: dict[str, Any] = {"params": [], "weight_decay": decay, "lr_scale": scale, "muon": muon}
+        decay = optimizer.weight_decay if param.dim() > 1 else 0.0
+        scale = 1.0
+        if rule := next(
+            (rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern)), None
+        ):
+            decay = decay if rule.weight_decay is None else rule.weight_decay
+            scale = rule.lr_scale
+        muon = (
+            param.dim()
+            if optimizer.name == "Muon" and param.dim() > 1 and name.startswith("layers.")
+            else 0
+        )
+        group: dict[str, Any] = {
+            "params": [],
+            "weight_decay": decay,
+            "lr_scale": scale,
+            "muon": muon,
+        }
         groups.setdefault((muon, decay, scale), group)["params"].append(param)
     make = partial(_make, optimizer)
     if registered := optimizers.chosen(optimizer.name, custom or Custom()):
-        make = partial(make_registered, optimizer, registered, {param: name for name, param in named})
+        make = partial(
+            make_registered, optimizer, registered, {param: name for name, param in named}
+        )
     if optimizer.early_step_in_backward:
         return OptimizerInBackward(list(groups.values()), make)
     kinds = [[group for group in groups.values() if group["muon"] == muon] for muon in (0, 2, 3)]
@@ -184,10 +223,18 @@ def build_optimizer(models: Sequence[nn.Module], optimizer: Optimizer, custom: C
 
 
 def _make(optimizer: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """One optimizer, for groups that all have the same "muon": the dimensions of what it updates, 0 for AdamW."""
+    """One optimizer, for groups that all have the same "muon": the dimensions of what it updates, 0
+    for AdamW.
+    """
     if groups[0]["muon"] == 3:
-        momentum, steps = optimizer.muon_momentum, optimizer.muon_ns_steps
-        return StackedMuon(groups, lr=optimizer.lr, momentum=momentum, ns_steps=steps)
+        momentum = optimizer.muon_momentum
+        steps = optimizer.muon_ns_steps
+        return StackedMuon(
+            groups,
+            lr=optimizer.lr,
+            momentum=momentum,
+            ns_steps=steps,
+        )
     if groups[0]["muon"]:
         keep_muon_updates_sharded()
         return torch.optim.Muon(

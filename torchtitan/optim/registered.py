@@ -2,15 +2,19 @@
 
 `make(groups, optimizer[, keys])` returns a `torch.optim.Optimizer`:
 
-- `groups` are parameter groups: `params`, `lr`, `weight_decay` and `lr_scale`, which must stay in `param_groups`. The
+- `groups` are parameter groups: `params`, `lr`, `weight_decay` and `lr_scale`, which must stay in
+`param_groups`. The
   schedule sets each group's `lr` before every step. `optimizer` is the section `[optimizer]`.
-- Parameters and gradients are DTensors, sharded alike. Element-wise code may work on the shards alone:
+- Parameters and gradients are DTensors, sharded alike. Element-wise code may work on the shards
+alone:
   `torchtitan.parallel.collectives.local(tensor)` is this rank's, which may be empty.
-- Gradients are those of the global batch, already clipped. `param.grad` may be None. A step with `lr` 0 must leave the
+- Gradients are those of the global batch, already clipped. `param.grad` may be None. A step with
+`lr` 0 must leave the
   weights as they are: a resume takes one, with zero gradients, to create the state that it loads.
-- State is tensors in `self.state[param]`: of the parameter's size and sharded like it, as `torch.zeros_like(param)` is,
-  or scalars that are the same on all ranks. It is then saved and resumes under any layout. Everything else must follow
-  from the configuration.
+- State is tensors in `self.state[param]`: of the parameter's size and sharded like it, as
+`torch.zeros_like(param)` is,
+  or scalars that are the same on all ranks. It is then saved and resumes under any layout.
+  Everything else must follow from the configuration.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,16 +42,23 @@ def make_registered(
     Raises:
         UserError: it isn't an optimizer of all parameters.
     """
-    own = [{"lr": optimizer.lr} | {k: v for k, v in group.items() if k != "muon"} for group in groups]
+    own = [
+        {"lr": optimizer.lr} | {k: v for k, v in group.items() if k != "muon"} for group in groups
+    ]
     made = make(own, optimizer)
     given = {id(param) for group in groups for param in group["params"]}
     key = f'optimizer.name: "{optimizer.name}"'
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(f"{key} made a {type(made).__name__}; it must make a torch.optim.Optimizer")
     if {id(param) for group in made.param_groups for param in group["params"]} != given:
-        raise UserError(f"{key} doesn't hold the parameters of its groups; pass groups to super().__init__")
+        raise UserError(
+            f"{key} doesn't hold the parameters of its groups; pass groups to super().__init__"
+        )
     if not all("lr_scale" in group for group in made.param_groups):
-        raise UserError(f"{key} dropped lr_scale from its groups, by which the schedule scales lr; keep the groups")
+        raise UserError(
+            f"{key} dropped lr_scale from its groups, by which the schedule scales lr; "
+            "keep the groups"
+        )
 
     def check_once(stepped: torch.optim.Optimizer, *_: Any) -> None:
         hook.remove()
@@ -61,21 +72,33 @@ def make_registered(
 
 
 def _unsavable(value: Any, param: Tensor) -> str | None:
-    """Why a checkpoint can't hold a slot of a parameter's state, or would hold something else on another layout."""
+    """Why a checkpoint can't hold a slot of a parameter's state, or would hold something else on
+    another layout.
+    """
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, which is not saved; keep it in a tensor"
     if value.dim() == 0:
         return None
     if not isinstance(param, DTensor):
-        return None if value.shape == param.shape else f"is {list(value.shape)}; make it like the parameter"
+        return (
+            None
+            if value.shape == param.shape
+            else f"is {list(value.shape)}; make it like the parameter"
+        )
     if not isinstance(value, DTensor):
         return (
-            "is a plain tensor, of which a checkpoint can't tell the ranks' parts; make it by torch.zeros_like(param), "
+            "is a plain tensor, of which a checkpoint can't tell the ranks' parts; make "
+            "it by torch.zeros_like(param), "
             "and work on local(state)"
         )
-    if (value.device_mesh, value.placements, value.shape) != (param.device_mesh, param.placements, param.shape):
+    if (value.device_mesh, value.placements, value.shape) != (
+        param.device_mesh,
+        param.placements,
+        param.shape,
+    ):
         return (
-            f"is {list(value.shape)} sharded as {value.placements}, the parameter {list(param.shape)} as "
+            f"is {list(value.shape)} sharded as {value.placements}, the parameter "
+            f"{list(param.shape)} as "
             f"{param.placements}; make it by torch.zeros_like(param)"
         )
     return None

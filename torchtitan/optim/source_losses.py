@@ -38,12 +38,16 @@ class SourceTally:
         self._sums += values @ (sources[:, None] == self._index).double()
 
     def take(self, mesh: Mesh, epochs: Sequence[float]) -> list[list[float]]:
-        """Loss, tokens, bytes and epochs of each source, over all ranks; then starts again from zero.
+        """Loss, tokens, bytes and epochs of each source, over all ranks; then starts again from
+        zero.
 
         Args:
             epochs: how often this rank has read each source. The mean over ranks is returned.
         """
-        read = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / mesh.loss_group.size()
+        read = (
+            torch.tensor(epochs, dtype=torch.float64, device=self._sums.device)
+            / mesh.loss_group.size()
+        )
         sums = all_reduce(torch.cat([self._sums, read[None]]), mesh.loss_group)
         self.clear()
         return sums.T.tolist()

@@ -1,8 +1,8 @@
-"""Activation checkpointing: recompute activations in the backward instead of saving them (Chen et al.,
-arXiv:1604.06174).
+"""Activation checkpointing: recompute activations in the backward instead of saving them (Chen et
+al., arXiv:1604.06174).
 
-Selection by operation follows Korthikanti et al. (arXiv:2205.05198): save results that are expensive to compute, and
-recompute the rest.
+Selection by operation follows Korthikanti et al. (arXiv:2205.05198): save results that are
+expensive to compute, and recompute the rest.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +13,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.parallel.expert import regions
@@ -40,16 +44,21 @@ _COMMUNICATION = (
 
 
 def apply_activation_checkpoint(
-    model: nn.Module, ac: ActivationCheckpoint, *, save_attention: bool, experts_apart: bool = False
+    model: nn.Module,
+    ac: ActivationCheckpoint,
+    *,
+    save_attention: bool,
+    experts_apart: bool = False,
 ) -> None:
     """Checkpoint the blocks of `model` in place.
 
-    Must come before compilation, so the compiler sees what to recompute. `mode = "memory_budget"` leaves the choice to
-    the compiler (see `memory_budget`), so it changes nothing here.
+    Must come before compilation, so the compiler sees what to recompute. `mode = "memory_budget"`
+    leaves the choice to the compiler (see `memory_budget`), so it changes nothing here.
 
     Args:
         save_attention: never recompute attention.
-        experts_apart: as for `regions`. Selection by operation is then made in each region: what is exchanged between
+        experts_apart: as for `regions`. Selection by operation is then made in each region: what is
+        exchanged between
             them is saved, and FSDP's hooks on the experts are not among the operations.
     """
     if ac.mode not in ("full", "selective"):
@@ -60,25 +69,35 @@ def apply_activation_checkpoint(
         "early_stop": ac.early_stop,
         "debug": ac.debug,
     }
-    every, by_operation = 1, ac.mode == "selective" and ac.selective_ac_option == "op"
+    every = 1
+    by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
     if by_operation:
         recomputed = {*_weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)}
-        options["context_fn"] = partial(_contexts, (*_ATTENTION, *_COMMUNICATION), frozenset(recomputed))
+        options["context_fn"] = partial(
+            _contexts, (*_ATTENTION, *_COMMUNICATION), frozenset(recomputed)
+        )
     elif save_attention:
         options["context_fn"] = partial(_contexts, _ATTENTION, None)
     if ac.mode == "selective" and not by_operation:
         every = int(ac.selective_ac_option)
-    forwards: dict[Any, Any] = {}  # blocks of one class share a function, and hence a compiled graph
+    # blocks of one class share a function, and hence a compiled graph
+    forwards: dict[Any, Any] = {}
     for number, block in enumerate(model.layers.values(), 1):
         if number % every:
             continue
-        parts, own = regions(block, apart=experts_apart), options
+        parts = regions(block, apart=experts_apart)
+        own = options
         if len(parts) > 1 and not by_operation:
             # Around the graphs of the parts, so no operation in them can be selected.
-            parts, own = [(block, "forward")], {key: value for key, value in options.items() if key != "context_fn"}
+            parts = [(block, "forward")]
+            own = {key: value for key, value in options.items() if key != "context_fn"}
         for owner, name in parts:
             forward = getattr(owner, name).__func__
-            setattr(owner, name, MethodType(forwards.setdefault(forward, _recomputing(forward, own)), owner))
+            setattr(
+                owner,
+                name,
+                MethodType(forwards.setdefault(forward, _recomputing(forward, own)), owner),
+            )
 
 
 def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -91,7 +110,8 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
 def _weight_shapes(model: nn.Module, names: Collection[str]) -> Iterator[tuple[int, ...]]:
     """Shapes `[in, out]` of the weights of linear layers whose name contains one of `names`.
 
-    A weight sharded by tensor parallelism has two: eager products see the global shape, compiled ones the local shape.
+    A weight sharded by tensor parallelism has two: eager products see the global shape, compiled
+    ones the local shape.
     """
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(name in fqn for name in names):
@@ -107,7 +127,8 @@ def _contexts(
 
     Args:
         saved: operations whose results are always saved.
-        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Of the other products, every
+        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Of the
+        other products, every
             second result is saved. None: recompute all matrix products.
     """
     matmuls = {False: 0, True: 0}
@@ -131,7 +152,8 @@ def _contexts(
 def memory_budget(ac: ActivationCheckpoint, folder: str) -> AbstractContextManager[None]:
     """Within, the compiler chooses what each block saves, if `mode = "memory_budget"`.
 
-    `torch._functorch`'s partitioner gets `ac.memory_budget`, the fraction of the activations that may be saved.
+    `torch._functorch`'s partitioner gets `ac.memory_budget`, the fraction of the activations that
+    may be saved.
 
     Args:
         folder: receives the plots of `ac.visualize_memory_budget_pareto`.

@@ -1,8 +1,9 @@
-"""Activation offload: what a block keeps for its backward waits in host memory, copied while other blocks compute.
+"""Activation offload: what a block keeps for its backward waits in host memory, copied while other
+blocks compute.
 
-torch's `saved_tensors_hooks` see everything that autograd keeps: of a compiled block too, and of a checkpointed block
-its inputs. Copies to the host run on a stream of their own, beside the forward. Those back start when the backward
-reaches the next block, one block ahead of their use.
+torch's `saved_tensors_hooks` see everything that autograd keeps: of a compiled block too, and of a
+checkpointed block its inputs. Copies to the host run on a stream of their own, beside the forward.
+Those back start when the backward reaches the next block, one block ahead of their use.
 """
 
 import weakref
@@ -24,12 +25,14 @@ SMALL = 2**12
 
 
 def apply_activation_offload(model: nn.Module, ac: ActivationCheckpoint) -> "Offload":
-    """Offload what the first `ac.offload_blocks` blocks of `model` keep for their backward, in place.
+    """Offload what the first `ac.offload_blocks` blocks of `model` keep for their backward, in
+    place.
 
-    Must come after checkpointing and compilation, whose results are what is kept, and before FSDP, which gathers the
-    weights around `forward`.
+    Must come after checkpointing and compilation, whose results are what is kept, and before FSDP,
+    which gathers the weights around `forward`.
     """
-    offload, count = Offload(), offloaded_blocks(ac, len(model.layers))
+    offload = Offload()
+    count = offloaded_blocks(ac, len(model.layers))
     if count == 0:
         return offload
     # The block behind them only says when the last of their copies is needed.
@@ -65,7 +68,9 @@ class Offload:
             with saved_tensors_hooks(visit.pack, _Saved.unpack) if away else nullcontext():
                 out = forward(block, x, *shared)
             visit.inputs.clear()
-            hidden = out[0] if isinstance(out, tuple) else out  # a mixture of experts also returns its load
+            hidden = (
+                out[0] if isinstance(out, tuple) else out
+            )  # a mixture of experts also returns its load
             if previous is not None and hidden.requires_grad:
                 hidden.register_hook(lambda _: previous.fetch())
             return out
@@ -90,13 +95,20 @@ class _Visit:
         self._offload = offload
         self._stay = {_storage(local) for x in stay if (local := _plain(x)) is not None}
         self.inputs: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
-        """What was copied, by its place in memory: held during the forward, so that no other tensor can have it."""
+        """What was copied, by its place in memory: held during the forward, so that no other tensor
+        can have it.
+        """
         self._copies: list[weakref.ref[_Copy]] = []
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of `tensor`, which may be the tensor itself."""
         local = _plain(tensor)
-        if local is None or local.nbytes < SMALL or _storage(local) in self._stay or not _is_dense(local):
+        if (
+            local is None
+            or local.nbytes < SMALL
+            or _storage(local) in self._stay
+            or not _is_dense(local)
+        ):
             return tensor
         key = _storage(local), local.storage_offset(), local.numel()
         if key not in self.inputs:
@@ -118,7 +130,8 @@ class _Copy:
     """A one-dimensional tensor in host memory."""
 
     def __init__(self, source: Tensor, streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None):
-        self._device, self._streams = source.device, streams
+        self._device = source.device
+        self._streams = streams
         self._back: Tensor | None = None
         if streams is None:
             self._host = source.to("cpu", copy=True)
@@ -157,10 +170,16 @@ class _Saved:
     """A view of a copy, as autograd holds it."""
 
     def __init__(self, copy: _Copy, tensor: Tensor, local: Tensor):
-        self._copy, self._size, self._stride = copy, local.size(), local.stride()
+        self._copy = copy
+        self._size = local.size()
+        self._stride = local.stride()
         self._layout: dict[str, Any] | None = None
         if isinstance(tensor, DTensor):
-            self._layout = {"device_mesh": tensor.device_mesh, "placements": tensor.placements, "run_check": False}
+            self._layout = {
+                "device_mesh": tensor.device_mesh,
+                "placements": tensor.placements,
+                "run_check": False,
+            }
             self._layout |= {"shape": tensor.size(), "stride": tensor.stride()}
 
     @staticmethod
@@ -172,7 +191,9 @@ class _Saved:
 
 
 def _plain(x: Any) -> Tensor | None:
-    """This rank's part of a tensor; None if that is of a class of its own, such as a weight in Float8."""
+    """This rank's part of a tensor; None if that is of a class of its own, such as a weight in
+    Float8.
+    """
     local = x._local_tensor if isinstance(x, DTensor) else x
     return local if type(local) in (Tensor, nn.Parameter) else None
 
@@ -184,7 +205,9 @@ def _storage(tensor: Tensor) -> int:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a contiguous part of the storage, in whatever order."""
     expected = 1
-    for stride, size in sorted((x, n) for x, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
+    for stride, size in sorted(
+        (x, n) for x, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1
+    ):
         if stride != expected:
             return False
         expected *= size

@@ -25,16 +25,20 @@ def from_all(value: Any) -> list[Any]:
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank. If it raises a CheckpointError on any, every rank raises the first of these.
+    """Run `action` on every rank. If it raises a CheckpointError on any, every rank raises the
+    first of these.
 
     One that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
     """
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = action()
     except CheckpointError as own:
         error = own
-    raised = sorted((e for e in from_all(error) if e is not None), key=lambda e: isinstance(e, DamageError))
+    raised = sorted(
+        (e for e in from_all(error) if e is not None), key=lambda e: isinstance(e, DamageError)
+    )
     if raised:
         raise raised[0]
     return result  # type: ignore[return-value]

@@ -1,8 +1,10 @@
-"""Asynchronous tensor parallelism: overlaps each collective with the matrix product it feeds or follows.
+"""Asynchronous tensor parallelism: overlaps each collective with the matrix product it feeds or
+follows.
 
-Inductor's micro-pipeline pass fuses each all-gather with the products after it, and each reduce-scatter with the
-product before it, into symmetric-memory kernels that communicate and compute piece by piece (Wang et al., ASPLOS 2023,
-doi:10.1145/3567955.3567959). The pass silently skips collectives it doesn't recognize, so `FusionReport` lists them.
+Inductor's micro-pipeline pass fuses each all-gather with the products after it, and each
+reduce-scatter with the product before it, into symmetric-memory kernels that communicate and
+compute piece by piece (Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959). The pass silently
+skips collectives it doesn't recognize, so `FusionReport` lists them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_compat import gathers_without_views, micro_pipeline_without_nccl, replaced
+from torchtitan.utils.torch_compat import (
+    gathers_without_views,
+    micro_pipeline_without_nccl,
+    replaced,
+)
 
 _FUSED = (
     "symm_mem::fused_all_gather_matmul",
@@ -38,7 +44,9 @@ _RESHAPES = (
 
 
 class FusionReport(CustomGraphPass):
-    """Inspects every graph that inductor compiles: counts the fused collectives and names the others."""
+    """Inspects every graph that inductor compiles: counts the fused collectives and names the
+    others.
+    """
 
     def __init__(self) -> None:
         self.fused = 0
@@ -50,9 +58,13 @@ class FusionReport(CustomGraphPass):
         self.fused += fused
         self.unfused += unfused
         total = fused + len(unfused)
-        logger.info(f"Asynchronous tensor parallelism: {fused} of {total} collectives of a graph are fused")
+        logger.info(
+            f"Asynchronous tensor parallelism: {fused} of {total} collectives of a graph are fused"
+        )
         for text in unfused:
-            logger.warning(f"Asynchronous tensor parallelism: {text} is not fused and will not overlap")
+            logger.warning(
+                f"Asynchronous tensor parallelism: {text} is not fused and will not overlap"
+            )
 
     def uuid(self) -> None:
         """None keeps graphs out of inductor's cache, which would bypass the report."""
@@ -64,7 +76,11 @@ def fused_collectives(mesh: DeviceMesh) -> Iterator[None]:
     """Fuse the collectives over `mesh` in all graphs that are compiled, and run, within."""
     with ExitStack() as stack:
         stack.enter_context(
-            replaced(torch._inductor.config, _micro_pipeline_tp=True, post_grad_custom_post_pass=FusionReport())
+            replaced(
+                torch._inductor.config,
+                _micro_pipeline_tp=True,
+                post_grad_custom_post_pass=FusionReport(),
+            )
         )
         stack.enter_context(gathers_without_views())
         if mesh.device_type == "cpu":
@@ -77,7 +93,9 @@ def fused_collectives(mesh: DeviceMesh) -> Iterator[None]:
 
 @contextmanager
 def _cpu_kernels() -> Iterator[None]:
-    """Run torch's unfused fallbacks for the fused operators: the same graphs and numbers, but no overlap."""
+    """Run torch's unfused fallbacks for the fused operators: the same graphs and numbers, but no
+    overlap.
+    """
     library = torch.library.Library("symm_mem", "IMPL")
     for name in _FUSED:
         bare = name.removeprefix("symm_mem::")
@@ -91,7 +109,11 @@ def _cpu_kernels() -> Iterator[None]:
 
 def _name(node: Node) -> str:
     target: Any = node.target
-    return target.name().partition(".")[0] if hasattr(target, "name") else getattr(target, "__name__", str(target))
+    return (
+        target.name().partition(".")[0]
+        if hasattr(target, "name")
+        else getattr(target, "__name__", str(target))
+    )
 
 
 def _unfused(node: Node) -> str | None:
@@ -99,7 +121,9 @@ def _unfused(node: Node) -> str | None:
     if _name(node) == "_c10d_functional::all_gather_into_tensor":
         if product := _product_after(node):
             return f"the all-gather before {_where(product)}"
-    elif _name(node) == "_c10d_functional::reduce_scatter_tensor" and (product := _product_before(node)):
+    elif _name(node) == "_c10d_functional::reduce_scatter_tensor" and (
+        product := _product_before(node)
+    ):
         return f"the reduce-scatter after {_where(product)}"
     return None
 

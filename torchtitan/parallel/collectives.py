@@ -15,14 +15,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 def all_reduce(
     value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce `value` over the group in place and return it. Free in a group of one, which may also be None."""
+    """Reduce `value` over the group in place and return it. Free in a group of one, which may also
+    be None.
+    """
     if group is not None and group.size() > 1:
         dist.all_reduce(value, op=op, group=group)
     return value
 
 
 class AnyRank:
-    """Whether any rank of the world says yes. The exchange overlaps with work between construction and `answer`."""
+    """Whether any rank of the world says yes. The exchange overlaps with work between construction
+    and `answer`.
+    """
 
     def __init__(self, yes: bool, device: torch.device):
         self._value = torch.full((), float(yes), device=device)
@@ -31,7 +35,9 @@ class AnyRank:
             self._work = dist.all_reduce(self._value, dist.ReduceOp.MAX, async_op=True)
 
     def answer(self) -> Tensor:
-        """A scalar on the device, above 0 for yes. On CUDA the stream waits for it, not the host."""
+        """A scalar on the device, above 0 for yes. On CUDA the stream waits for it, not the
+        host.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -65,17 +71,23 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's `shard` of a tensor that is sharded like `tensor`, as a DTensor if that is one."""
+    """This rank's `shard` of a tensor that is sharded like `tensor`, as a DTensor if that is
+    one.
+    """
     if not isinstance(tensor, DTensor):
         return shard
     layout = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False, **layout)
+    return DTensor.from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, **layout
+    )
 
 
 class SquaredNorm:
-    """The 2-norm of all gradients of the model, from this rank's shards: no operation runs on a DTensor.
+    """The 2-norm of all gradients of the model, from this rank's shards: no operation runs on a
+    DTensor.
 
-    In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for each sharding.
+    In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for
+    each sharding.
     """
 
     def __init__(self) -> None:
@@ -86,19 +98,27 @@ class SquaredNorm:
         """Take in the norms of gradients, which may then change."""
         shards: dict[Any, list[Tensor]] = {}
         for gradient in gradients:
-            layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+            layout = (
+                (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
+            )
             shards.setdefault(layout, []).append(local(gradient))
         for layout, tensors in shards.items():
             norms = self._norms.setdefault(_sharded_over(*layout), [])
             norms.extend(torch._foreach_norm(tensors, 2.0, dtype=torch.float64))
 
     def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-        """The norm over all ranks, pipeline stages included, a plain scalar on `device`; starts again from zero.
+        """The norm over all ranks, pipeline stages included, a plain scalar on `device`; starts
+        again from zero.
 
-        Replicated gradients count once. One reduction for each mesh axis over which some are sharded.
+        Replicated gradients count once. One reduction for each mesh axis over which some are
+        sharded.
         """
-        norms, self._norms = self._norms, {}
-        squares = {groups: torch.linalg.vector_norm(torch.stack(parts)) ** 2 for groups, parts in norms.items()}
+        norms = self._norms
+        self._norms = {}
+        squares = {
+            groups: torch.linalg.vector_norm(torch.stack(parts)) ** 2
+            for groups, parts in norms.items()
+        }
         squares = {groups: square.to(device) for groups, square in squares.items()}
         while over := max(squares, key=len, default=()):  # the innermost axis first
             square = all_reduce(squares.pop(over), over[-1])
@@ -110,8 +130,12 @@ class SquaredNorm:
 def _sharded_over(
     mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()
 ) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups, from outer to inner, whose ranks hold different parts of a tensor of this layout."""
-    assert not any(placement.is_partial() for placement in placements), "a gradient isn't reduced yet"
+    """The process groups, from outer to inner, whose ranks hold different parts of a tensor of this
+    layout.
+    """
+    assert not any(placement.is_partial() for placement in placements), (
+        "a gradient isn't reduced yet"
+    )
     split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(i) for i in split) if mesh is not None else ()
 

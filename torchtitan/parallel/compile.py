@@ -1,4 +1,6 @@
-"""Regional compilation: each transformer block is compiled separately, and blocks that are alike share one graph."""
+"""Regional compilation: each transformer block is compiled separately, and blocks that are alike
+share one graph.
+"""
 
 import atexit
 import os
@@ -38,7 +40,9 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     folder = os.path.join(config.job.dump_folder, "memory_budget")
     _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
     if config.parallelism.enable_async_tensor_parallel and mesh.tp is not None:
-        from torchtitan.parallel.async_tensor import fused_collectives  # imports inductor: half a second
+        from torchtitan.parallel.async_tensor import (
+            fused_collectives,
+        )  # imports inductor: half a second
 
         _settings.enter_context(fused_collectives(mesh.tp))
 
@@ -46,9 +50,9 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
 def apply_compile(model: nn.Module, config: Config, *, experts_apart: bool = False) -> None:
     """Compile the regions of each block of `model` in place, if `config` asks for it.
 
-    Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run outside the graph.
-    Hooks of tensor parallelism on modules inside the block become part of it. A graph break is an error, because it
-    would silently cost speed.
+    Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run
+    outside the graph. Hooks of tensor parallelism on modules inside the block become part of it. A
+    graph break is an error, because it would silently cost speed.
 
     Args:
         experts_apart: as for `regions`.
@@ -70,4 +74,9 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
 
 
 def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)
+    return torch.compile(
+        function,
+        backend=config.backend,
+        fullgraph=True,
+        dynamic=False,
+    )

@@ -1,8 +1,9 @@
 """Expert parallelism: each rank holds some of the experts, and rows travel to them and back.
 
-The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts are sharded over
-`ep` by index, and by FSDP over the ranks that hold the same ones. The splits of both all-to-alls depend on the data, so
-the host waits once for the device in each forward.
+The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts
+are sharded over
+`ep` by index, and by FSDP over the ranks that hold the same ones. The splits of both all-to-alls
+depend on the data, so the host waits once for the device in each forward.
 """
 
 import functools
@@ -12,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import all_reduce, all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_reduce,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -24,7 +29,9 @@ from torchtitan.utils.activity import note_exchange
 
 
 class ShardedExperts(Experts):
-    """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`, this rank's rows."""
+    """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`, this
+    rank's rows.
+    """
 
     group: dist.ProcessGroup
 
@@ -47,7 +54,9 @@ class ShardedExperts(Experts):
         return self._exchange(permute(done, place, order), ours, theirs)
 
     def _exchange(self, rows: Tensor, sent: list[int], expected: list[int]) -> Tensor:
-        """Send consecutive `rows` to the ranks of `group`, and receive theirs. A hang is diagnosed from the notes."""
+        """Send consecutive `rows` to the ranks of `group`, and receive theirs. A hang is diagnosed
+        from the notes.
+        """
         ranks = dist.get_process_group_ranks(self.group)
         note_exchange(ranks, sent, expected)
         arrived = all_to_all_single_autograd(rows, expected, sent, self.group)
@@ -71,7 +80,8 @@ def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[
 
 
 def _by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The permutation that sorts arrived rows, which are sorted by rank, by expert; and its inverse.
+    """The permutation that sorts arrived rows, which are sorted by rank, by expert; and its
+    inverse.
 
     Args:
         received: `[ranks, local experts]`, numbers of rows.
@@ -79,12 +89,15 @@ def _by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ranks, experts = received.shape
     expert = torch.arange(experts, device=received.device).repeat(ranks)
     order = expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
-    return order, torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device))
+    return order, torch.empty_like(order).scatter_(
+        0, order, torch.arange(rows, device=order.device)
+    )
 
 
 def regions(block: nn.Module, *, apart: bool) -> list[tuple[nn.Module, str]]:
-    """The methods of a block that are compiled, each as a graph: its forward, or, for a block whose experts are apart,
-    what comes before the exchange of rows, between the exchanges, and after them.
+    """The methods of a block that are compiled, each as a graph: its forward, or, for a block whose
+    experts are apart, what comes before the exchange of rows, between the exchanges, and after
+    them.
 
     Args:
         apart: FSDP gathers experts apart from their block, by hooks inside its forward.
@@ -110,7 +123,9 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, balance: Balance) -> Non
     for module in model.modules():
         if isinstance(module, Router):
             module.balance = balance
-            if groups := [group for group in (mesh.group("cp"), mesh.group("tp")) if group is not None]:
+            if groups := [
+                group for group in (mesh.group("cp"), mesh.group("tp")) if group is not None
+            ]:
                 module.sum_over_row = _sum_over(groups)
         elif isinstance(module, Experts) and mesh.ep is not None:
             _shard(module, mesh.ep)
@@ -127,8 +142,13 @@ def _sum_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]
 
 def _shard(experts: Experts, mesh: DeviceMesh) -> None:
     for name, weight in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)))
-    experts.__class__ = _sharded(type(experts))  # type: ignore[arg-type]  # mypy doubts that classes are hashable
+        setattr(
+            experts,
+            name,
+            nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)),
+        )
+    # mypy doubts that classes are hashable
+    experts.__class__ = _sharded(type(experts))  # type: ignore[arg-type]
     experts.group = mesh.get_group()
 
 

@@ -16,15 +16,17 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_compat import silence_false_alarms, store_of_this_attempt
 
 CONNECTED_RANKS = 64
-"""Up to this many ranks, gloo connects all pairs of a group when it is created. In larger worlds, pairs connect when
-they first communicate: n ranks would ask the job's store n^2 times, and each would hold n - 1 connections."""
+"""Up to this many ranks, gloo connects all pairs of a group when it is created. In larger worlds,
+pairs connect when they first communicate: n ranks would ask the job's store n^2 times, and each
+would hold n - 1 connections.
+"""
 
 
 def init_distributed(comm: Comm, device: torch.device) -> None:
     """Initialize the default process group: NCCL and gloo on CUDA, gloo on the CPU.
 
-    Under torchrun, the rendezvous comes from the environment. Without torchrun, the world is this process alone. If all
-    ranks are on one node, they listen on its loopback interface only.
+    Under torchrun, the rendezvous comes from the environment. Without torchrun, the world is this
+    process alone. If all ranks are on one node, they listen on its loopback interface only.
     """
     silence_false_alarms()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -41,11 +43,23 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
             os.environ.setdefault(f"{backend_name}_SOCKET_IFNAME", _loopback())
     if agent_has_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         with store_of_this_attempt(rank, world, timeout) as store:
-            start(store=store, rank=rank, world_size=world)
+            start(
+                store=store,
+                rank=rank,
+                world_size=world,
+            )
     elif world == 1:
-        start(store=dist.HashStore(), rank=0, world_size=1)
+        start(
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
     elif on_one_node and not agent_has_store:
-        start(store=_local_store(rank, world, timeout), rank=rank, world_size=world)
+        start(
+            store=_local_store(rank, world, timeout),
+            rank=rank,
+            world_size=world,
+        )
     else:
         start()
 
@@ -53,18 +67,24 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
 def _loopback() -> str:
     """Name of the loopback interface: `lo` on Linux, `lo0` on macOS."""
     addresses = psutil.net_if_addrs()
-    return next((name for name, found in addresses.items() if any(a.address == "127.0.0.1" for a in found)), "lo")
+    return next(
+        (name for name, found in addresses.items() if any(a.address == "127.0.0.1" for a in found)),
+        "lo",
+    )
 
 
 def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store of ranks that are all on this node. torch's own would listen on every interface."""
-    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    host = "127.0.0.1"
+    port = int(os.environ["MASTER_PORT"])
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return dist.TCPStore(host, port, world, rank == 0, timeout, master_listen_fd=listening)
 
 
 def store_of_a_thread(prefix: str) -> dist.Store:
-    """The job's key-value store under a key prefix, over a connection for one thread's exclusive use."""
+    """The job's key-value store under a key prefix, over a connection for one thread's exclusive
+    use.
+    """
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
 
 
@@ -79,7 +99,9 @@ def limit_groups(seconds: int) -> None:
 
 
 def set_timeout(seconds: int) -> None:
-    """Set the timeout, in seconds, of all process groups, after the first step with its compilation and lazy set-up."""
+    """Set the timeout, in seconds, of all process groups, after the first step with its compilation
+    and lazy set-up.
+    """
     if dist.get_world_size() == 1:
         return
     dist.barrier()  # no rank may still be in its first step when the timeout shrinks

@@ -1,8 +1,10 @@
-"""Layout-invariant initialization: a weight's value depends only on the seed, its name and its global index.
+"""Layout-invariant initialization: a weight's value depends only on the seed, its name and its
+global index.
 
-A parameter is cut into blocks of rows. Each block has its own generator on the CPU, seeded by a hash of (seed, name,
-block), and a rank evaluates only the blocks its shard overlaps. Values are bitwise equal under every layout, without
-communication and without any rank holding a whole parameter.
+A parameter is cut into blocks of rows. Each block has its own generator on the CPU, seeded by a
+hash of (seed, name, block), and a rank evaluates only the blocks its shard overlaps. Values are
+bitwise equal under every layout, without communication and without any rank holding a whole
+parameter.
 """
 
 import hashlib
@@ -18,7 +20,11 @@ ROWS_PER_BLOCK = 256
 
 
 def materialize(
-    model: nn.Module, device: torch.device, buffer_device: torch.device, seed: int, rule: Callable[[str], Init]
+    model: nn.Module,
+    device: torch.device,
+    buffer_device: torch.device,
+    seed: int,
+    rule: Callable[[str], Init],
 ) -> None:
     """Allocate and initialize a model, sharded or not, that is on the meta device.
 
@@ -37,7 +43,12 @@ def materialize(
             _fill(param, fqn, seed, rule(fqn))
 
 
-def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
+def _fill(
+    param: Tensor,
+    fqn: str,
+    seed: int,
+    init: Init,
+) -> None:
     local = param.to_local() if isinstance(param, DTensor) else param
     if init.kind != "normal":
         local.fill_({"zeros": 0.0, "ones": 1.0}[init.kind])
@@ -48,7 +59,8 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
     if param.dim() == 3:  # a stack of matrices is their rows
         rows = (rows[:, None] * param.shape[1] + _owned(param, 1)).flatten()
         local = local.view(len(rows), -1)
-    count, width = param.shape[:-1].numel() if param.dim() > 1 else len(param), param.shape[1:][-1:]
+    count = param.shape[:-1].numel() if param.dim() > 1 else len(param)
+    width = param.shape[1:][-1:]
     columns = _owned(param, param.dim() - 1) if param.dim() > 1 else None
     whole = columns is None or len(columns) == param.shape[-1]
     for block in torch.unique(rows // ROWS_PER_BLOCK).tolist():
@@ -56,10 +68,18 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
         mine = (rows // ROWS_PER_BLOCK == block).nonzero().squeeze(1)
         values = _block(fqn, seed, block, (min(ROWS_PER_BLOCK, count - start), *width), init.std)
         values = values[rows[mine] - start]
-        local[mine.to(local.device)] = (values if whole else values[:, columns]).to(local.device, local.dtype)
+        local[mine.to(local.device)] = (values if whole else values[:, columns]).to(
+            local.device, local.dtype
+        )
 
 
-def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], std: float) -> Tensor:
+def _block(
+    fqn: str,
+    seed: int,
+    block: int,
+    shape: tuple[int, ...],
+    std: float,
+) -> Tensor:
     """Values of one block of rows: fp32 normal, clamped to three standard deviations.
 
     Unlike `trunc_normal_`, `normal_` produces the same stream in every supported torch release.
@@ -70,16 +90,24 @@ def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], std: float) 
 
 
 def _owned(param: Tensor, dim: int) -> Tensor:
-    """Global indices along `dim` that this rank holds, found by sharding the indices like the parameter."""
+    """Global indices along `dim` that this rank holds, found by sharding the indices like the
+    parameter.
+    """
     index = torch.arange(param.shape[dim])
     if not isinstance(param, DTensor):
         return index
-    placements = [_along_first(p) if getattr(p, "dim", None) == dim else Replicate() for p in param.placements]
+    placements = [
+        _along_first(p) if getattr(p, "dim", None) == dim else Replicate() for p in param.placements
+    ]
     index = index.to(param.device_mesh.device_type)
-    return distribute_tensor(index, param.device_mesh, placements, src_data_rank=None).to_local().cpu()
+    return (
+        distribute_tensor(index, param.device_mesh, placements, src_data_rank=None).to_local().cpu()
+    )
 
 
 def _along_first(placement: Placement) -> Placement:
-    """The same sharding along dim 0. FSDP x TP uses placements with a split factor, which are not `Shard`."""
+    """The same sharding along dim 0. FSDP x TP uses placements with a split factor, which are not
+    `Shard`.
+    """
     factor = getattr(placement, "split_factor", None)
     return Shard(0) if factor is None else type(placement)(0, split_factor=factor)

@@ -21,14 +21,20 @@ class Mesh:
     world: DeviceMesh
     """The axes of more than one rank, and those that FSDP needs in any case."""
     fsdp: DeviceMesh
-    """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks too."""
+    """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks
+    too.
+    """
     batch_group: dist.ProcessGroup
     """Ranks that see different tokens (dp_replicate x dp_shard x cp)."""
     loss_group: dist.ProcessGroup
-    """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last pipeline stage has one."""
+    """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last
+    pipeline stage has one.
+    """
     expert_fsdp: DeviceMesh | None = None
-    """FSDP2's axes for experts, if they differ: (dp_replicate, efsdp), with efsdp = dp_shard x cp x tp / ep. The ranks
-    of tensor parallelism hold different tokens, so they don't split an expert's matrices."""
+    """FSDP2's axes for experts, if they differ: (dp_replicate, efsdp), with efsdp = dp_shard x cp x
+    tp / ep. The ranks of tensor parallelism hold different tokens, so they don't split an expert's
+    matrices.
+    """
     ep: DeviceMesh | None = None
     """The ranks that share all experts; None: each rank computes all of them."""
 
@@ -62,9 +68,11 @@ _meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...], bool, int], Mesh] =
 
 
 def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Mesh:
-    """Arrange all ranks of the default process group by the degrees of a derived and validated configuration.
+    """Arrange all ranks of the default process group by the degrees of a derived and validated
+    configuration.
 
-    The same degrees get the same mesh: process groups are expensive, and DTensor caches the first mesh it sees.
+    The same degrees get the same mesh: process groups are expensive, and DTensor caches the first
+    mesh it sees.
 
     Args:
         experts: the model is a mixture of experts.
@@ -79,11 +87,18 @@ def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Me
     return _meshes[key]
 
 
-def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
-    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL its buffers.
+def _build(
+    degrees: dict[str, int],
+    device_type: str,
+    replicas: bool,
+    ep: int,
+) -> Mesh:
+    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL
+    its buffers.
 
     Args:
-        replicas: FSDP has an axis of replicas. Without need it doesn't, because it all-reduces even in a group of one.
+        replicas: FSDP has an axis of replicas. Without need it doesn't, because it all-reduces even
+        in a group of one.
         ep: ranks that share all experts; 0: experts need no view of the ranks of their own.
     """
     needed = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
@@ -102,7 +117,10 @@ def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -
     if ep:
         expert_world = across("dp_shard", "cp", "tp")
         expert_world = expert_world._unflatten(0, (expert_world.size() // ep, ep), ("efsdp", "ep"))
-        expert_fsdp, expert_ranks = replicated(expert_world["efsdp"]), expert_world["ep"] if ep > 1 else None
+        expert_fsdp = replicated(expert_world["efsdp"])
+        expert_ranks = expert_world["ep"] if ep > 1 else None
     batch = across("dp_replicate", "dp_shard", "cp")
     loss = across("pp", "dp_replicate", "dp_shard", "cp")
-    return Mesh(degrees, world, fsdp, batch.get_group(), loss.get_group(), expert_fsdp, expert_ranks)
+    return Mesh(
+        degrees, world, fsdp, batch.get_group(), loss.get_group(), expert_fsdp, expert_ranks
+    )

@@ -1,4 +1,6 @@
-"""From a plain model to a distributed one: the ordered list of steps, the same for every model family."""
+"""From a plain model to a distributed one: the ordered list of steps, the same for every model
+family.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +38,8 @@ def parallelize(
     *,
     fill: Callable[..., None] = materialize,
 ) -> list[FSDPModule]:
-    """This rank's part of the model, sharded and with its initial weights: one module, or one for each pipeline stage.
+    """This rank's part of the model, sharded and with its initial weights: one module, or one for
+    each pipeline stage.
 
     Nothing is allocated before `fill`, and nothing is communicated.
 
@@ -45,15 +48,19 @@ def parallelize(
         device: where this rank computes.
         fill: allocates and initializes the sharded model; called as `materialize` is.
     """
-    training, p, tp_degree = config.training, config.parallelism, mesh.size("tp")
-    sharded_loss, float8 = not p.disable_loss_parallel, uses(config, FLOAT8)
+    training = config.training
+    p = config.parallelism
+    tp_degree = mesh.size("tp")
+    sharded_loss = not p.disable_loss_parallel
+    float8 = uses(config, FLOAT8)
     save_attention = must_save_attention(compiled=compiles_blocks(config), tp_degree=tp_degree)
     home = torch.device("cpu") if training.enable_cpu_offload else device
     silence_false_alarms()
     configure_compiler(config, mesh)
     attend = build_attention(mesh, p, device)  # context parallelism
     apart = mesh.expert_fsdp is not None
-    models, parameters = [], 0
+    models = []
+    parameters = 0
     for modules in stage_modules(stages, mesh.rank("pp")):
         with torch.device("meta"):
             model: Any = spec.build(args, attend)
@@ -62,15 +69,21 @@ def parallelize(
         model.to(getattr(torch, training.dtype))
         quantize(model, config, tp_degree)
         apply_expert_parallel(model, mesh, balance_of(config))
-        apply_tensor_parallel(model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8)
+        apply_tensor_parallel(
+            model, mesh.tp, spec.tensor_parallel_styles, sharded_loss=sharded_loss, float8=float8
+        )
         apply_activation_checkpoint(
             model, config.activation_checkpoint, save_attention=save_attention, experts_apart=apart
         )
         apply_compile(model, config, experts_apart=apart)
         apply_activation_offload(model, config.activation_checkpoint)
-        apply_fsdp(model, mesh, training, p.fsdp_reshard_after_forward, pipelined=stages is not None)
+        apply_fsdp(
+            model, mesh, training, p.fsdp_reshard_after_forward, pipelined=stages is not None
+        )
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)
     layout = layout_name(layout_degrees(p))
-    logger.info(f"Model {config.model.name} {config.model.flavor}: {parameters:,} parameters on {layout}")
+    logger.info(
+        f"Model {config.model.name} {config.model.flavor}: {parameters:,} parameters on {layout}"
+    )
     return models

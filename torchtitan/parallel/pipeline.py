@@ -1,8 +1,10 @@
-"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages and the schedules that run them.
+"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages and the schedules that
+run them.
 
-All schedules use one runtime of torch's: a schedule is an order of computations, to which the runtime adds
-communication and FSDP's all-gathers. GPipe is breadth-first with one stage per rank. 1F1B (Narayanan et al.,
-arXiv:2104.04473) is defined here, because torch's class for it has a separate runtime that can't evaluate.
+All schedules use one runtime of torch's: a schedule is an order of computations, to which the
+runtime adds communication and FSDP's all-gathers. GPipe is breadth-first with one stage per rank.
+1F1B (Narayanan et al., arXiv:2104.04473) is defined here, because torch's class for it has a
+separate runtime that can't evaluate.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +29,9 @@ from torchtitan.parallel.pipeline_stages import PipelineStages
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
-"""From a microbatch's output of the last stage, its labels `[microbatch, seq]`, and the index of its first row in the
-batch, to its share of the batch's loss."""
+"""From a microbatch's output of the last stage, its labels `[microbatch, seq]`, and the index of
+its first row in the batch, to its share of the batch's loss.
+"""
 
 _FORWARD = {
     _ComputationType.FORWARD,
@@ -40,12 +43,16 @@ _FORWARD = {
 
 
 def stage_modules(stages: PipelineStages | None, rank: int) -> list[tuple[str, ...] | None]:
-    """Names of the modules on each stage of a pipeline rank. Without a pipeline, one stage of all modules: `[None]`."""
+    """Names of the modules on each stage of a pipeline rank. Without a pipeline, one stage of all
+    modules: `[None]`.
+    """
     return [None] if stages is None else [stages.modules[index] for index in stages.stages_of(rank)]
 
 
 def keep_modules(model: nn.Module, names: Sequence[str] | None) -> None:
-    """Reduce `model`, on the meta device, to the named modules. Layers keep their names. None keeps all."""
+    """Reduce `model`, on the meta device, to the named modules. Layers keep their names. None keeps
+    all.
+    """
     if names is None:
         return
     for index in list(model.layers):
@@ -60,7 +67,8 @@ def keep_modules(model: nn.Module, names: Sequence[str] | None) -> None:
 class StageShapes:
     """Shapes of what the stages of a pipeline receive and return for one batch.
 
-    A stage receives and returns hidden states `[microbatch, seq / tp_degree, dim]`. The first stage receives tokens
+    A stage receives and returns hidden states `[microbatch, seq / tp_degree, dim]`. The first stage
+    receives tokens
     `[microbatch, seq]`. The last returns logits `[microbatch, seq, vocab]`, if it projects.
     """
 
@@ -84,7 +92,10 @@ class StageShapes:
             hidden = self._activations(microbatch_size, self.seq_len // self.tp_degree, self.dim)
             logits = self._activations(microbatch_size, self.seq_len, self.vocab_size)
         projects = last and self.project
-        return {"input_args": tokens if first else hidden, "output_args": logits if projects else hidden}
+        return {
+            "input_args": tokens if first else hidden,
+            "output_args": logits if projects else hidden,
+        }
 
     def _activations(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, requires_grad=True)
@@ -107,10 +118,14 @@ class Pipeline:
         """
         Args:
             models: this rank's stages, in order.
-            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
+            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
+            device.
         """
-        self.models, self.stages, self.shapes = models, stages, shapes
-        self.positions, self.group = positions, group
+        self.models = models
+        self.stages = stages
+        self.shapes = shapes
+        self.positions = positions
+        self.group = group
         self.microbatches = shapes.rows // stages.microbatch_size
         self.own_stages = stages.stages_of(group.rank())
         self._sends = Sends()
@@ -128,7 +143,8 @@ class Pipeline:
         Args:
             tokens: `[batch, seq]`.
             labels: `[batch, seq]`.
-            documents: `[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows.
+            documents: `[batch, whole row]`, the document of each token, on the host; None:
+            attention sees whole rows.
             token_weights: `[batch, seq]`, for a mixture of experts.
 
         Returns:
@@ -137,7 +153,13 @@ class Pipeline:
         return self._run(self._training, tokens, labels, documents, loss, token_weights)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        documents: Tensor | None,
+        loss: Loss,
+    ) -> Tensor:
         """The summed loss of one batch, as `forward_backward` returns it, without gradients."""
         return self._run(self._forward_only, tokens, labels, documents, loss)
 
@@ -152,8 +174,9 @@ class Pipeline:
     ) -> Tensor:
         """Run all microbatches.
 
-        This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's target can be more
-        than a tensor: the loss function, the labels, and their place in the batch.
+        This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's
+        target can be more than a tensor: the loss function, the labels, and their place in the
+        batch.
         """
         size = self.stages.microbatch_size
         masks = None if documents is None else self._masks(documents.split(size))
@@ -166,7 +189,8 @@ class Pipeline:
         if 0 in self.own_stages:
             inputs = [(part,) for part in tokens.split(size)]
         if len(self.stages.modules) - 1 in self.own_stages:
-            targets, losses = [(loss, part, i * size) for i, part in enumerate(labels.split(size))], []
+            targets = [(loss, part, i * size) for i, part in enumerate(labels.split(size))]
+            losses = []
         schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
         self._sends.end()
         for stage in schedule._stages:
@@ -182,19 +206,29 @@ class Pipeline:
         return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 
     def _own(self) -> list[Stage]:
-        """Stages for a schedule. Each schedule has its own, which are prepared with or without a backward."""
-        return [self._stage(index, model) for index, model in zip(self.own_stages, self.models, strict=True)]
+        """Stages for a schedule. Each schedule has its own, which are prepared with or without a
+        backward.
+        """
+        return [
+            self._stage(index, model)
+            for index, model in zip(self.own_stages, self.models, strict=True)
+        ]
 
     def _stage(self, index: int, model: FSDPModule) -> Stage:
         count = len(self.stages.modules)
-        ends = self.shapes.ends(self.stages.microbatch_size, first=index == 0, last=index == count - 1)
+        ends = self.shapes.ends(
+            self.stages.microbatch_size, first=index == 0, last=index == count - 1
+        )
         stage = Stage(model, index, count, self.positions.device, **ends, group=self.group)
-        stage.positions, stage.project, stage.sends = self.positions, self.shapes.project, self._sends
+        stage.positions = self.positions
+        stage.project = self.shapes.project
+        stage.sends = self._sends
         return stage
 
     @cached_property
     def _training(self) -> _PipelineScheduleRuntime:
-        name, file = self.stages.schedule, self.stages.csv_file
+        name = self.stages.schedule
+        file = self.stages.csv_file
         schedule = build_schedule(name, file, self._own(), self.microbatches, loss_fn=_loss_of)
         send_through(schedule, self._sends)
         return schedule
@@ -205,13 +239,20 @@ class Pipeline:
 
         torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
-        schedule = _PipelineScheduleRuntime(self._own(), self.microbatches, loss_fn=_loss_of, scale_grads=False)
+        schedule = _PipelineScheduleRuntime(
+            self._own(), self.microbatches, loss_fn=_loss_of, scale_grads=False
+        )
         orders = {}
         for rank in range(self.group.size()):
-            own, microbatches = self.stages.stages_of(rank), range(self.microbatches)
+            own = self.stages.stages_of(rank)
+            microbatches = range(self.microbatches)
             forwards = [_Action(s, _ComputationType.FORWARD, m) for s in own for m in microbatches]
             # torch only accepts complete orders; the backwards are removed below.
-            backwards = [_Action(s, _ComputationType.FULL_BACKWARD, m) for s in own[::-1] for m in microbatches]
+            backwards = [
+                _Action(s, _ComputationType.FULL_BACKWARD, m)
+                for s in own[::-1]
+                for m in microbatches
+            ]
             orders[rank] = [*forwards, *backwards]
         schedule._prepare_schedule_with_comms(orders)
         schedule.pipeline_order_with_comms = {
@@ -252,7 +293,9 @@ def _loss_of(output: Tensor, target: tuple[Loss, Tensor, int]) -> Tensor:
 
 
 def one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
-    """1F1B on a rank with one stage: forwards until the first gradient can arrive, then alternate."""
+    """1F1B on a rank with one stage: forwards until the first gradient can arrive, then
+    alternate.
+    """
     warmup = min(microbatches, degree - rank)
     forwards = [_Action(rank, _ComputationType.FORWARD, m) for m in range(microbatches)]
     backwards = [_Action(rank, _ComputationType.FULL_BACKWARD, m) for m in range(microbatches)]

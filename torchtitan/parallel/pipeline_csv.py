@@ -1,7 +1,9 @@
-"""Pipeline schedules: the computations of each rank in order, read from a CSV file and executed without computing.
+"""Pipeline schedules: the computations of each rank in order, read from a CSV file and executed
+without computing.
 
-A row of the file lists one rank's computations, for example `0F0,0F1,0B0,0B1`: stage, kind, microbatch. It is the
-format of `torch.distributed.pipelining`, without communication. Imports no torch.
+A row of the file lists one rank's computations, for example `0F0,0F1,0B0,0B1`: stage, kind,
+microbatch. It is the format of `torch.distributed.pipelining`, without communication. Imports no
+torch.
 """
 
 import csv
@@ -19,7 +21,9 @@ from torchtitan.utils.text import brief
 
 @dataclass(frozen=True)
 class Action:
-    """One computation: a forward `F`, a backward `B`, or the backward of inputs `I` or weights `W` only."""
+    """One computation: a forward `F`, a backward `B`, or the backward of inputs `I` or weights `W`
+    only.
+    """
 
     stage: int
     kind: str
@@ -35,32 +39,43 @@ MOST_BYTES = 2**22
 
 
 def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
-    """The computations of each of `degree` ranks, one row per rank, and what is wrong with the file.
+    """The computations of each of `degree` ranks, one row per rank, and what is wrong with the
+    file.
 
     `(0F1;3B0)OVERLAP_F_B` counts as its two parts.
     """
     key = "parallelism.pipeline_parallel_schedule_csv"
     try:
-        rows = list(csv.reader(read_regular(Path(path), MOST_BYTES, links=True).decode().splitlines()))
+        rows = list(
+            csv.reader(read_regular(Path(path), MOST_BYTES, links=True).decode().splitlines())
+        )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         return [], [f"{key}: can't read {path!r}: {getattr(error, 'strerror', None) or error}"]
-    problems, orders = [], []
+    problems = []
+    orders = []
     for number, row in enumerate(rows, 1):
         order = []
         for cell in (cell.strip() for cell in row):
             parts = cell.removesuffix("OVERLAP_F_B").strip("()").split(";") if cell else []
             matches = [_TOKEN.fullmatch(part.strip()) for part in parts]
             if not all(matches):
-                problems.append(f"{key}: {path}:{number}: {brief(cell)} is not a computation; write stage, F, B, I or "
-                                "W, and microbatch, for example 0F3; leave out communication")  # fmt: skip
+                problems.append(f"{key}: {path}:{number}: {brief(cell)} is "
+                "not a computation; write "
+                "stage, F, B, I or "
+                                "W, and microbatch, for example 0F3; leave out "
+                                "communication")  # fmt: skip
                 break
             order += [Action(int(m[1]), m[2], int(m[3])) for m in matches if m]
         if not order and not problems:
-            problems.append(f"{key}: {path}:{number}: rank {number - 1} computes nothing; every rank needs a stage")
+            problems.append(
+                f"{key}: {path}:{number}: rank {number - 1} computes nothing; every rank "
+                "needs a stage"
+            )
         orders.append(order)
     if len(rows) != degree:
         problems.append(
-            f"{key}: {path} has {len(rows)} rows, one per rank, but parallelism.pipeline_parallel_degree is {degree}"
+            f"{key}: {path} has {len(rows)} rows, one per rank, but "
+            f"parallelism.pipeline_parallel_degree is {degree}"
         )
     return orders, problems
 
@@ -82,9 +97,14 @@ def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterat
             found = f"stage {stage}, microbatch {microbatch} has {kinds or 'nothing'}"
             yield f"{key}: {found}; it needs F and B, or F, I and W"
             return
-    forwards = [a.microbatch for a in orders[owner[stages - 1]] if a.stage == stages - 1 and a.kind == "F"]
+    forwards = [
+        a.microbatch for a in orders[owner[stages - 1]] if a.stage == stages - 1 and a.kind == "F"
+    ]
     if forwards != list(range(len(microbatches))):
-        yield f"{key}: the last stage must run the forwards of its microbatches in the order 0, 1, 2, ..."
+        yield (
+            f"{key}: the last stage must run the forwards of its microbatches in the order "
+            "0, 1, 2, ..."
+        )
         return
     try:
         execute(orders)
@@ -134,17 +154,24 @@ def execute(orders: Sequence[Sequence[Action]]) -> list[Step]:
                 if source is None:
                     break
                 if action.kind != "W":
-                    done[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = len(steps)
+                    done[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = len(
+                        steps
+                    )
                 steps.append(Step(rank, action, source, source >= 0 and steps[source].rank != rank))
                 position[rank] += 1
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
-            raise DeadlockError(f"can never run {order[position[rank]]} of rank {rank}: what it waits for comes later")
+            raise DeadlockError(
+                f"can never run {order[position[rank]]} of rank {rank}: what it waits "
+                "for comes later"
+            )
     return steps
 
 
 def waits_for(action: Action, last_stage: int) -> tuple[int, str] | None:
-    """Stage and kind (`F`, or `B` for B and I) of what `action` waits for; None for the first stage's forwards."""
+    """Stage and kind (`F`, or `B` for B and I) of what `action` waits for; None for the first
+    stage's forwards.
+    """
     if action.kind == "F":
         return (action.stage - 1, "F") if action.stage else None
     if action.kind == "W":

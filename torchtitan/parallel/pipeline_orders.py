@@ -1,10 +1,12 @@
-"""Pipeline schedules that torch doesn't have, as orders of computations to write to a CSV file. Imports no torch.
+"""Pipeline schedules that torch doesn't have, as orders of computations to write to a CSV file.
+Imports no torch.
 
-All split the backward into the gradients of inputs (`I`), which the stage before waits for, and those of weights (`W`),
-which nothing waits for. ZB-H1 is 1F1B with each `W` postponed into the bubble (Qi et al., arXiv:2401.10241). V-Min and
-V-Half (Qi et al., arXiv:2405.15362) put two stages on each rank in a V: stage 0 on rank 0 to p - 1 on rank p - 1, then
-p on rank p - 1 back to 2p - 1 on rank 0. A microbatch that a rank keeps for long at one stage it then keeps shortly at
-the other, so all ranks keep equally much, and less of it the faster a microbatch hops from rank to rank.
+All split the backward into the gradients of inputs (`I`), which the stage before waits for, and
+those of weights (`W`), which nothing waits for. ZB-H1 is 1F1B with each `W` postponed into the
+bubble (Qi et al., arXiv:2401.10241). V-Min and V-Half (Qi et al., arXiv:2405.15362) put two stages
+on each rank in a V: stage 0 on rank 0 to p - 1 on rank p - 1, then p on rank p - 1 back to 2p - 1
+on rank 0. A microbatch that a rank keeps for long at one stage it then keeps shortly at the other,
+so all ranks keep equally much, and less of it the faster a microbatch hops from rank to rank.
 """
 
 import itertools
@@ -17,9 +19,11 @@ Orders = list[list[Action]]
 """The computations of each rank, in order."""
 
 HOPS = {"v-min": (1, 1), "v-half": (2, 1)}
-"""By schedule, the time between the same pass on neighbouring ranks: on the way down the V, forwards of its first half
-and backwards of its second; and on the way up. Times are in passes: F, I and W of a stage are taken to be equally long.
-Memory goes by the sum: 2 keeps a third of 1F1B's activations, 3 a half (and 6 all, without a bubble: torch's ZBV)."""
+"""By schedule, the time between the same pass on neighbouring ranks: on the way down the V,
+forwards of its first half and backwards of its second; and on the way up. Times are in passes: F, I
+and W of a stage are taken to be equally long. Memory goes by the sum: 2 keeps a third of 1F1B's
+activations, 3 a half (and 6 all, without a bubble: torch's ZBV).
+"""
 NAMES = ("zb-h1", *HOPS)
 PERIOD = 6
 """Passes of a rank per microbatch: F, I and W of two stages."""
@@ -40,9 +44,18 @@ def as_csv(orders: Sequence[Sequence[Action]]) -> str:
 
 
 def most_kept(orders: Sequence[Sequence[Action]]) -> int:
-    """Microbatches between forward and last backward, counted once per stage, on the rank with the most."""
-    changes = {"F": 1, "B": -1, "I": 0, "W": -1}
-    return max(max(itertools.accumulate(changes[action.kind] for action in order)) for order in orders)
+    """Microbatches between forward and last backward, counted once per stage, on the rank with the
+    most.
+    """
+    changes = {
+        "F": 1,
+        "B": -1,
+        "I": 0,
+        "W": -1,
+    }
+    return max(
+        max(itertools.accumulate(changes[action.kind] for action in order)) for order in orders
+    )
 
 
 def _whole_on_first_stage(order: Sequence[Action]) -> Iterator[Action]:
@@ -55,7 +68,9 @@ def _whole_on_first_stage(order: Sequence[Action]) -> Iterator[Action]:
 
 
 def _zb_h1(rank: int, degree: int, microbatches: int) -> list[Action]:
-    """1F1B whose ranks keep as many microbatches as the first: a rank that forwards fewer ahead postpones more `W`."""
+    """1F1B whose ranks keep as many microbatches as the first: a rank that forwards fewer ahead
+    postpones more `W`.
+    """
     ahead = min(microbatches, degree - rank)
     order = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(microbatches):
@@ -65,14 +80,20 @@ def _zb_h1(rank: int, degree: int, microbatches: int) -> list[Action]:
     return order + [Action(rank, "W", m) for m in range(max(0, microbatches - rank), microbatches)]
 
 
-# ---- V-shaped: the passes of one microbatch make a pattern, which repeats every `PERIOD` for the next
+# ---- V-shaped: the passes of one microbatch make a pattern, which repeats every `PERIOD` for the
+# next
 
 
 Pattern = list[list[tuple[int, str, int]]]
 """For each rank, the passes of the first microbatch: stage, kind, and when they start."""
 
 
-def _v_shaped(degree: int, microbatches: int, down: int, up: int) -> Orders:
+def _v_shaped(
+    degree: int,
+    microbatches: int,
+    down: int,
+    up: int,
+) -> Orders:
     """Of all patterns with these hops, the one that keeps least, and of those the fastest."""
     waits = range(PERIOD)
     found = [_pattern(degree, down, up, turns) for turns in itertools.product(waits, waits, waits)]
@@ -86,18 +107,26 @@ def _v_shaped(degree: int, microbatches: int, down: int, up: int) -> Orders:
     return _inputs_first(_repeated(min(patterns, key=cost), microbatches))
 
 
-def _pattern(degree: int, down: int, up: int, turns: tuple[int, int, int]) -> Pattern | None:
-    """The passes of one microbatch, or None if they and their repetitions would overlap on some rank.
+def _pattern(
+    degree: int,
+    down: int,
+    up: int,
+    turns: tuple[int, int, int],
+) -> Pattern | None:
+    """The passes of one microbatch, or None if they and their repetitions would overlap on some
+    rank.
 
     Args:
-        turns: how long it waits at each turn: at the V's bottom, at its end, and at the bottom on the way back.
+        turns: how long it waits at each turn: at the V's bottom, at its end, and at the bottom on
+        the way back.
     """
     climb = 1 + turns[0] + down * (degree - 1)
     back = climb + 1 + turns[1] + up * (degree - 1)
     home = back + 1 + turns[2] + down * (degree - 1)
     pattern = []
     for rank in range(degree):
-        first, second = rank, 2 * degree - 1 - rank
+        first = rank
+        second = 2 * degree - 1 - rank
         above = degree - 1 - rank
         passes = [
             (first, "F", down * rank),
@@ -117,11 +146,15 @@ def _pattern(degree: int, down: int, up: int, turns: tuple[int, int, int]) -> Pa
 
 
 def _repeated(pattern: Pattern, microbatches: int) -> Orders:
-    """Each rank's passes in the order of the pattern. When they run, gaps close, since a pass starts when it can."""
+    """Each rank's passes in the order of the pattern. When they run, gaps close, since a pass
+    starts when it can.
+    """
     orders = []
     for passes in pattern:
         timed = [
-            (start + PERIOD * m, Action(stage, kind, m)) for m in range(microbatches) for stage, kind, start in passes
+            (start + PERIOD * m, Action(stage, kind, m))
+            for m in range(microbatches)
+            for stage, kind, start in passes
         ]
         orders.append([action for _, action in sorted(timed, key=lambda entry: entry[0])])
     return orders
@@ -129,7 +162,8 @@ def _repeated(pattern: Pattern, microbatches: int) -> Orders:
 
 def _length(orders: Orders) -> int:
     """Passes from the first to the last, if all are equally long."""
-    clock, ends = [0] * len(orders), list[int]()
+    clock = [0] * len(orders)
+    ends = list[int]()
     for rank, _, source, _ in execute(orders):
         clock[rank] = max(clock[rank], ends[source] if source >= 0 else 0) + 1
         ends.append(clock[rank])
@@ -137,11 +171,16 @@ def _length(orders: Orders) -> int:
 
 
 def _inputs_first(orders: Orders) -> Orders:
-    """After a rank's last forward, let no `W` delay an `I`: nothing more is kept, and other ranks wait for `I`."""
+    """After a rank's last forward, let no `W` delay an `I`: nothing more is kept, and other ranks
+    wait for `I`.
+    """
     last_stage = max(action.stage for order in orders for action in order)
     cuts = [max(i for i, action in enumerate(order) if action.kind == "F") + 1 for order in orders]
     until = [deque(order[:cut]) for order, cut in zip(orders, cuts, strict=True)]
-    after = [sorted(order[cut:], key=lambda action: action.kind) for order, cut in zip(orders, cuts, strict=True)]
+    after = [
+        sorted(order[cut:], key=lambda action: action.kind)
+        for order, cut in zip(orders, cuts, strict=True)
+    ]
     done: set[tuple[int, str, int]] = set()
     made: Orders = [[] for _ in orders]
 
@@ -152,10 +191,15 @@ def _inputs_first(orders: Orders) -> Orders:
     while any(until) or any(after):  # every rank runs a pass, or waits
         ran = []
         for rank, order in enumerate(made):
-            action = next(filter(can_run, itertools.islice(until[rank], 1) if until[rank] else after[rank]), None)
+            action = next(
+                filter(can_run, itertools.islice(until[rank], 1) if until[rank] else after[rank]),
+                None,
+            )
             if action:
                 (until[rank] or after[rank]).remove(action)
                 order.append(action)
                 ran.append(action)
-        done |= {(a.stage, "F" if a.kind == "F" else "B", a.microbatch) for a in ran if a.kind != "W"}
+        done |= {
+            (a.stage, "F" if a.kind == "F" else "B", a.microbatch) for a in ran if a.kind != "W"
+        }
     return made

@@ -1,7 +1,9 @@
-"""Pipeline stages: their modules, their ranks, and whether the schedule can run them. Imports no torch.
+"""Pipeline stages: their modules, their ranks, and whether the schedule can run them. Imports no
+torch.
 
-A stage is a list of consecutive modules. Depending on the schedule, stages are assigned to the ranks of the `pp` axis
-round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or in a V (back from the last rank).
+A stage is a list of consecutive modules. Depending on the schedule, stages are assigned to the
+ranks of the `pp` axis round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or
+in a V (back from the last rank).
 """
 
 import itertools
@@ -46,7 +48,9 @@ SCHEDULES = {
     "InterleavedZeroBubble": Schedule("InterleavedZeroBubble", "several", whole_rounds=True),
     "ZBVZeroBubble": Schedule("ZBVZeroBubble", "two"),
     "DualPipeV": Schedule("DualPipeV", "two", fills_stages=True),
-    "PipelineScheduleSingle": Schedule("PipelineScheduleSingle", "one"),  # needs a CSV file, like the next
+    "PipelineScheduleSingle": Schedule(
+        "PipelineScheduleSingle", "one"
+    ),  # needs a CSV file, like the next
     "PipelineScheduleMulti": Schedule("PipelineScheduleMulti", "several"),
 }
 """By their name in the configuration. torch merged FlexibleInterleaved1F1B into Interleaved1F1B."""
@@ -69,7 +73,9 @@ class PipelineStages:
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
-def pipeline_stages(config: Config, flops: Mapping[str, float], tied: Sequence[str]) -> PipelineStages | None:
+def pipeline_stages(
+    config: Config, flops: Mapping[str, float], tied: Sequence[str]
+) -> PipelineStages | None:
     """The pipeline of `config`; None without pipeline parallelism.
 
     Args:
@@ -86,8 +92,10 @@ def pipeline_stages(config: Config, flops: Mapping[str, float], tied: Sequence[s
     problems: list[str] = []
     if tied:
         problems.append(
-            f"{_P}_degree: {config.model.flavor} shares one weight between {' and '.join(tied)}, which would be on "
-            "different stages; untie them ([model.overrides] tie_embeddings = false), or set the degree to 1"
+            f"{_P}_degree: {config.model.flavor} shares one weight between "
+            f"{' and '.join(tied)}, which would be on "
+            "different stages; untie them ([model.overrides] tie_embeddings = false), or "
+            "set the degree to 1"
         )
     size = p.pipeline_parallel_microbatch_size
     schedule = SCHEDULES[p.pipeline_parallel_schedule]
@@ -119,17 +127,23 @@ def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
 
 
 def _split(
-    config: Config, flops: Mapping[str, float], schedule: Schedule, orders: list[list[Action]] | None
+    config: Config,
+    flops: Mapping[str, float],
+    schedule: Schedule,
+    orders: list[list[Action]] | None,
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     p = config.parallelism
-    names, layers = list(flops), [name for name in flops if name.startswith("layers.")]
+    names = list(flops)
+    layers = [name for name in flops if name.startswith("layers.")]
     if p.module_fqns_per_model_part:
         modules, problems = _given_parts(p.module_fqns_per_model_part, names)
-        count, key = len(modules), "parallelism.module_fqns_per_model_part"
+        count = len(modules)
+        key = "parallelism.module_fqns_per_model_part"
         if problems:
             return modules, problems
     else:
-        modules, problems = (), []
+        modules = ()
+        problems = []
         count, key = _stage_count(config, len(layers), schedule, orders)
     problems += _count_problems(count, key, p.pipeline_parallel_degree, schedule, orders)
     if problems or modules:
@@ -139,7 +153,8 @@ def _split(
         return _by_layer_count(names, layers, count, *_less(config))
     if count > (most := _most_stages(flops)):
         return (), [
-            f"{key}: {count} stages for {len(layers)} layers; at most {most} are possible, embedding and output being "
+            f"{key}: {count} stages for {len(layers)} layers; at most {most} are "
+            "possible, embedding and output being "
             f"alone on theirs; lower {_P}_degree, or choose a schedule with fewer stages"
         ]
     return balanced(flops, count), []
@@ -157,7 +172,10 @@ def _less(config: Config) -> tuple[int, int]:
 
 
 def _stage_count(
-    config: Config, n_layers: int, schedule: Schedule, orders: list[list[Action]] | None
+    config: Config,
+    n_layers: int,
+    schedule: Schedule,
+    orders: list[list[Action]] | None,
 ) -> tuple[int, str]:
     p = config.parallelism
     if orders is not None:
@@ -165,11 +183,17 @@ def _stage_count(
         return max(stages, default=0) + 1, f"{_P}_schedule_csv"
     if per_stage := p.pipeline_parallel_layers_per_stage:
         return math.ceil((n_layers + sum(_less(config))) / per_stage), f"{_P}_layers_per_stage"
-    return p.pipeline_parallel_degree * (1 if schedule.stages_per_rank == "one" else 2), f"{_P}_degree"
+    return p.pipeline_parallel_degree * (
+        1 if schedule.stages_per_rank == "one" else 2
+    ), f"{_P}_degree"
 
 
 def _count_problems(
-    count: int, key: str, degree: int, schedule: Schedule, orders: list[list[Action]] | None
+    count: int,
+    key: str,
+    degree: int,
+    schedule: Schedule,
+    orders: list[list[Action]] | None,
 ) -> Iterator[str]:
     if orders is not None:
         stages = {action.stage for order in orders for action in order}
@@ -182,29 +206,49 @@ def _count_problems(
         "two": f"2 stages per rank ({2 * degree} stages)",
     }[schedule.stages_per_rank]
     per_rank, rest = divmod(count, degree)
-    fits = {"one": per_rank == 1, "several": per_rank >= 2, "two": per_rank == 2}[schedule.stages_per_rank]
+    fits = {
+        "one": per_rank == 1,
+        "several": per_rank >= 2,
+        "two": per_rank == 2,
+    }[schedule.stages_per_rank]
     if rest or not fits:
-        yield f"{key}: gives {count} stages on {degree} ranks, but schedule {schedule.name} takes {legal}"
+        yield (
+            f"{key}: gives {count} stages on {degree} ranks, but schedule {schedule.name} "
+            f"takes {legal}"
+        )
 
 
-def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """Stages as the user lists them: each one's modules, or a flat list of the modules that start a new stage."""
+def _given_parts(
+    parts: Sequence[Any], names: list[str]
+) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
+    """Stages as the user lists them: each one's modules, or a flat list of the modules that start a
+    new stage.
+    """
     key = "parallelism.module_fqns_per_model_part"
     position = {name: index for index, name in enumerate(names)}
     if all(isinstance(part, str) for part in parts):
         unknown = [name for name in parts if name not in position]
         if unknown:
-            return (), [f"{key}: no module {brief(unknown[0])}; the model has {names[0]}, {names[1]} ... {names[-1]}"]
+            return (), [
+                f"{key}: no module {brief(unknown[0])}; the model has {names[0]}, "
+                f"{names[1]} ... {names[-1]}"
+            ]
         cuts = [position[name] for name in parts]
         if sorted(set(cuts)) != cuts or cuts[0] == 0:
-            return (), [f"{key}: the modules that start a stage must be in the model's order, after {names[0]}"]
+            return (), [
+                f"{key}: the modules that start a stage must be in the model's order, "
+                f"after {names[0]}"
+            ]
         return tuple(tuple(names[a:b]) for a, b in itertools.pairwise([0, *cuts, len(names)])), []
     flat = [name for part in parts for name in part]
     problems = []
     stages = Counter(flat)
     for name, count in stages.items():
         if name not in position:
-            problems.append(f"{key}: no module {brief(name)}; the model has {names[0]}, {names[1]} ... {names[-1]}")
+            problems.append(
+                f"{key}: no module {brief(name)}; the model has {names[0]}, {names[1]} "
+                f"... {names[-1]}"
+            )
         elif count > 1:
             problems.append(f"{key}: {name} is on {count} stages")
     problems += [f"{key}: {name} is on no stage" for name in names if name not in stages]
@@ -217,7 +261,11 @@ def _given_parts(parts: Sequence[Any], names: list[str]) -> tuple[tuple[tuple[st
 
 
 def _by_layer_count(
-    names: list[str], layers: list[str], count: int, first_less: int, last_less: int
+    names: list[str],
+    layers: list[str],
+    count: int,
+    first_less: int,
+    last_less: int,
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """Equal numbers of layers, with this many fewer on the first and the last stage.
 
@@ -230,21 +278,24 @@ def _by_layer_count(
     if min(sizes) < 0 or 0 in sizes[1:-1]:
         advice = "lower them" if min(sizes) < 0 else "raise them, or use fewer stages"
         return (), [
-            f"{_P}_first/last_stage_less_layers: {len(layers)} layers on {count} stages with {first_less} and "
+            f"{_P}_first/last_stage_less_layers: {len(layers)} layers on {count} stages "
+            f"with {first_less} and "
             f"{last_less} fewer at the ends leave a stage empty ({listed(sizes)}); {advice}"
         ]
     cuts = list(itertools.accumulate(sizes))
-    start, stop = names.index(layers[0]), names.index(layers[-1]) + 1
+    start = names.index(layers[0])
+    stop = names.index(layers[-1]) + 1
     bounds = [0, *(start + cut for cut in cuts[:-1]), len(names)]
     assert stop == start + cuts[-1]
     return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(bounds)), []
 
 
 def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], ...]:
-    """Split modules into `count` stages, minimizing the cost of the slowest, then the sum of squares of all.
+    """Split modules into `count` stages, minimizing the cost of the slowest, then the sum of
+    squares of all.
 
-    Modules that cost nothing (embedding, norm) stay with the next one that does. Only if there are too few of those
-    for `count` stages, the embedding is alone on the first.
+    Modules that cost nothing (embedding, norm) stay with the next one that does. Only if there are
+    too few of those for `count` stages, the embedding is alone on the first.
     """
     return _balanced(tuple(flops.items()), count)
 
@@ -279,7 +330,8 @@ def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[s
     units, costs = _units(flops, count)
     sums = [0.0, *itertools.accumulate(costs)]
     limit = _least_maximum(costs, count)
-    # best[k][i]: the least sum of squares of k stages, each within `limit`, that hold the first i units.
+    # best[k][i]: the least sum of squares of k stages, each within `limit`, that hold the first i
+    # units.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(count):
         row: dict[int, tuple[float, int]] = {}
@@ -301,14 +353,17 @@ def _least_maximum(costs: list[float], count: int) -> float:
     """The smallest possible cost of the most expensive stage, within a relative error of 1e-10."""
 
     def fits(limit: float) -> bool:
-        stages, total = 1, 0.0
+        stages = 1
+        total = 0.0
         for cost in costs:
             if total + cost > limit * (1 + 1e-9):
-                stages, total = stages + 1, 0.0
+                stages = stages + 1
+                total = 0.0
             total += cost
         return stages <= count
 
-    low, high = max(costs), sum(costs)
+    low = max(costs)
+    high = sum(costs)
     while high - low > 1e-10 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -319,7 +374,10 @@ def _least_maximum(costs: list[float], count: int) -> float:
 
 
 def _microbatch_problems(
-    config: Config, schedule: Schedule, stages: int, orders: list[list[Action]] | None
+    config: Config,
+    schedule: Schedule,
+    stages: int,
+    orders: list[list[Action]] | None,
 ) -> Iterator[str]:
     p = config.parallelism
     size = p.pipeline_parallel_microbatch_size
@@ -339,14 +397,18 @@ def _microbatch_problems(
         wanted = len({action.microbatch for order in orders for action in order})
         if rows != wanted * size:
             yield (
-                f"{_P}_schedule_csv: the schedule has {wanted} microbatches, but training.local_batch_size {rows} / "
-                f"{_P}_microbatch_size {size} is {rows // size}; set training.local_batch_size = {wanted * size}"
+                f"{_P}_schedule_csv: the schedule has {wanted} microbatches, but "
+                f"training.local_batch_size {rows} / "
+                f"{_P}_microbatch_size {size} is {rows // size}; set "
+                f"training.local_batch_size = {wanted * size}"
             )
         return
     reason = _reason_against(schedule, rows // size, stages, p.pipeline_parallel_degree)
     if reason:
         fitting = [
-            d for d in divisors(rows) if not _reason_against(schedule, rows // d, stages, p.pipeline_parallel_degree)
+            d
+            for d in divisors(rows)
+            if not _reason_against(schedule, rows // d, stages, p.pipeline_parallel_degree)
         ]
         if fitting:
             advice = f"set {_P}_microbatch_size to {' or '.join(map(str, fitting[:8]))}"
@@ -360,7 +422,12 @@ def _microbatch_problems(
         yield f"{_P}_schedule: {schedule.name} {reason}; {advice}"
 
 
-def _reason_against(schedule: Schedule, microbatches: int, stages: int, degree: int) -> str | None:
+def _reason_against(
+    schedule: Schedule,
+    microbatches: int,
+    stages: int,
+    degree: int,
+) -> str | None:
     rounds = max(1, microbatches // degree)
     if schedule.whole_rounds and microbatches % rounds:
         return f"can't run {microbatches} microbatches on {degree} ranks in {rounds} equal rounds"

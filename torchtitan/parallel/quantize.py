@@ -1,8 +1,9 @@
-"""Linear layers in 8-bit floating point, by torchao: Float8 (Micikevicius et al., arXiv:2209.05433) and MXFP8 (OCP
-Microscaling Formats, v1.0). Only the operands of matrix products change; weights and optimizer state keep their type.
+"""Linear layers in 8-bit floating point, by torchao: Float8 (Micikevicius et al., arXiv:2209.05433)
+and MXFP8 (OCP Microscaling Formats, v1.0). Only the operands of matrix products change; weights and
+optimizer state keep their type.
 
-Emulation rounds the operands to 8 bits and multiplies them in their original type: the same numbers on any device, but
-no faster.
+Emulation rounds the operands to 8 bits and multiplies them in their original type: the same numbers
+on any device, but no faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +37,18 @@ def check_hardware(config: Config, device: torch.device) -> None:
         ConfigError: it doesn't.
     """
     if device.type == "cuda":
-        found = Accelerator(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        found = Accelerator(
+            torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        )
     else:
         found = Accelerator("a CPU", (0, 0))
     check_device(config, found)
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
-    """Convert layers of `model`, on the meta device and not yet sharded, according to `model.converters`."""
+    """Convert layers of `model`, on the meta device and not yet sharded, according to
+    `model.converters`.
+    """
     silence_false_alarms()
     if uses(config, FLOAT8):
         _to_float8(model, config.quantize.linear.float8, tp_degree)
@@ -55,7 +60,9 @@ def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
 
 
 def _fits(excluded: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool]:
-    """A test whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
+    """A test whether to convert a layer: it is not excluded by name, and `unit` divides its
+    sizes.
+    """
 
     def fits(module: nn.Module, fqn: str) -> bool:
         if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
@@ -66,14 +73,18 @@ def _fits(excluded: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool
 
 
 def _report(model: nn.Module, kind: type, what: str) -> None:
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     kept = [name for name, module in linear.items() if not isinstance(module, kind)]
     if len(kept) == len(linear):
         if set(linear) - {"output"}:  # else it is a pipeline stage without blocks
             logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
         return
     names = f", all but {', '.join(kept[:6])}{', ...' if len(kept) > 6 else ''}" if kept else ""
-    logger.info(f"{what}: converted {len(linear) - len(kept)} of {len(linear)} linear layers{names}")
+    logger.info(
+        f"{what}: converted {len(linear) - len(kept)} of {len(linear)} linear layers{names}"
+    )
 
 
 # ---- Float8
@@ -94,7 +105,9 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
 
     def converts(module: Any, fqn: str) -> bool:
         large = SMALL_LAYERS not in float8.filter_fqns
-        return fits(module, fqn) and (large or gains_by_float8(recipe, module.in_features, module.out_features))
+        return fits(module, fqn) and (
+            large or gains_by_float8(recipe, module.in_features, module.out_features)
+        )
 
     convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if float8.emulate:
@@ -105,7 +118,9 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
 
 
 def refresh_scales(models: Sequence[nn.Module]) -> None:
-    """Compute the scales of all weights for the next step in one reduction, instead of one per weight."""
+    """Compute the scales of all weights for the next step in one reduction, instead of one per
+    weight.
+    """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     with rows_for_empty_float8_shards(models):
@@ -114,7 +129,9 @@ def refresh_scales(models: Sequence[nn.Module]) -> None:
 
 
 class GatherSequenceInFloat8(ParallelStyle):
-    """Rounds the first input to Float8 before all-gathering it along the sequence: half the bytes of bf16."""
+    """Rounds the first input to Float8 before all-gathering it along the sequence: half the bytes
+    of bf16.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         from torchao.float8.config import e4m3_dtype
@@ -125,9 +142,15 @@ class GatherSequenceInFloat8(ParallelStyle):
 
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0]
-            x = x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
+            x = (
+                x
+                if isinstance(x, DTensor)
+                else DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
+            )
             role = GemmInputRole.INPUT
-            x = hp_tensor_to_float8_dynamic(x, e4m3_dtype, layers[0].linear_mm_config, gemm_input_role=role)
+            x = hp_tensor_to_float8_dynamic(
+                x, e4m3_dtype, layers[0].linear_mm_config, gemm_input_role=role
+            )
             return x.redistribute(placements=[Replicate()]), *inputs[1:]
 
         module.register_forward_pre_hook(gathered)
@@ -135,7 +158,8 @@ class GatherSequenceInFloat8(ParallelStyle):
 
 
 def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
-    """The style that communicates in Float8; None if a layer isn't Float8 or has more than one scale per tensor.
+    """The style that communicates in Float8; None if a layer isn't Float8 or has more than one
+    scale per tensor.
 
     Scales of rows or columns would have to be gathered too, so those recipes communicate in bf16.
     """
@@ -143,10 +167,15 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-    layers = [module] if isinstance(module, nn.Linear) else [m for m in module.children() if isinstance(m, nn.Linear)]
+    layers = (
+        [module]
+        if isinstance(module, nn.Linear)
+        else [m for m in module.children() if isinstance(m, nn.Linear)]
+    )
     granularity = ScalingGranularity.TENSORWISE
     if not layers or not all(
-        isinstance(layer, Float8Linear) and layer.config.cast_config_input.scaling_granularity == granularity
+        isinstance(layer, Float8Linear)
+        and layer.config.cast_config_input.scaling_granularity == granularity
         for layer in layers
     ):
         return None
@@ -161,7 +190,9 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
 
 
 class MXLinear(nn.Linear):
-    """A linear layer with MXFP8 operands: every 32 elements along the summed dimension share a power-of-two scale."""
+    """A linear layer with MXFP8 operands: every 32 elements along the summed dimension share a
+    power-of-two scale.
+    """
 
     kernels: tuple[Any, ...]
 

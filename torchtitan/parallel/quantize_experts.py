@@ -1,7 +1,9 @@
-"""Grouped products of experts in 8-bit floating point, by torchao: Float8 with a scale per row, and MXFP8.
+"""Grouped products of experts in 8-bit floating point, by torchao: Float8 with a scale per row, and
+MXFP8.
 
-The operands of all three products are rounded: in the forward, and in the backward for the inputs and the weights. The
-scales are along the summed dimension; for the weights' gradients that is the rows of one expert.
+The operands of all three products are rounded: in the forward, and in the backward for the inputs
+and the weights. The scales are along the summed dimension; for the weights' gradients that is the
+rows of one expert.
 """
 
 from collections.abc import Callable
@@ -26,14 +28,28 @@ def quantize_experts(model: nn.Module, config: Config) -> None:
     if uses(config, GROUPED_FLOAT8):
         emulate = grouped.float8.emulate
         product = emulated_float8 if emulate else padded(_float8, 16)
-        _convert(model, grouped.float8.fqns, product, f"Float8 rowwise{' (emulated)' if emulate else ''}")
+        _convert(
+            model, grouped.float8.fqns, product, f"Float8 rowwise{' (emulated)' if emulate else ''}"
+        )
     if uses(config, GROUPED_MX):
         emulate = grouped.mx.recipe_name == "mxfp8_emulated"
-        _convert(model, grouped.mx.fqns, padded(mxfp8(emulate=emulate), 32), f"MXFP8 ({grouped.mx.recipe_name})")
+        _convert(
+            model,
+            grouped.mx.fqns,
+            padded(mxfp8(emulate=emulate), 32),
+            f"MXFP8 ({grouped.mx.recipe_name})",
+        )
 
 
-def _convert(model: nn.Module, fqns: list[str], product: Product, what: str) -> None:
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+def _convert(
+    model: nn.Module,
+    fqns: list[str],
+    product: Product,
+    what: str,
+) -> None:
+    experts = {
+        name: module for name, module in model.named_modules() if isinstance(module, Experts)
+    }
     converted = [name for name in experts if names_any(fqns, name)]
     for name in converted:
         experts[name].product = product
@@ -42,10 +58,11 @@ def _convert(model: nn.Module, fqns: list[str], product: Product, what: str) -> 
 
 
 def padded(product: Product, multiple: int) -> Product:
-    """`product` of groups whose numbers of rows are multiples of `multiple`, which its kernels need.
+    """`product` of groups whose numbers of rows are multiples of `multiple`, which its kernels
+    need.
 
-    Rows of zeros are appended to each group. How many in all doesn't depend on the groups, so the host needn't wait for
-    the device; the last group gets the rest.
+    Rows of zeros are appended to each group. How many in all doesn't depend on the groups, so the
+    host needn't wait for the device; the last group gets the rest.
     """
 
     def padded_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -57,7 +74,9 @@ def padded(product: Product, multiple: int) -> Product:
         index = torch.arange(len(rows), device=rows.device)
         place = index + shifts[torch.searchsorted(ends, index, right=True, out_int32=True)]
         new_ends[-1] = total
-        out = product(rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows), weight, new_ends)
+        out = product(
+            rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows), weight, new_ends
+        )
         return out.index_select(0, place)
 
     return padded_product
@@ -67,14 +86,17 @@ def padded(product: Product, multiple: int) -> Product:
 
 
 def _float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as product
+    from torchao.prototype.moe_training.fp8_grouped_mm import (
+        _to_fp8_rowwise_then_scaled_grouped_mm as product,
+    )
 
     out = product(rows, weight.transpose(-2, -1), ends, pad_token_groups_for_grouped_mm=False)
     return out.to(rows.dtype)
 
 
 def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` of operands rounded to e4m3 (Micikevicius et al., arXiv:2209.05433), in their original type.
+    """`grouped_mm` of operands rounded to e4m3 (Micikevicius et al., arXiv:2209.05433), in their
+    original type.
 
     As in torchao, scales are powers of two: rounding changes the mantissa alone.
     """
@@ -83,16 +105,26 @@ def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 class _EmulatedFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         return grouped_mm(_rounded(rows, -1), _rounded(weight, -1), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, ends = ctx.saved_tensors
-        mm, outer = torch.ops.torchtitan.grouped_mm, torch.ops.torchtitan.grouped_outer
+        mm = torch.ops.torchtitan.grouped_mm
+        outer = torch.ops.torchtitan.grouped_outer
         of_rows = mm(_rounded(gradient, -1), _rounded(weight, 1), ends, True)
-        return of_rows, outer(_rounded_in_groups(gradient, ends), _rounded_in_groups(rows, ends), ends), None
+        return (
+            of_rows,
+            outer(_rounded_in_groups(gradient, ends), _rounded_in_groups(rows, ends), ends),
+            None,
+        )
 
 
 def _rounded(x: Tensor, dim: int) -> Tensor:
@@ -122,11 +154,15 @@ def mxfp8(*, emulate: bool) -> Product:
     """The product in MXFP8, whose emulation by torchao multiplies in bf16."""
 
     def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm as grouped
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import (
+            _to_mxfp8_then_scaled_grouped_mm as grouped,
+        )
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
         kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-        out = grouped(rows.bfloat16(), weight.bfloat16().transpose(-2, -1), ends, kernel_preference=kernels)
+        out = grouped(
+            rows.bfloat16(), weight.bfloat16().transpose(-2, -1), ends, kernel_preference=kernels
+        )
         return out.to(rows.dtype)
 
     return product

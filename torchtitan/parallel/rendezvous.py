@@ -1,8 +1,8 @@
 """Where the launchers of a job meet: in memory on one node, else in a store whose state is signed.
 
-torch unpickles the state of a rendezvous, so whoever can write it runs code on every node. With several nodes, anyone
-who reaches the first node's port can write; but a state is read only if its signature shows that the writer has the
-job's secret. On one node there is no port.
+torch unpickles the state of a rendezvous, so whoever can write it runs code on every node. With
+several nodes, anyone who reaches the first node's port can write; but a state is read only if its
+signature shows that the writer has the job's secret. On one node there is no port.
 """
 
 import hmac
@@ -18,7 +18,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+    create_backend,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -35,10 +38,13 @@ _SIGNATURE_BYTES = 32  # SHA-256
 
 
 class SignedBackend(RendezvousBackend):
-    """Signs the state it writes to another backend, and refuses to read one that isn't signed with the same secret."""
+    """Signs the state it writes to another backend, and refuses to read one that isn't signed with
+    the same secret.
+    """
 
     def __init__(self, backend: RendezvousBackend, secret: bytes):
-        self._backend, self._secret = backend, secret
+        self._backend = backend
+        self._secret = secret
 
     @property
     def name(self) -> str:
@@ -53,9 +59,12 @@ class SignedBackend(RendezvousBackend):
         found = self._backend.get_state()
         return found and (self._verified(found[0]), found[1])
 
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write `state` if `token` is that of the current one. Returns what is then stored, as `get_state` does, and
-        whether it is `state`."""
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Write `state` if `token` is that of the current one. Returns what is then stored, as
+        `get_state` does, and whether it is `state`.
+        """
         found = self._backend.set_state(self._signature(state) + state, token)
         return found and (self._verified(found[0]), *found[1:])
 
@@ -63,7 +72,8 @@ class SignedBackend(RendezvousBackend):
         return hmac.digest(self._secret, state, "sha256")
 
     def _verified(self, signed: bytes) -> bytes:
-        signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        signature = signed[:_SIGNATURE_BYTES]
+        state = signed[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(state)):
             raise RendezvousStateError("the state was not signed with this node's secret")
         return state
@@ -84,7 +94,10 @@ def register(secret: str) -> None:
         if parameters.max_nodes == 1:
             return in_store(dist.HashStore())
         if "," in parameters.endpoint:
-            endpoints = [Endpoint(*parse_rendezvous_endpoint(one, -1)) for one in parameters.endpoint.split(",")]
+            endpoints = [
+                Endpoint(*parse_rendezvous_endpoint(one, -1))
+                for one in parameters.endpoint.split(",")
+            ]
             return Takeover(endpoints, parameters, secret.encode(), in_store)
         return in_store(create_backend(parameters)[1])
 
@@ -95,7 +108,8 @@ _CAUSES: dict[type[RendezvousError], str] = {
     RendezvousConnectionError: "can't reach the first node, or it has gone",
     RendezvousTimeoutError: "not enough nodes came in time",
     RendezvousClosedError: "the job has ended there",
-    RendezvousStateError: "its state is not signed with the RDZV_SECRET of this node; give all nodes the same",
+    RendezvousStateError: "its state is not signed with the RDZV_SECRET of "
+    "this node; give all nodes the same",
 }
 
 

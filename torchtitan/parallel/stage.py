@@ -1,4 +1,6 @@
-"""One stage of a pipeline, which holds what it receives, computes and sends only as long as something needs it."""
+"""One stage of a pipeline, which holds what it receives, computes and sends only as long as
+something needs it.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -7,7 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _batch_p2p,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
 from torchtitan.models.layers import Mask
 from torchtitan.utils.activity import note
@@ -24,18 +31,24 @@ from torchtitan.utils.torch_compat import (
 class Sends:
     """The sends of a rank that may not have ended, each with the tensor it sends.
 
-    torch waits for them at the end of the batch (2.15: for those of gradients), so a tensor per microbatch and stage
-    stays allocated. Here a send ends when something arrives from the same rank by a receive that was posted after it.
-    Waiting for it then costs nothing: torch derives the orders of all ranks from one sequence, in which a send stands
-    beside its receive. So the other rank posted that receive before it sent what has arrived, and on CUDA both took the
-    same stream.
+    torch waits for them at the end of the batch (2.15: for those of gradients), so a tensor per
+    microbatch and stage stays allocated. Here a send ends when something arrives from the same rank
+    by a receive that was posted after it. Waiting for it then costs nothing: torch derives the
+    orders of all ranks from one sequence, in which a send stands beside its receive. So the other
+    rank posted that receive before it sent what has arrived, and on CUDA both took the same stream.
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, deque[tuple[int, list[dist.P2POp], list[dist.Work]]]] = defaultdict(deque)
-        """By the other rank, in order: number, operations (which hold the tensors), what to wait for."""
+        self._pending: dict[int, deque[tuple[int, list[dist.P2POp], list[dist.Work]]]] = (
+            defaultdict(deque)
+        )
+        """By the other rank, in order: number, operations (which hold the tensors), what to wait
+        for.
+        """
         self._arrivals: dict[tuple[int, str, int], tuple[int, int]] = {}
-        """By stage, direction and microbatch of a posted receive: its rank, and the number of the next send."""
+        """By stage, direction and microbatch of a posted receive: its rank, and the number of the
+        next send.
+        """
         self._number = 0
 
     def start(self, operations: list[dist.P2POp]) -> None:
@@ -48,7 +61,9 @@ class Sends:
             self._arrivals[what] = operations[0].peer, self._number
 
     def arrived(self, what: tuple[int, str, int]) -> None:
-        """What was expected has arrived. Does nothing for what a stage of the same rank has passed on."""
+        """What was expected has arrived. Does nothing for what a stage of the same rank has passed
+        on.
+        """
         peer, number = self._arrivals.pop(what, (-1, 0))
         self._end(self._pending[peer], number)
 
@@ -57,7 +72,9 @@ class Sends:
         for sends in self._pending.values():
             self._end(sends, self._number)
 
-    def _end(self, sends: deque[tuple[int, list[dist.P2POp], list[dist.Work]]], number: int) -> None:
+    def _end(
+        self, sends: deque[tuple[int, list[dist.P2POp], list[dist.Work]]], number: int
+    ) -> None:
         while sends and sends[0][0] < number:
             for work in sends[0][2]:
                 work.wait()
@@ -65,11 +82,13 @@ class Sends:
 
 
 class Masks:
-    """The mask of each microbatch, shared by those stages of a rank that have layers: made for the first of them that
-    runs, kept until the last."""
+    """The mask of each microbatch, shared by those stages of a rank that have layers: made for the
+    first of them that runs, kept until the last.
+    """
 
     def __init__(self, make: Callable[[int], Mask], users: int):
-        self._make, self._users = make, users
+        self._make = make
+        self._users = users
         self._made: dict[int, tuple[Mask, int]] = {}
 
     def of(self, microbatch: int) -> Mask:
@@ -113,13 +132,21 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         mask = None if self.masks is None else self.masks.of(self.microbatch)
-        own = {"positions": self.positions, "mask": mask, "project": self.project}
+        own = {
+            "positions": self.positions,
+            "mask": mask,
+            "project": self.project,
+        }
         if self.token_weights is not None:
             own["token_weights"] = self.token_weights[self.microbatch]
         return super().forward_maybe_with_nosync(*args, **own, **kwargs)
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         note(f"running stage {self.stage_index}, from the backward of microbatch {bwd_chunk_id}")
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -171,13 +198,21 @@ def send_through(schedule: _PipelineScheduleRuntime, sends: Sends) -> None:
     stages = {stage.stage_index: stage for stage in schedule._stages}
 
     def send(action: _Action, _: Any) -> None:
-        stage, microbatch = stages[action.stage_index], action.microbatch_index
+        stage = stages[action.stage_index]
+        microbatch = action.microbatch_index
         forward = action.computation_type is _ComputationType.SEND_F
-        sends.start(stage.get_fwd_send_ops(microbatch) if forward else stage.get_bwd_send_ops(microbatch))
+        sends.start(
+            stage.get_fwd_send_ops(microbatch) if forward else stage.get_bwd_send_ops(microbatch)
+        )
 
     # `register_custom_function` takes computations only.
-    schedule._comp_type_to_function_map |= {_ComputationType.SEND_F: send, _ComputationType.SEND_B: send}
+    schedule._comp_type_to_function_map |= {
+        _ComputationType.SEND_F: send,
+        _ComputationType.SEND_B: send,
+    }
     schedule.pipeline_order_with_comms = {
-        rank: [action for action in order if not action.computation_type.name.startswith("WAIT_SEND")]  # torch 2.15
+        rank: [
+            action for action in order if not action.computation_type.name.startswith("WAIT_SEND")
+        ]  # torch 2.15
         for rank, order in schedule.pipeline_order_with_comms.items()
     }

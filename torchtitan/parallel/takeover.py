@@ -1,14 +1,14 @@
 """A rendezvous that survives the loss of the node that holds it: the next one of a list takes over.
 
-Every launcher gets the same list of endpoints. The first one's launcher holds the store in which all of them meet. When
-it is lost, each launcher looks for a living store at all endpoints; if there is none, the next endpoint of the list is
-to hold one, and the others wait for it, then for the one after it, and so on. A launcher that starts late, or again,
-joins the living store wherever it is.
+Every launcher gets the same list of endpoints. The first one's launcher holds the store in which
+all of them meet. When it is lost, each launcher looks for a living store at all endpoints; if there
+is none, the next endpoint of the list is to hold one, and the others wait for it, then for the one
+after it, and so on. A launcher that starts late, or again, joins the living store wherever it is.
 
-Every new store has a higher generation than those its launcher has seen, signed with the job's secret. A launcher that
-finds several joins the highest, also if it holds a lower one itself: one that was suspended and comes back gives way.
-Launchers that can't reach each other may still hold two stores. Then the lock on the dump folder decides: ranks whose
-folder another run holds exit.
+Every new store has a higher generation than those its launcher has seen, signed with the job's
+secret. A launcher that finds several joins the highest, also if it holds a lower one itself: one
+that was suspended and comes back gives way. Launchers that can't reach each other may still hold
+two stores. Then the lock on the dump folder decides: ranks whose folder another run holds exit.
 """
 
 import hmac
@@ -37,9 +37,13 @@ _GENERATION = "torchtitan.generation"
 _CONNECT_SECONDS = 2.0
 """For a node to answer; one that is switched off never does."""
 _PATIENCE_SECONDS = 60
-"""For an endpoint's launcher to hold a store. Until then it may be stopping its ranks, which may take 30 seconds."""
+"""For an endpoint's launcher to hold a store. Until then it may be stopping its ranks, which may
+take 30 seconds.
+"""
 _SETTLE_SECONDS = 1.0
-"""After which a new store is compared with those that other launchers may have begun to hold at the same time."""
+"""After which a new store is compared with those that other launchers may have begun to hold at the
+same time.
+"""
 _POLL_SECONDS = 0.5
 _LOST = (RendezvousConnectionError, dist.DistError)
 
@@ -55,7 +59,9 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
     def is_here(self, local_address: str | None) -> bool:
-        """Whether this is an endpoint of the launcher with `local_address`, or else of this machine."""
+        """Whether this is an endpoint of the launcher with `local_address`, or else of this
+        machine.
+        """
         if local_address is not None:
             return self.host == local_address
         own = {address.address for of_one in psutil.net_if_addrs().values() for address in of_one}
@@ -63,7 +69,9 @@ class Endpoint:
             addresses = {str(info[4][0]) for info in socket.getaddrinfo(self.host, None)}
         except OSError:
             return False
-        return any(address in own or ipaddress.ip_address(address).is_loopback for address in addresses)
+        return any(
+            address in own or ipaddress.ip_address(address).is_loopback for address in addresses
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,9 @@ class Takeover(RendezvousHandler):
         Args:
             meet: makes a rendezvous in a store.
         """
-        self._endpoints, self._secret, self._meet_in = endpoints, secret, meet
+        self._endpoints = endpoints
+        self._secret = secret
+        self._meet_in = meet
         self._run_id = parameters.run_id
         self._here = [endpoint.is_here(parameters.local_addr) for endpoint in endpoints]
         self._timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or 60)
@@ -125,7 +135,8 @@ class Takeover(RendezvousHandler):
             return self._inner.num_nodes_waiting() if self._inner else 1
         except _LOST:
             self._leave()
-            return 1  # as if somebody waited: torchrun stops its ranks and comes to the next rendezvous
+            # as if somebody waited: torchrun stops its ranks and comes to the next rendezvous
+            return 1
 
     def is_closed(self) -> bool:
         return self._inner is not None and self._inner.is_closed()
@@ -140,22 +151,30 @@ class Takeover(RendezvousHandler):
     # ---- stores
 
     def _join(self) -> DynamicRendezvousHandler:
-        """Join the living store of the highest generation; without one, hold one when it is this launcher's turn."""
+        """Join the living store of the highest generation; without one, hold one when it is this
+        launcher's turn.
+        """
         best = self._find() or self._take_turns()
         if self._inner is None or self._joined is None or best.rank != self._joined.rank:
             self._leave()
-            self._inner, self._joined = self._meet_in(best.store), best
+            self._inner = self._meet_in(best.store)
+            self._joined = best
         if self._held is not None and best.rank != self._held.rank:
             self._held = None  # gives way, and closes its port
         return self._inner
 
     def _take_turns(self) -> _Found:
-        """Hold a store, or wait for an endpoint to hold one: each in turn, beginning after the one that was lost."""
+        """Hold a store, or wait for an endpoint to hold one: each in turn, beginning after the one
+        that was lost.
+        """
         first = 0
         if self._joined is not None:
             first = self._joined.index + 1
             gone = self._endpoints[self._joined.index]
-            print(f"The rendezvous at {gone} is gone. The nodes that are left meet at another", file=sys.stderr)
+            print(
+                f"The rendezvous at {gone} is gone. The nodes that are left meet at another",
+                file=sys.stderr,
+            )
         for offset in range(len(self._endpoints)):
             index = (first + offset) % len(self._endpoints)
             deadline = time.monotonic() + self._patience
@@ -167,13 +186,18 @@ class Takeover(RendezvousHandler):
                 time.sleep(_SETTLE_SECONDS)
                 if found := self._find():
                     return found
-        raise RendezvousError("no launcher at these endpoints can be reached, and none of them is here")
+        raise RendezvousError(
+            "no launcher at these endpoints can be reached, and none of them is here"
+        )
 
     def _hold(self, index: int) -> bool:
         """Hold a store at an endpoint of this launcher; False if its port is taken."""
-        endpoint, seen = self._endpoints[index], self._joined.generation if self._joined else 0
+        endpoint = self._endpoints[index]
+        seen = self._joined.generation if self._joined else 0
         try:
-            store = dist.TCPStore(endpoint.host, endpoint.port, is_master=True, timeout=self._timeout)
+            store = dist.TCPStore(
+                endpoint.host, endpoint.port, is_master=True, timeout=self._timeout
+            )
         except (RuntimeError, ValueError):
             return False
         store.set(_GENERATION, self._signed(b"%d" % (seen + 1)))
@@ -184,7 +208,9 @@ class Takeover(RendezvousHandler):
         """The living store of the highest generation; of equal ones, that of the first endpoint."""
         elsewhere = [index for index, here in enumerate(self._here) if not here]
         with ThreadPoolExecutor(max(1, len(elsewhere))) as pool:
-            found = [one for one in (self._held, *pool.map(self._probe, elsewhere)) if one is not None]
+            found = [
+                one for one in (self._held, *pool.map(self._probe, elsewhere)) if one is not None
+            ]
         return max(found, key=lambda one: one.rank, default=None)
 
     def _probe(self, index: int) -> _Found | None:
@@ -203,7 +229,9 @@ class Takeover(RendezvousHandler):
             return None
         generation, _, _ = found.partition(b" ")
         if not hmac.compare_digest(self._signed(generation), found):
-            raise RendezvousStateError(f"{endpoint}: the state was not signed with this node's secret")
+            raise RendezvousStateError(
+                f"{endpoint}: the state was not signed with this node's secret"
+            )
         return _Found(int(generation), index, store)
 
     def _signed(self, generation: bytes) -> bytes:
@@ -211,7 +239,9 @@ class Takeover(RendezvousHandler):
         return generation + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
-        """Have nothing more to do with the store that was joined: it is gone, or another one counts."""
+        """Have nothing more to do with the store that was joined: it is gone, or another one
+        counts.
+        """
         if self._inner is not None:
             self._inner._stop_heartbeats()  # shutdown() would close the rendezvous to everybody
             self._inner = None

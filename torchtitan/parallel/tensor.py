@@ -1,8 +1,9 @@
-"""Tensor parallelism with sequence and loss parallelism, from the sharding styles that a model declares.
+"""Tensor parallelism with sequence and loss parallelism, from the sharding styles that a model
+declares.
 
-Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Activations outside attention and
-feed-forward are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and logits over the vocabulary. No
-rank ever holds either of them whole.
+Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Activations outside
+attention and feed-forward are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and
+logits over the vocabulary. No rank ever holds either of them whole.
 """
 
 import re
@@ -29,22 +30,24 @@ from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.quantize import float8_style
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
-SEQUENCE, VOCABULARY = Shard(1), Shard(-1)
+SEQUENCE = Shard(1)
+VOCABULARY = Shard(-1)
 
 
 class _OwnRows(nn.Embedding):
     """An embedding sharded over the vocabulary: tokens `[b, s]` -> `[b, s / tp, dim]`.
 
-    Each rank looks up the tokens whose rows it holds; the sum over ranks is reduce-scattered over the sequence.
-    DTensor's lookup has the same forward, but its backward allocates the gradient of the whole vocabulary on each rank:
-    8 GiB in fp32 for Llama 405B.
+    Each rank looks up the tokens whose rows it holds; the sum over ranks is reduce-scattered over
+    the sequence. DTensor's lookup has the same forward, but its backward allocates the gradient of
+    the whole vocabulary on each rank: 8 GiB in fp32 for Llama 405B.
     """
 
     first_row: int
 
     def forward(self, tokens: Tensor) -> Tensor:
         assert isinstance(self.weight, DTensor)
-        mesh, weight = self.weight.device_mesh, self.weight.to_local()
+        mesh = self.weight.device_mesh
+        weight = self.weight.to_local()
         row = tokens - self.first_row
         own = row % len(weight)  # spread over all rows, as the backward adds up by row
         rows = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
@@ -55,9 +58,13 @@ class _OwnRows(nn.Embedding):
 class _Embedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is nn.Embedding, type(module)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
+        module.weight = nn.Parameter(
+            distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        )
         module.__class__ = _OwnRows
-        _, (module.first_row, _) = compute_local_shape_and_global_offset(module.weight.shape, device_mesh, [Shard(0)])
+        _, (module.first_row, _) = compute_local_shape_and_global_offset(
+            module.weight.shape, device_mesh, [Shard(0)]
+        )
         return module
 
 
@@ -65,7 +72,9 @@ class _GatherSequence(ParallelStyle):
     """All-gathers the first input along the sequence, once for all linear layers in the module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, inputs: (_gathered(inputs[0], device_mesh), *inputs[1:]))
+        module.register_forward_pre_hook(
+            lambda _, inputs: (_gathered(inputs[0], device_mesh), *inputs[1:])
+        )
         return module
 
 
@@ -78,7 +87,9 @@ class _TiedOutput(_GatherSequence):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         if not self.keep_sharded:
-            module.register_forward_hook(lambda _, inputs, out: out.redistribute(placements=[Replicate()]).to_local())
+            module.register_forward_hook(
+                lambda _, inputs, out: out.redistribute(placements=[Replicate()]).to_local()
+            )
         return module
 
 
@@ -86,7 +97,8 @@ class _Router(ParallelStyle):
     """Cuts the tokens' weights, the second input, to the rank's part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        size = device_mesh.size()
+        rank = device_mesh.get_local_rank()
 
         def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x, weights = inputs
@@ -97,8 +109,9 @@ class _Router(ParallelStyle):
 
 
 class _OwnTokens(Gate):
-    """A gate with a replicated weight, for this rank's part of the sequence. DTensor's linear layer gathers it first on
-    torch 2.11."""
+    """A gate with a replicated weight, for this rank's part of the sequence. DTensor's linear layer
+    gathers it first on torch 2.11.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.weight, DTensor)
@@ -109,7 +122,9 @@ class _OwnTokens(Gate):
 class _Gate(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is Gate, type(module)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None))
+        module.weight = nn.Parameter(
+            distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None)
+        )
         module.__class__ = _OwnTokens
         return module
 
@@ -126,7 +141,12 @@ def _gathered(x: Any, mesh: DeviceMesh) -> DTensor:
     return x.redistribute(placements=[Replicate()])
 
 
-def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: bool) -> ParallelStyle:
+def _style(
+    name: ShardingStyle,
+    module: nn.Module,
+    sharded_loss: bool,
+    float8: bool,
+) -> ParallelStyle:
     if float8 and (style := float8_style(name, module)):
         return style
     if name == "output" and not isinstance(module, nn.Linear):
@@ -151,13 +171,19 @@ def _style(name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: b
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, styles: Mapping[str, ShardingStyle], *, sharded_loss: bool, float8: bool
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, ShardingStyle],
+    *,
+    sharded_loss: bool,
+    float8: bool,
 ) -> None:
     """Shard `model`, or a pipeline stage of it, over `mesh` in place. Does nothing without a mesh.
 
     Args:
         styles: `ModelSpec.tensor_parallel_styles`.
-        sharded_loss: leave the logits sharded over the vocabulary, as a DTensor, for a loss under `loss_context`.
+        sharded_loss: leave the logits sharded over the vocabulary, as a DTensor, for a loss under
+        `loss_context`.
         float8: communicate in Float8 where torchao's layers can.
 
     Raises:
@@ -172,7 +198,9 @@ def apply_tensor_parallel(
             applied[name] = _style(styles[pattern], module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        assert owner in applied, f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded"
+        assert owner in applied, (
+            f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded"
+        )
     parallelize_module(model, mesh, applied)
 
 

@@ -8,13 +8,27 @@ from typing import Any
 from torchtitan.telemetry.pace import Pace
 from torchtitan.telemetry.trackers import Record
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import show_date, show_duration, show_gib, show_loss, show_percent, show_rate, show_tokens
+from torchtitan.utils.text import (
+    show_date,
+    show_duration,
+    show_gib,
+    show_loss,
+    show_percent,
+    show_rate,
+    show_tokens,
+)
 
 
 class ConsoleSink:
     """One readable line per record, and on a terminal a live progress bar below."""
 
-    def __init__(self, total_steps: int, start_step: int, plain: bool, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        plain: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.total = total_steps
         self.pace = Pace(total_steps, clock)
         self.bar = None if plain or not sys.stdout.isatty() else _Bar(total_steps, start_step)
@@ -29,16 +43,30 @@ class ConsoleSink:
         for line in self.line(record).splitlines():
             logger.info(line)
         if self.bar is not None and "loss" in record:
-            self.bar.show(record["step"], loss=show_loss(record["loss"]), rate=show_rate(record["tokens_per_second"]))
+            self.bar.show(
+                record["step"],
+                loss=show_loss(record["loss"]),
+                rate=show_rate(record["tokens_per_second"]),
+            )
 
     def line(self, record: Record) -> str:
         """The record in words."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
-        losses = (key.removeprefix("validation_loss") for key in record if key.startswith("validation_loss"))
+        losses = (
+            key.removeprefix("validation_loss")
+            for key in record
+            if key.startswith("validation_loss")
+        )
         if sets := [suffix for suffix in losses if not suffix.startswith("_")]:
             return "\n".join(f"{step}  {_validation(record, name)}" for name in sets)
-        if found := {key.removeprefix("eval/"): value for key, value in record.items() if key.startswith("eval/")}:
-            shown = (f"{name} {value:.4f}" for name, value in found.items() if "_stderr" not in name)
+        if found := {
+            key.removeprefix("eval/"): value
+            for key, value in record.items()
+            if key.startswith("eval/")
+        }:
+            shown = (
+                f"{name} {value:.4f}" for name, value in found.items() if "_stderr" not in name
+            )
             return f"{step}  eval  {'  '.join(shown)}"
         parts = [
             step,
@@ -61,7 +89,9 @@ class ConsoleSink:
 
 
 class _Bar:
-    """A live line at the bottom of the terminal: how far the run is, its last loss and rate, and when it ends."""
+    """A live line at the bottom of the terminal: how far the run is, its last loss and rate, and
+    when it ends.
+    """
 
     def __init__(self, total_steps: int, start_step: int):
         from rich.console import Console
@@ -77,7 +107,11 @@ class _Bar:
             refresh_per_second=4,
         )
         self._task = self._progress.add_task(
-            "training", total=total_steps, completed=start_step, figures="", left=_left(None)
+            "training",
+            total=total_steps,
+            completed=start_step,
+            figures="",
+            left=_left(None),
         )
         self._progress.start()
 
@@ -107,9 +141,14 @@ def _validation(record: Record, suffix: str) -> str:
     Args:
         suffix: of the keys of one validation set.
     """
-    loss, bits, tokens = (record[f"validation_{key}{suffix}"] for key in ("loss", "bits_per_byte", "tokens"))
+    loss, bits, tokens = (
+        record[f"validation_{key}{suffix}"] for key in ("loss", "bits_per_byte", "tokens")
+    )
     per_byte = f", {bits:.4f} bits per byte," if bits is not None else ""
     name = f" of {suffix[1:]}" if suffix else ""
     average = record.get(f"validation_loss_ema{suffix}")
     averaged = f" ({show_loss(average)} averaged)" if average is not None else ""
-    return f"validation loss{name} {show_loss(loss)}{averaged}{per_byte} over {show_tokens(tokens)} tokens"
+    return (
+        f"validation loss{name} {show_loss(loss)}{averaged}{per_byte} over "
+        f"{show_tokens(tokens)} tokens"
+    )

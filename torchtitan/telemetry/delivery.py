@@ -34,7 +34,12 @@ def url_problem(url: str) -> str | None:
     """Why this can't be the URL of a webhook, without telling it."""
     try:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and url.isascii() and url.isprintable():
+        if (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and url.isascii()
+            and url.isprintable()
+        ):
             return None
     except ValueError:
         pass
@@ -68,7 +73,9 @@ def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
     if problem := url_problem(url):
         raise DeliveryError(problem)
     headers = {"Content-Type": "application/json", "User-Agent": "torchtitan"}
-    request = urllib.request.Request(url, json.dumps(body, default=str).encode(), headers, method="POST")
+    request = urllib.request.Request(
+        url, json.dumps(body, default=str).encode(), headers, method="POST"
+    )
     try:
         with urllib.request.urlopen(request, timeout=timeout):
             return
@@ -78,7 +85,11 @@ def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
         raise kind(f"the server answered HTTP {error.code}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        words = (reason.strerror or str(reason)) if isinstance(reason, OSError) else type(error).__name__
+        words = (
+            (reason.strerror or str(reason))
+            if isinstance(reason, OSError)
+            else type(error).__name__
+        )
         raise _TransientError(f"can't be reached: {words}") from None
 
 
@@ -86,7 +97,8 @@ class Command:
     """A program that is run for each message, one at a time."""
 
     def __init__(self, words: Sequence[str], timeout: float):
-        self.words, self.timeout = list(words), timeout
+        self.words = list(words)
+        self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, event: Mapping[str, Any]) -> None:
@@ -95,8 +107,12 @@ class Command:
         Raises:
             DeliveryError: it can't be run, fails, or took too long and was killed.
         """
-        named = {f"TORCHTITAN_EVENT_{key.upper()}": str(event.get(key)) for key in ("kind", "step", "text", "folder")}
-        with tempfile.TemporaryFile() as errors:  # a pipe could stay open in what the program started
+        named = {
+            f"TORCHTITAN_EVENT_{key.upper()}": str(event.get(key))
+            for key in ("kind", "step", "text", "folder")
+        }
+        # a pipe could stay open in what the program started
+        with tempfile.TemporaryFile() as errors:
             try:
                 self._child = child = subprocess.Popen(
                     self.words,
@@ -111,11 +127,15 @@ class Command:
                 self.kill()
                 raise DeliveryError(f"killed after {self.timeout:g} s") from None
             except (OSError, ValueError) as error:
-                raise DeliveryError(f"can't be run: {getattr(error, 'strerror', None) or error}") from None
+                raise DeliveryError(
+                    f"can't be run: {getattr(error, 'strerror', None) or error}"
+                ) from None
             if child.returncode:
                 errors.seek(0)
                 said = " ".join(errors.read(2000).decode(errors="replace").split())
-                raise DeliveryError(f"exit status {child.returncode}: {cut(said, 200)}".rstrip(": "))
+                raise DeliveryError(
+                    f"exit status {child.returncode}: {cut(said, 200)}".rstrip(": ")
+                )
 
     def kill(self) -> None:
         """Kill it, and what it started, if it runs."""

@@ -1,7 +1,8 @@
-"""What happened to a run, in `<dump_folder>/events.jsonl`: starts, saves, spikes, rewinds, failures.
+"""What happened to a run, in `<dump_folder>/events.jsonl`: starts, saves, spikes, rewinds,
+failures.
 
-An event is a line of the log that is marked with `torchtitan.utils.logging.event`. The file is only ever appended to:
-unlike `metrics.jsonl` it keeps what a rewind or a resume undoes.
+An event is a line of the log that is marked with `torchtitan.utils.logging.event`. The file is only
+ever appended to: unlike `metrics.jsonl` it keeps what a rewind or a resume undoes.
 """
 
 import json
@@ -20,20 +21,32 @@ Listener = Callable[[Mapping[str, Any]], None]
 """Is called with each event, in the thread that logged it: it must not block, nor raise."""
 
 
-_KIND = {"completed": "finished", "preempted": "preempted", "interrupted": "preempted"}
+_KIND = {
+    "completed": "finished",
+    "preempted": "preempted",
+    "interrupted": "preempted",
+}
 
 
 class Events(logging.Handler):
     """Writes the marked lines of this rank's log, and passes them on."""
 
-    def __init__(self, folder: Path, *, writes: bool, continues: bool, listeners: Sequence[Listener] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        writes: bool,
+        continues: bool,
+        listeners: Sequence[Listener] = (),
+    ):
         """
         Args:
             writes: this is rank 0. The log of other ranks isn't recorded.
             continues: the run has earlier starts. If not, the file of another run is set aside.
         """
         super().__init__()
-        self.path, self.listeners = folder / FILE, listeners
+        self.path = folder / FILE
+        self.listeners = listeners
         if not writes:
             return
         if not continues and self.path.exists():
@@ -44,7 +57,11 @@ class Events(logging.Handler):
         about = getattr(record, EVENT, None)
         if about is None:
             return
-        found = {"time": record.created, **about, "message": record.getMessage()}
+        found = {
+            "time": record.created,
+            **about,
+            "message": record.getMessage(),
+        }
         with suppress(OSError):  # the log has it too; not worth stopping the run for
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:  # opened each time: the file may have been deleted
@@ -65,6 +82,7 @@ class Events(logging.Handler):
             if loss is not None:
                 ended += f", loss {show_loss(loss)}"
             message = reason.removeprefix("failed: ") if kind == "failed" else ended
-            self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))  # the log says it elsewhere
+            # the log says it elsewhere
+            self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))
         logger.removeHandler(self)
         self.close()

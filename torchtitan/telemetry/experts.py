@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 DEAD_AFTER = 100
-"""An expert is dead if it got no row while an equal share of them would have been at least this many. By then chance
-doesn't explain it, whatever the batch size and `metrics.log_freq`."""
+"""An expert is dead if it got no row while an equal share of them would have been at least this
+many. By then chance doesn't explain it, whatever the batch size and `metrics.log_freq`.
+"""
 OVERLOAD = 3.0
-"""A load, relative to the mean of the layer, that is too much if it stays: its rank does the work of three."""
+"""A load, relative to the mean of the layer, that is too much if it stays: its rank does the work
+of three.
+"""
 OVERLOAD_STEPS = 100
 """For which it has stayed. At the start of training, loads this uneven are usual and pass."""
 _NAMED = 8
@@ -22,7 +25,9 @@ class ExpertLoads(NamedTuple):
     rows: dict[int, list[int]]
     """Layer to the rows of its experts."""
     loss: float
-    """The auxiliary losses of the last of the steps, with their coefficients, summed over the layers."""
+    """The auxiliary losses of the last of the steps, with their coefficients, summed over the
+    layers.
+    """
 
     def summary(self) -> dict[str, Any]:
         """What a record says about all experts together."""
@@ -37,11 +42,16 @@ class ExpertLoads(NamedTuple):
 
 
 def read_loads(table: Tensor) -> ExpertLoads | None:
-    """The loads in a table `[layers, experts + 1]` on the host, whose last column holds auxiliary losses.
+    """The loads in a table `[layers, experts + 1]` on the host, whose last column holds auxiliary
+    losses.
 
     None if no token was routed. A layer without experts has no rows.
     """
-    rows = {layer: list(map(int, loads)) for layer, (*loads, _) in enumerate(table.tolist()) if any(loads)}
+    rows = {
+        layer: list(map(int, loads))
+        for layer, (*loads, _) in enumerate(table.tolist())
+        if any(loads)
+    }
     return ExpertLoads(rows, table[:, -1].sum().item()) if rows else None
 
 
@@ -62,13 +72,16 @@ class DeadExperts:
         self._named: set[tuple[int, int]] = set()
 
     def observe(self, loads: ExpertLoads) -> tuple[int, str | None]:
-        """Take in loads. How many experts are dead, and a warning if some of them were not dead before."""
+        """Take in loads. How many experts are dead, and a warning if some of them were not dead
+        before.
+        """
         for layer, rows in loads.rows.items():
             for expert, n in enumerate(rows):
                 idle = self._idle.get((layer, expert), 0.0) + sum(rows) / len(rows)
                 self._idle[layer, expert] = 0.0 if n else idle
         dead = {key for key, idle in self._idle.items() if idle >= DEAD_AFTER}
-        new, self._named = sorted(dead - self._named), dead
+        new = sorted(dead - self._named)
+        self._named = dead
         if not new:
             return len(dead), None
         names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in new[:_NAMED])
@@ -95,7 +108,8 @@ class Overload:
             return None
         self._warned = True
         return (
-            f"an expert of layer {about['expert_load_max_layer']} gets {about['expert_load_max']:.1f} times the mean "
+            f"an expert of layer {about['expert_load_max_layer']} gets "
+            f"{about['expert_load_max']:.1f} times the mean "
             f"load, and for {self._steps:,} steps one has had more than {OVERLOAD:g} times. Raise "
             "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
         )

@@ -54,11 +54,16 @@ class Metrics:
             experts: the model is a mixture of experts.
             samples: the model writes texts.
         """
-        self.freq, self.start, self.total = config.log_freq, start_step, total_steps
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.freq = config.log_freq
+        self.start = start_step
+        self.total = total_steps
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
         rank = dist.get_rank()
         folder = Path(job.dump_folder)
-        self.console = ConsoleSink(total_steps, start_step, config.disable_color_printing or rank != 0)
+        self.console = ConsoleSink(
+            total_steps, start_step, config.disable_color_printing or rank != 0
+        )
         self.file = self.loads = self.samples = None
         if rank == 0:
             self.file = JsonlSink(folder / "metrics.jsonl", start_step)
@@ -67,7 +72,9 @@ class Metrics:
             if samples:
                 self.samples = JsonlSink(folder / "samples.jsonl", start_step)
         self.files = [file for file in (self.file, self.loads, self.samples) if file is not None]
-        self.trackers = Trackers(config, job, settings, ledger, start_step=start_step, custom=custom or Custom())
+        self.trackers = Trackers(
+            config, job, settings, ledger, start_step=start_step, custom=custom or Custom()
+        )
         self.new_tokens = self.steps = 0
         self._dead = DeadExperts()
         self._overload = Overload()
@@ -133,7 +140,8 @@ class Metrics:
         return record
 
     def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
-        """Record the load of each expert since the last record, and warn of dead and overloaded ones.
+        """Record the load of each expert since the last record, and warn of dead and overloaded
+        ones.
 
         Returns:
             what the record says of it.
@@ -143,14 +151,24 @@ class Metrics:
             if text is not None:
                 logger.warning(f"step {step}: {text}")
         if self.loads is not None:
-            self.loads.log({"step": step, "steps": self.steps, "rows": loads.rows})
-        shares = {layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()}
+            self.loads.log(
+                {
+                    "step": step,
+                    "steps": self.steps,
+                    "rows": loads.rows,
+                }
+            )
+        shares = {
+            layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()
+        }
         histograms = {f"expert_load/layer {layer}": values for layer, values in shares.items()}
         self.trackers.call("log_histograms", step, histograms)
         return loads.summary() | {"dead_experts": dead}
 
     def rewind(self, step: int) -> None:
-        """Drop the steps after `step`, which will be trained again. Most trackers keep both versions."""
+        """Drop the steps after `step`, which will be trained again. Most trackers keep both
+        versions.
+        """
         for file in self.files:
             file.rewind(step)
         self.trackers.call("rewind", step)
@@ -161,13 +179,16 @@ class Metrics:
         """Record a validation.
 
         Args:
-            sets: loss, bits_per_byte (if known) and tokens of each set, and its name; empty for the only one. With the
+            sets: loss, bits_per_byte (if known) and tokens of each set, and its name; empty for the
+            only one. With the
                 average of the weights, also loss_ema and bits_per_byte_ema.
         """
         record: Record = {"step": step}
         for one in sets:
             suffix = f"/{one['name']}" if one["name"] else ""
-            record |= {f"validation_{key}{suffix}": value for key, value in one.items() if key != "name"}
+            record |= {
+                f"validation_{key}{suffix}": value for key, value in one.items() if key != "name"
+            }
         self._send(record | {"time": time.time()})
 
     def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
@@ -176,7 +197,13 @@ class Metrics:
         Args:
             scores: by task and metric.
         """
-        self._send({"step": step, **{f"eval/{name}": value for name, value in scores.items()}, "time": time.time()})
+        self._send(
+            {
+                "step": step,
+                **{f"eval/{name}": value for name, value in scores.items()},
+                "time": time.time(),
+            }
+        )
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Record texts of the model.
@@ -185,7 +212,10 @@ class Metrics:
             samples: prompt, text after it, and why it ended, of each.
         """
         for sample in samples:
-            logger.info(f"step {step}: {json.dumps(sample['prompt'] + ' | ' + sample['text'], ensure_ascii=False)}")
+            logger.info(
+                f"step {step}: "
+                f"{json.dumps(sample['prompt'] + ' | ' + sample['text'], ensure_ascii=False)}"
+            )
             if self.samples is not None:
                 self.samples.log({"step": step, **sample})
         self.trackers.call("log_samples", step, samples)

@@ -1,7 +1,7 @@
 """Tells people about events of the run: through a webhook, and by running a command.
 
-Nothing here can stop or delay training: events wait in a short queue for a thread that limits their rate, and gives up
-on whoever doesn't answer.
+Nothing here can stop or delay training: events wait in a short queue for a thread that limits their
+rate, and gives up on whoever doesn't answer.
 """
 
 import fcntl
@@ -49,16 +49,23 @@ class Notifier:
     """Sends the chosen events from a thread."""
 
     def __init__(self, config: Notifications, folder: Path):
-        self.config, self.folder = config, folder
+        self.config = config
+        self.folder = folder
         self.limit = RateLimit(folder / FILE, config)
         self.command = Command(config.command, config.timeout_seconds)
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue(_QUEUED)
         self._warned: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="notifications", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name="notifications",
+            daemon=True,
+        )
         self._thread.start()
 
     def listen(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the log, but a failure: whoever knows its cause calls `report_failure`."""
+        """Take an event of the log, but a failure: whoever knows its cause calls
+        `report_failure`.
+        """
         kind = _ALIAS.get(event["kind"], event["kind"])
         if kind in self.config.events and kind != "failed":
             self.send(event)
@@ -85,10 +92,19 @@ class Notifier:
                 self._warn("event", type(error).__name__)
 
     def _deliver(self, event: Mapping[str, Any], left_out: int) -> None:
-        about = {**event, "run": self.folder.resolve().name, "folder": str(self.folder), "host": socket.gethostname()}
+        about = {
+            **event,
+            "run": self.folder.resolve().name,
+            "folder": str(self.folder),
+            "host": socket.gethostname(),
+        }
         text = message(about, left_out)
         # At once, so that one that hangs doesn't take the other's time at the end of a run.
-        posting = threading.Thread(target=self._post, args=({"text": _for_slack(text), "event": about},), daemon=True)
+        posting = threading.Thread(
+            target=self._post,
+            args=({"text": _for_slack(text), "event": about},),
+            daemon=True,
+        )
         posting.start()
         if self.config.command:
             try:
@@ -108,7 +124,9 @@ class Notifier:
 
     def _warn(self, what: str, problem: str) -> None:
         if what not in self._warned:
-            logger.warning(f"notifications: {what}: {problem}. The run continues; this is said once")
+            logger.warning(
+                f"notifications: {what}: {problem}. The run continues; this is said once"
+            )
         self._warned.add(what)
 
 
@@ -126,14 +144,18 @@ def _for_slack(text: str) -> str:
 
 
 class RateLimit:
-    """Which events to send. What was sent stands in a file, because a run that fails and restarts in a loop is many
-    processes, and because several ranks or nodes may report the same failure."""
+    """Which events to send. What was sent stands in a file, because a run that fails and restarts
+    in a loop is many processes, and because several ranks or nodes may report the same failure.
+    """
 
     def __init__(self, path: Path, config: Notifications):
-        self.path, self.config = path, config
+        self.path = path
+        self.config = config
 
     def admit(self, event: Mapping[str, Any]) -> int | None:
-        """How many events of this kind were left out since the last message; None if this one is left out, too."""
+        """How many events of this kind were left out since the last message; None if this one is
+        left out, too.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
@@ -144,9 +166,11 @@ class RateLimit:
             return 0
 
     def _admit(self, event: Mapping[str, Any], file: IO[bytes]) -> int | None:
-        now, kind = time.time(), _ALIAS.get(event["kind"], event["kind"])
+        now = time.time()
+        kind = _ALIAS.get(event["kind"], event["kind"])
         earlier = _entries(file)
-        last, left_out = -math.inf, 0
+        last = -math.inf
+        left_out = 0
         for entry in earlier:
             if entry["kind"] == kind:
                 last, left_out = (entry["time"], 0) if entry["sent"] else (last, left_out + 1)
@@ -154,8 +178,15 @@ class RateLimit:
         if kind == "failed":
             interval = max(interval, _SAME_FAILURE_SECONDS)
         sent = sum(entry["sent"] and now - entry["time"] < 3600 for entry in earlier)
-        admitted = now - last >= interval and (sent < self.config.max_per_hour or kind in _NEVER_LEFT_OUT)
-        entry = {"time": now, "kind": kind, "step": event.get("step"), "message": str(event["message"])[:500]}
+        admitted = now - last >= interval and (
+            sent < self.config.max_per_hour or kind in _NEVER_LEFT_OUT
+        )
+        entry = {
+            "time": now,
+            "kind": kind,
+            "step": event.get("step"),
+            "message": str(event["message"])[:500],
+        }
         file.write(json.dumps(entry | {"sent": admitted}).encode() + b"\n")
         return left_out if admitted else None
 
@@ -168,7 +199,13 @@ def _entries(file: IO[bytes]) -> list[dict[str, Any]]:
     for line in file.read().splitlines():
         with suppress(ValueError, TypeError, LookupError):
             entry = json.loads(line)
-            found.append({"time": float(entry["time"]), "kind": str(entry["kind"]), "sent": bool(entry["sent"])})
+            found.append(
+                {
+                    "time": float(entry["time"]),
+                    "kind": str(entry["kind"]),
+                    "sent": bool(entry["sent"]),
+                }
+            )
     return found
 
 
@@ -188,12 +225,21 @@ def report_failure(config: Config, cause: str) -> None:
     if "failed" not in config.notifications.events or (notifier := start_notifier(config)) is None:
         return
     step = _last_step(Path(config.job.dump_folder))
-    notifier.send({"time": time.time(), "kind": "failed", "step": step, "message": cause})
+    notifier.send(
+        {
+            "time": time.time(),
+            "kind": "failed",
+            "step": step,
+            "message": cause,
+        }
+    )
     notifier.close(FAILURE_SECONDS)
 
 
 def report_error(config: Config, error: BaseException) -> None:
-    """Send that this rank failed, unless its launcher will, which also knows of ranks that were killed."""
+    """Send that this rank failed, unless its launcher will, which also knows of ranks that were
+    killed.
+    """
     if launcher_reports() or not isinstance(error, Exception):
         return
     if from_another_rank(error):

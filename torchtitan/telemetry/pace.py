@@ -12,15 +12,18 @@ _USUAL = 3.0
 
 
 class Pace:
-    """The time between steps, with what happens there: validation, saves, waiting for data, compilation.
+    """The time between steps, with what happens there: validation, saves, waiting for data,
+    compilation.
 
-    What an interval takes beyond three usual ones counts as an interruption. The steps that are left are expected to
-    take as long as recent ones do without interruptions, and to be interrupted as often as all since the start. So a
-    validation every thousand steps counts in proportion, and a single pause changes the estimate by little.
+    What an interval takes beyond three usual ones counts as an interruption. The steps that are
+    left are expected to take as long as recent ones do without interruptions, and to be interrupted
+    as often as all since the start. So a validation every thousand steps counts in proportion, and
+    a single pause changes the estimate by little.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = monotonic):
-        self.total, self._clock = total_steps, clock
+        self.total = total_steps
+        self._clock = clock
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._count = 0
         self._interrupted = 0.0
@@ -48,7 +51,9 @@ class Pace:
             return None if self._left else 0.0
         limit = _USUAL * median_low(self._recent)
         usual = sum(min(interval, limit) for interval in self._recent) / len(self._recent)
-        interrupted = self._interrupted + sum(max(0.0, interval - limit) for interval in self._recent)
+        interrupted = self._interrupted + sum(
+            max(0.0, interval - limit) for interval in self._recent
+        )
         # After few steps, a single interruption says little about how often there will be one.
         share = interrupted / max(self._count, min(_RECENT, self.total // 10))
         return self._left * (usual + share)

@@ -14,10 +14,13 @@ MAX_ALLOCATIONS = 100_000
 
 
 class Profiler:
-    """Writes traces and snapshots on schedule: call `step(n)` after each step, and train inside `capture_oom`."""
+    """Writes traces and snapshots on schedule: call `step(n)` after each step, and train inside
+    `capture_oom`.
+    """
 
     def __init__(self, config: Profiling, dump_folder: str):
-        self.config, self.folder = config, Path(dump_folder)
+        self.config = config
+        self.folder = Path(dump_folder)
         self.last_step = 0
         self.profile: torch.profiler.profile | None = None
         if config.enable_profiling:
@@ -39,7 +42,10 @@ class Profiler:
             active=config.profiler_active,
         )
         profile = torch.profiler.profile(
-            activities=activities, schedule=schedule, on_trace_ready=self._write_trace, record_shapes=True
+            activities=activities,
+            schedule=schedule,
+            on_trace_ready=self._write_trace,
+            record_shapes=True,
         )
         profile.start()
         return profile

@@ -1,7 +1,8 @@
-"""The run's ledger, `<dump_folder>/run.json`: every start, its hardware, how it ended, and where its time went.
+"""The run's ledger, `<dump_folder>/run.json`: every start, its hardware, how it ended, and where
+its time went.
 
-Every second counts as one kind; nested time is charged to the innermost phase. Goodput is the share of `steps`:
-training that is kept.
+Every second counts as one kind; nested time is charged to the innermost phase. Goodput is the share
+of `steps`: training that is kept.
 """
 
 import json
@@ -40,12 +41,29 @@ HEARTBEAT_SECONDS = 1.0
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with `-dirty` if files have changed since; None outside a git repository."""
+    """The commit of this code, with `-dirty` if files have changed since; None outside a git
+    repository.
+    """
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():
         return None
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(CHECKOUT),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -54,7 +72,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """Differences between two runs' manifests, each as `key old -> new`."""
     out = []
     for about in ("config", "versions", "ranks", "git"):
-        old, new = _flat(before.get(about), about), _flat(now.get(about), about)
+        old = _flat(before.get(about), about)
+        new = _flat(now.get(about), about)
         out += [
             f"{key} {_word(old.get(key))} -> {_word(new.get(key))}"
             for key in {**old, **new}
@@ -74,11 +93,19 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value) if isinstance(value, str | list) else str(value)
+    return (
+        "unset"
+        if value is None
+        else json.dumps(value)
+        if isinstance(value, str | list)
+        else str(value)
+    )
 
 
 class Ledger:
-    """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that fails."""
+    """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that
+    fails.
+    """
 
     def __init__(
         self,
@@ -99,22 +126,41 @@ class Ledger:
             writes: this is rank 0.
             began: when the process started, in seconds since the epoch.
         """
-        self.path, self.clock, self.writes = folder / "run.json", clock, writes
+        self.path = folder / "run.json"
+        self.clock = clock
+        self.writes = writes
         self.id = secrets.token_hex(5)
         """Of the run, whatever its starts; on rank 0."""
         self.trackers: dict[str, Any] = {}
-        """What trackers call this run, so that the next start continues it there: name of the tracker to its record."""
+        """What trackers call this run, so that the next start continues it there: name of the
+        tracker to its record.
+        """
         self.starts: list[dict[str, Any]] = self._earlier(step, resumable) if writes else []
         self.furthest = max((start["step"] for start in self.starts), default=0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
-        self._starting, since = "start", began
+        self._starting = "start"
+        since = began
         if self.starts and self.starts[-1]["end"] != "completed":
-            self._starting, since = "restart", min(began, self.starts[-1]["last_seen"])
-        self._stopwatch, now = Stopwatch(), clock()
+            self._starting = "restart"
+            since = min(began, self.starts[-1]["last_seen"])
+        self._stopwatch = Stopwatch()
+        now = clock()
         self.seconds[self._starting] = now - since
         self._first = True
-        own = {"time": began, "resumed_step": step, "step": step, "last_seen": now, "end": None}
-        self.starts.append({**own, **about, "seconds": self.seconds})
+        own = {
+            "time": began,
+            "resumed_step": step,
+            "step": step,
+            "last_seen": now,
+            "end": None,
+        }
+        self.starts.append(
+            {
+                **own,
+                **about,
+                "seconds": self.seconds,
+            }
+        )
         if writes:
             self._write(self.starts)
 
@@ -160,7 +206,8 @@ class Ledger:
         self.starts[-1][key] = value
 
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
-        """Record how this start ended; after a failure, with the message of the rank that caused it.
+        """Record how this start ended; after a failure, with the message of the rank that caused
+        it.
 
         Returns:
             what rank 0 recorded; None on the others.
@@ -178,7 +225,11 @@ class Ledger:
             run = self._read()
             starts = run["starts"]
         if self.writes:
-            told = starts[-1]["end"] if starts and error is not None and from_another_rank(error) else None
+            told = (
+                starts[-1]["end"]
+                if starts and error is not None and from_another_rank(error)
+                else None
+            )
             self.starts[-1] |= {"step": step, "end": told or reason}
             self._write(self.starts)
         elif starts and isinstance(error, Exception) and not from_another_rank(error):
@@ -192,9 +243,13 @@ class Ledger:
         """The whole run's time in one line."""
         good, seconds = _account(self.starts)
         parts = (
-            f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= 0.001 * sum(seconds.values())
+            f"{KINDS[kind]} {show_duration(s)}"
+            for kind, s in seconds.items()
+            if s >= 0.001 * sum(seconds.values())
         )
-        return f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
+        return (
+            f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
+        )
 
     def save_trackers(self) -> None:
         """Write what trackers recorded at the end of this start."""
@@ -202,7 +257,9 @@ class Ledger:
             self._write(list(self.starts))  # a copy: the clock has stopped
 
     def shares(self) -> tuple[float, dict[str, float]]:
-        """Goodput in percent, and the seconds of each kind, over all starts until the last heartbeat."""
+        """Goodput in percent, and the seconds of each kind, over all starts until the last
+        heartbeat.
+        """
         return _account(self.starts)
 
     def _read(self) -> dict[str, Any]:
@@ -210,7 +267,8 @@ class Ledger:
 
     def _take(self, run: Mapping[str, Any]) -> None:
         """Keep what the file says of the whole run. Files of earlier releases say nothing."""
-        self.id, self.trackers = run.get("id", self.id), run.get("trackers", {})
+        self.id = run.get("id", self.id)
+        self.trackers = run.get("trackers", {})
 
     def _write(self, starts: list[dict[str, Any]]) -> None:
         if starts is self.starts:

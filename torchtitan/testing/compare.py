@@ -1,11 +1,13 @@
 """Observe a distributed run and a reference on one process, and measure how they differ.
 
-The reference is plain PyTorch: one module, `F.cross_entropy`, `torch.optim`. It shares with the framework only the
-model's definition and initial values, the order of the data, and the learning-rate schedule.
+The reference is plain PyTorch: one module, `F.cross_entropy`, `torch.optim`. It shares with the
+framework only the model's definition and initial values, the order of the data, and the
+learning-rate schedule.
 
-Adam divides a gradient by its own size, so where a gradient is nothing but rounding, two correct runs move a weight in
-opposite directions. The reference of a run therefore begins each step with the run's weights, computes gradients of
-its own, and updates by those of the run. So every step's loss, gradients and update differ by their own rounding alone.
+Adam divides a gradient by its own size, so where a gradient is nothing but rounding, two correct
+runs move a weight in opposite directions. The reference of a run therefore begins each step with
+the run's weights, computes gradients of its own, and updates by those of the run. So every step's
+loss, gradients and update differ by their own rounding alone.
 """
 
 import json
@@ -53,19 +55,24 @@ class Observation:
     """Predicted tokens since the start of training, after each step."""
     validation_losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each step, parameter to its gradient as the optimizer sees it, in the model's order. `[copies, *shape]`: more
-    than one copy if ranks disagree on a tensor they share."""
+    """For each step, parameter to its gradient as the optimizer sees it, in the model's order.
+    `[copies, *shape]`: more than one copy if ranks disagree on a tensor they share.
+    """
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each step, parameter or routing bias of experts to its value after the update, in the same form."""
+    """For each step, parameter or routing bias of experts to its value after the update, in the
+    same form.
+    """
     loads: list[Tensor] = field(default_factory=list)
     """`[layers, experts]`, the rows of each expert in each step; empty for a dense model."""
     ties: list[Tensor] = field(default_factory=list)
-    """`[layers]`, tokens of each step for which the last chosen expert and the next best score alike up to rounding. Of
-    the reference only."""
+    """`[layers]`, tokens of each step for which the last chosen expert and the next best score
+    alike up to rounding. Of the reference only.
+    """
 
 
 def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
-    """Train on all ranks of the default process group. Tensors of all ranks are in the observation of rank 0.
+    """Train on all ranks of the default process group. Tensors of all ranks are in the observation
+    of rank 0.
 
     Args:
         padded: the last quarter of each row doesn't count.
@@ -74,7 +81,9 @@ def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observatio
     if padded:
         own_rows = trainer.parts.compute.own_rows
 
-        def padded_rows(tokens: Tensor, labels: Tensor, sources: Tensor | None = None) -> LocalBatch:
+        def padded_rows(
+            tokens: Tensor, labels: Tensor, sources: Tensor | None = None
+        ) -> LocalBatch:
             return own_rows(tokens, _padded(labels), sources)
 
         trainer.parts.compute.own_rows = padded_rows  # type: ignore[method-assign]
@@ -122,13 +131,20 @@ def _watch_gradients(trainer: Trainer, order: list[str], out: Observation) -> No
                 seen[name] = _full(p.grad)
 
             handle = param.register_post_accumulate_grad_hook(keep)
-            param._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # before the update frees it
+            param._post_accumulate_grad_hooks.move_to_end(
+                handle.id, last=False
+            )  # before the update frees it
     else:
         step = optimizer.step
 
         def step_and_keep(**settings: Any) -> None:
             step(**settings)  # may clip the gradients first
-            seen.update({name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in named})
+            seen.update(
+                {
+                    name: _full(torch.zeros_like(p) if p.grad is None else p.grad)
+                    for name, p in named
+                }
+            )
 
         optimizer.step = step_and_keep  # type: ignore[method-assign]
 
@@ -145,7 +161,11 @@ def _watch_updates(trainer: Trainer, order: list[str], out: Observation) -> None
     def keep(_: StepResult) -> None:
         if (experts := trainer.parts.experts) is not None:
             out.loads.append(experts.loads.cpu().clone())
-        own = {name: _full(value) for model in trainer.parts.models for name, value in _trained(model).items()}
+        own = {
+            name: _full(value)
+            for model in trainer.parts.models
+            for name, value in _trained(model).items()
+        }
         out.weights.append(_of_all_ranks(own, order))
 
     trainer.after_step += (keep,)
@@ -162,7 +182,8 @@ def _full(value: Any) -> Tensor:
 
 
 def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
-    """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage holds only some.
+    """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage
+    holds only some.
 
     Empty on all ranks but 0.
     """
@@ -175,49 +196,72 @@ def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]
         known = copies.setdefault(name, [])
         if not any(torch.equal(value, other) for other in known):
             known.append(value)
-    return {n: torch.stack(values) for m in order for n, values in copies.items() if n.startswith(f"{m}.")}
+    return {
+        n: torch.stack(values)
+        for m in order
+        for n, values in copies.items()
+        if n.startswith(f"{m}.")
+    }
 
 
 # ---- the reference
 
 
 def reference(
-    config: Config, setup: Setup, *, padded: bool = False, run: Observation | None = None, rounding: float = 0.0
+    config: Config,
+    setup: Setup,
+    *,
+    padded: bool = False,
+    run: Observation | None = None,
+    rounding: float = 0.0,
 ) -> Observation:
     """The same run in plain PyTorch on this process, in fp32 on the CPU.
 
     Args:
         config: resolved for the distributed run; a step here is its global batch.
         padded: the last quarter of each row doesn't count.
-        run: begin each step with its weights, and update by its gradients and loads. Else by the reference's own.
+        run: begin each step with its weights, and update by its gradients and loads. Else by the
+        reference's own.
         rounding: experts whose scores differ by less, relative to the token's largest, are ties.
     """
     device = torch.device("cpu")
     model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
-    materialize(model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args))
-    settings, training = config.optimizer, config.training
+    materialize(
+        model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args)
+    )
+    settings = config.optimizer
+    training = config.training
     optimizers = _optimizers(model, settings, config.custom)
-    of_row = build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
+    of_row = (
+        build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
+    )
     loader = build_data(config, "training", setup.tokenizer)
     end = setup.tokenizer.eos_id if training.document_mask else None
     experts = _ReferenceExperts(model, setup, config, rounding)
-    out, tokens = Observation(loads=experts.loads, ties=experts.ties), 0
+    out = Observation(loads=experts.loads, ties=experts.ties)
+    tokens = 0
     for step, batch in zip(range(training.steps), loader, strict=False):
         labels = _padded(batch.labels) if padded else batch.labels
-        loss = _mean_loss(model, batch.tokens, labels, end, train=bool(experts.routers), registered=of_row)
+        loss = _mean_loss(
+            model, batch.tokens, labels, end, train=bool(experts.routers), registered=of_row
+        )
         model.zero_grad()
         loss.backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
         norm = torch.stack(grads).norm().item()
         if training.max_norm > 0:
-            nn.utils.clip_grads_with_norm_(model.parameters(), training.max_norm, torch.tensor(norm))
+            nn.utils.clip_grads_with_norm_(
+                model.parameters(), training.max_norm, torch.tensor(norm)
+            )
         out.gradients.append({name: p.grad.clone()[None] for name, p in model.named_parameters()})
         if run is not None:
             for name, p in model.named_parameters():
                 p.grad.copy_(run.gradients[step][name][0])
         _update(optimizers, config, step)
         experts.step(run.loads[step] if run is not None and run.loads else None)
-        out.weights.append({name: value.detach().clone()[None] for name, value in _trained(model).items()})
+        out.weights.append(
+            {name: value.detach().clone()[None] for name, value in _trained(model).items()}
+        )
         if run is not None:
             with torch.no_grad():
                 for name, value in _trained(model).items():
@@ -226,7 +270,9 @@ def reference(
         out.losses.append(loss.item())
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
-        if config.validation.enable and ((step + 1) % config.validation.freq == 0 or step + 1 == training.steps):
+        if config.validation.enable and (
+            (step + 1) % config.validation.freq == 0 or step + 1 == training.steps
+        ):
             out.validation_losses.append(_validate(model, config, setup, end, of_row))
     loader.close()
     return out
@@ -244,9 +290,19 @@ def _update(optimizers: Sequence[torch.optim.Optimizer], config: Config, step: i
 class _ReferenceExperts:
     """The routers of a model, if it has any: counts of each step, and updates of their biases."""
 
-    def __init__(self, model: Any, setup: Setup, config: Config, rounding: float):
-        self.routers = {int(i): layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")}
-        self.blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
+    def __init__(
+        self,
+        model: Any,
+        setup: Setup,
+        config: Config,
+        rounding: float,
+    ):
+        self.routers = {
+            int(i): layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")
+        }
+        self.blocks = sum(
+            name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1)
+        )
         self.rate = config.moe.balance_bias_rate
         self.rounding = rounding
         self.loads: list[Tensor] = []
@@ -257,12 +313,20 @@ class _ReferenceExperts:
             router.register_forward_hook(partial(self._count_ties, index))
 
     @torch.no_grad()
-    def _count_ties(self, index: int, router: Any, inputs: tuple[Tensor, Tensor | None], _: Any) -> None:
+    def _count_ties(
+        self,
+        index: int,
+        router: Any,
+        inputs: tuple[Tensor, Tensor | None],
+        _: Any,
+    ) -> None:
         x, token_weights = inputs
         if token_weights is None or router.top_k == router.n_experts:
             return
         probabilities = router.gate(x).softmax(-1)
-        last, next_best = (probabilities + router.expert_bias).topk(router.top_k + 1).values[..., -2:].unbind(-1)
+        last, next_best = (
+            (probabilities + router.expert_bias).topk(router.top_k + 1).values[..., -2:].unbind(-1)
+        )
         tied = last - next_best <= self.rounding * probabilities.amax(-1)
         self._ties[index] += (tied & (token_weights > 0)).sum()
 
@@ -274,7 +338,9 @@ class _ReferenceExperts:
         """
         if not self.routers:
             return
-        own = torch.zeros(self.blocks, next(iter(self.routers.values())).n_experts, dtype=torch.float64)
+        own = torch.zeros(
+            self.blocks, next(iter(self.routers.values())).n_experts, dtype=torch.float64
+        )
         for index, router in self.routers.items():
             own[index] = router.step_load
             router.step_load.zero_()
@@ -286,16 +352,36 @@ class _ReferenceExperts:
         self._ties.zero_()
 
 
-def _optimizers(model: nn.Module, settings: Optimizer, custom: Custom) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    model: nn.Module, settings: Optimizer, custom: Custom
+) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     of_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
     by_muon = of_blocks if settings.name == "Muon" else []
-    matrices = [p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)]
+    matrices = [
+        p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)
+    ]
     vectors = [p for p in named.values() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     if registered := registry.optimizers.chosen(settings.name, custom):
-        return [registered([{"lr": settings.lr, "lr_scale": 1.0, **group} for group in groups], settings)]
-    betas, eps = (settings.beta1, settings.beta2), settings.eps
+        return [
+            registered(
+                [
+                    {
+                        "lr": settings.lr,
+                        "lr_scale": 1.0,
+                        **group,
+                    }
+                    for group in groups
+                ],
+                settings,
+            )
+        ]
+    betas = (settings.beta1, settings.beta2)
+    eps = settings.eps
     kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
     out: list[torch.optim.Optimizer] = [kind(groups, betas=betas, eps=eps)]
     if by_muon:
@@ -309,9 +395,13 @@ class _MuonOfEach(torch.optim.Muon):
     """torch's Muon of matrices, and of each matrix of a stack."""
 
     def __init__(self, params: Sequence[nn.Parameter], **options: Any):
-        self._stacks = [(p, [nn.Parameter(matrix) for matrix in p.detach()]) for p in params if p.dim() == 3]
+        self._stacks = [
+            (p, [nn.Parameter(matrix) for matrix in p.detach()]) for p in params if p.dim() == 3
+        ]
         matrices = [p for p in params if p.dim() == 2]
-        super().__init__([*matrices, *(matrix for _, parts in self._stacks for matrix in parts)], **options)
+        super().__init__(
+            [*matrices, *(matrix for _, parts in self._stacks for matrix in parts)], **options
+        )
 
     def step(self, closure: Any = None) -> None:
         for stack, matrices in self._stacks:
@@ -337,24 +427,39 @@ def _mean_loss(
     """
     mask = None
     if end is not None:
-        before = F.pad(tokens, (1, 0), value=-1)[:, :-1]  # a document starts after an end-of-text token
-        mask = document_mask((before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32)
+        before = F.pad(tokens, (1, 0), value=-1)[
+            :, :-1
+        ]  # a document starts after an end-of-text token
+        mask = document_mask(
+            (before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32
+        )
     counted = labels != IGNORE_INDEX
-    logits = model(tokens, None, mask, counted / counted.sum()) if train else model(tokens, None, mask)
+    logits = (
+        model(tokens, None, mask, counted / counted.sum()) if train else model(tokens, None, mask)
+    )
     if registered is not None:
         return registered(logits, labels).sum() / counted.sum()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
 @torch.no_grad()
-def _validate(model: nn.Module, config: Config, setup: Setup, end: int | None, registered: RowLoss | None) -> float:
+def _validate(
+    model: nn.Module,
+    config: Config,
+    setup: Setup,
+    end: int | None,
+    registered: RowLoss | None,
+) -> float:
     loader = build_data(config, "validation", setup.tokenizer)
     total = count = 0.0
     for i, batch in enumerate(loader):
         if i == config.validation.steps:
             break
         predicted = int((batch.labels != IGNORE_INDEX).sum())
-        total += _mean_loss(model, batch.tokens, batch.labels, end, registered=registered).item() * predicted
+        total += (
+            _mean_loss(model, batch.tokens, batch.labels, end, registered=registered).item()
+            * predicted
+        )
         count += predicted
     loader.close()
     return total / count

@@ -18,7 +18,8 @@ BF16_EPS = torch.finfo(torch.bfloat16).eps
 def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> float:
     """Largest relative difference of results that add the same numbers in other orders.
 
-    Rounding errors of a sum are nearly random, so that they grow like the root of their number (Higham and Mary, 2019).
+    Rounding errors of a sum are nearly random, so that they grow like the root of their number
+    (Higham and Mary, 2019).
 
     Args:
         terms: of the longest sum.
@@ -31,7 +32,9 @@ def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> 
 class Tolerances:
     """Largest relative differences that fp32 sums in another order explain."""
 
-    gradient: float = rounding(terms=4096, chain=12)  # a vocabulary or the tokens of a step; some layers
+    gradient: float = rounding(
+        terms=4096, chain=12
+    )  # a vocabulary or the tokens of a step; some layers
     """Largest difference within a parameter's gradient, relative to its largest element."""
     loss: float = 1e-5
     """Less, because it is a mean over tokens, whose errors cancel."""
@@ -42,7 +45,11 @@ class Tolerances:
 def tolerances_of(config: Config) -> Tolerances:
     """Tolerances for the dtypes that `config` computes in; the reference uses fp32 throughout."""
     if config.model.converters:  # operands have 3 bits of mantissa, eps is 2^-3
-        return Tolerances(loss=1e-2, grad_norm=5e-2, gradient=0.5)
+        return Tolerances(
+            loss=1e-2,
+            grad_norm=5e-2,
+            gradient=0.5,
+        )
     return Tolerances()
 
 
@@ -50,8 +57,8 @@ def tolerances_of(config: Config) -> Tolerances:
 class Difference:
     """How far a run is from the reference; relative, as in `Tolerances`.
 
-    Loss, norm and gradients are those of the steps that can be compared: not of one in which a token went to another
-    expert because two experts' scores were equal up to rounding.
+    Loss, norm and gradients are those of the steps that can be compared: not of one in which a
+    token went to another expert because two experts' scores were equal up to rounding.
     """
 
     loss: float
@@ -65,8 +72,9 @@ class Difference:
     later_gradients: dict[str, float]
     """The largest of the later steps; empty if there is none."""
     weights: dict[str, float]
-    """Of the update by the same gradients in any step, in units of what its rounding explains, which depends on the
-    optimizer."""
+    """Of the update by the same gradients in any step, in units of what its rounding explains,
+    which depends on the optimizer.
+    """
     validation_loss: float
     tokens_differ: bool
     flips: int
@@ -76,7 +84,9 @@ class Difference:
     miscount: str | None
     """The first layer and step whose experts counted other numbers of rows together, in words."""
     biases: dict[str, float]
-    """Routing bias to its absolute difference after the first step. It follows from integers, so it is exact."""
+    """Routing bias to its absolute difference after the first step. It follows from integers, so it
+    is exact.
+    """
 
     @property
     def gradient(self) -> float:
@@ -89,7 +99,11 @@ class Difference:
             "gradient norm": (self.grad_norm, tolerances.grad_norm),
             "gradients": (self.gradient, tolerances.gradient),
         }
-        found = [f"{what}: off by {value:.1e}" for what, (value, limit) in checks.items() if not value <= limit]
+        found = [
+            f"{what}: off by {value:.1e}"
+            for what, (value, limit) in checks.items()
+            if not value <= limit
+        ]
         later, off = _largest(self.later_gradients)
         if not off <= tolerances.gradient:
             found.append(f"{later}: gradient off by {off:.1e} in a later step")
@@ -100,7 +114,14 @@ class Difference:
             found.append("token counts differ")
         if self.miscount is not None:
             found.append(self.miscount)
-        return [*found, *(f"{name}: off by {value:.1e} after step 1" for name, value in self.biases.items() if value)]
+        return [
+            *found,
+            *(
+                f"{name}: off by {value:.1e} after step 1"
+                for name, value in self.biases.items()
+                if value
+            ),
+        ]
 
 
 def difference(run: Observation, expected: Observation, optimizer: Optimizer) -> Difference:
@@ -116,14 +137,18 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
     assert len(run.validation_losses) == len(expected.validation_losses)
     assert len(run.weights) == len(expected.weights)
     compared = _comparable(run, expected)
-    first, *later = (_of_gradients(run.gradients[step], expected.gradients[step]) for step in compared)
+    first, *later = (
+        _of_gradients(run.gradients[step], expected.gradients[step]) for step in compared
+    )
     return Difference(
         loss=_worst(run.losses, expected.losses, compared),
         first_loss=_worst(run.losses, expected.losses, [0]),
         grad_norm=_worst(run.grad_norms, expected.grad_norms, compared),
         step=compared[0],
         gradients=first,
-        later_gradients={name: max(distances[name] for distances in later) for name in first} if later else {},
+        later_gradients={name: max(distances[name] for distances in later) for name in first}
+        if later
+        else {},
         weights=_of_updates(run.weights, expected.weights, optimizer),
         validation_loss=_worst(run.validation_losses, expected.validation_losses),
         tokens_differ=run.tokens != expected.tokens,
@@ -139,15 +164,23 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
 
 
 def _comparable(run: Observation, expected: Observation) -> list[int]:
-    """Steps in which every token went to the same experts, or to others for no reason; all if there is none."""
+    """Steps in which every token went to the same experts, or to others for no reason; all if there
+    is none.
+    """
     steps = range(len(run.losses))
     if not run.loads:
         return list(steps)
-    return [step for step in steps if not _tied(run.loads[step], expected.loads[step], expected.ties[step])] or [*steps]
+    return [
+        step
+        for step in steps
+        if not _tied(run.loads[step], expected.loads[step], expected.ties[step])
+    ] or [*steps]
 
 
 def _tied(loads: Tensor, expected: Tensor, ties: Tensor) -> bool:
-    """Whether tokens were sent to other experts, and ties explain it; after the first such layer all tokens differ."""
+    """Whether tokens were sent to other experts, and ties explain it; after the first such layer
+    all tokens differ.
+    """
     flips = _flips(loads, expected)
     layers = flips.nonzero().flatten().tolist()
     return bool(layers) and bool(flips[layers[0]] <= ties[layers[0]])
@@ -162,7 +195,9 @@ def _of_gradients(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def _of_updates(
-    weights: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]], optimizer: Optimizer
+    weights: Sequence[dict[str, Tensor]],
+    expected: Sequence[dict[str, Tensor]],
+    optimizer: Optimizer,
 ) -> dict[str, float]:
     found = dict.fromkeys(expected[0], 0.0)
     for step, values in enumerate(expected):
@@ -170,28 +205,42 @@ def _of_updates(
         for name, value in values.items():
             by_muon = optimizer.name == "Muon" and value[0].dim() > 1 and name.startswith("layers.")
             distance = _muon_distance if by_muon else _adam_distance
-            found[name] = max(found[name], _or_inf(distance(weights[step][name], value, optimizer, step + 1)))
+            found[name] = max(
+                found[name], _or_inf(distance(weights[step][name], value, optimizer, step + 1))
+            )
     return found
 
 
-def _adam_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
-    """The largest difference of an update, in units of what rounding explains; also for element-wise optimizers.
+def _adam_distance(
+    weights: Tensor,
+    expected: Tensor,
+    optimizer: Optimizer,
+    step: int,
+) -> float:
+    """The largest difference of an update, in units of what rounding explains; also for
+    element-wise optimizers.
 
-    With equal gradients nothing is amplified: an update is at most about the learning rate, and some 16 operations on
-    an element round by half an eps each. Then the weight is decayed and added to, which rounds itself twice. Moments
-    stored in bf16 are rounded once per step. All of it on both sides.
+    With equal gradients nothing is amplified: an update is at most about the learning rate, and
+    some 16 operations on an element round by half an eps each. Then the weight is decayed and added
+    to, which rounds itself twice. Moments stored in bf16 are rounded once per step. All of it on
+    both sides.
     """
     moments = step * BF16_EPS if optimizer.state_dtype == "bfloat16" else 0.0
     limit = optimizer.lr * (16 * EPS + moments) + 2 * EPS * expected.abs()
     return ((weights - expected).abs() / limit).max().item()
 
 
-def _muon_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
+def _muon_distance(
+    weights: Tensor,
+    expected: Tensor,
+    optimizer: Optimizer,
+    step: int,
+) -> float:
     """The root mean square difference of an update of matrices, in units of what rounding explains.
 
-    Muon divides a matrix by its norm, and rounds to bf16, on both sides: that adds singular values up to about
-    eps / 2 * (rows^-1/2 + columns^-1/2). Each iteration multiplies those near 0 by 3.4445. The result, whose singular
-    values are near 1, is scaled to a root mean square of 0.2.
+    Muon divides a matrix by its norm, and rounds to bf16, on both sides: that adds singular values
+    up to about eps / 2 * (rows^-1/2 + columns^-1/2). Each iteration multiplies those near 0 by
+    3.4445. The result, whose singular values are near 1, is scaled to a root mean square of 0.2.
     """
     rows, columns = expected.shape[-2:]
     noise = BF16_EPS / 2 * (rows**-0.5 + columns**-0.5)
@@ -214,15 +263,24 @@ def _first_flip(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[in
 
 def _miscount(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     for step, (a, b) in enumerate(zip(loads, expected, strict=True), 1):
-        for layer, (got, wanted) in enumerate(zip(a.sum(1).tolist(), b.sum(1).tolist(), strict=True)):
+        for layer, (got, wanted) in enumerate(
+            zip(a.sum(1).tolist(), b.sum(1).tolist(), strict=True)
+        ):
             if got != wanted:
-                return f"layers.{layer}.moe.router: counts {got:.0f} rows in step {step} instead of {wanted:.0f}"
+                return (
+                    f"layers.{layer}.moe.router: counts {got:.0f} rows in step {step} "
+                    f"instead of {wanted:.0f}"
+                )
     return None
 
 
-def _worst(values: Sequence[float], expected: Sequence[float], steps: Iterable[int] | None = None) -> float:
+def _worst(
+    values: Sequence[float], expected: Sequence[float], steps: Iterable[int] | None = None
+) -> float:
     chosen = range(len(expected)) if steps is None else steps
-    return max((_or_inf(abs(values[i] - expected[i]) / abs(expected[i])) for i in chosen), default=0.0)
+    return max(
+        (_or_inf(abs(values[i] - expected[i]) / abs(expected[i])) for i in chosen), default=0.0
+    )
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

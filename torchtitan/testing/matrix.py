@@ -1,4 +1,6 @@
-"""The support matrix: its cells, their measurement on gloo ranks, and the document that shows them."""
+"""The support matrix: its cells, their measurement on gloo ranks, and the document that shows
+them.
+"""
 
 import tempfile
 import time
@@ -22,8 +24,18 @@ from torchtitan.utils.errors import ConfigError
 ROWS = 8
 """Rows per step under every layout."""
 LEARNING_RATE = 1e-3
-MODEL = {"dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
-EXPERTS = {"n_experts": 8, "experts_per_token": 2, "expert_dim": 48, "head_size": 16}
+MODEL = {
+    "dim": 64,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "ffn_dim": 96,
+}
+EXPERTS = {
+    "n_experts": 8,
+    "experts_per_token": 2,
+    "expert_dim": 48,
+    "head_size": 16,
+}
 """Of the mixture of experts, beside the sizes above."""
 BALANCE = {
     "balance_bias_rate": 1e-2,
@@ -94,7 +106,13 @@ EXPERT_LAYOUTS: tuple[tuple[tuple[int, int, int, int, int], int], ...] = (
     ((2, 1, 2, 2, 2), 8),
 )
 EXPERT_SCHEDULE_LAYOUTS = (((2, 1, 2, 1, 1), 2), ((2, 1, 1, 1, 2), 2))
-SCHEDULE_LAYOUTS = ((2, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 1, 2, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2))
+SCHEDULE_LAYOUTS = (
+    (2, 1, 1, 1, 1),
+    (4, 1, 1, 1, 1),
+    (2, 1, 2, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 1, 1, 1, 2),
+)
 
 
 @dataclass(frozen=True)
@@ -108,14 +126,20 @@ class Feature:
 
 
 _COMPILE = ("--compile.enable",)
-_AC_BY_OPERATION = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+_AC_BY_OPERATION = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+)
 _FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.emulate")
 _FLOAT8_EXPERTS = (
     "--model.converters=float8,quantize.grouped_mm.float8",
     "--quantize.grouped_mm.float8.fqns=experts",
     "--quantize.grouped_mm.float8.emulate",
 )
-_WIDER = ("--model.overrides.dim=128", "--model.overrides.ffn_dim=128")  # MXFP8 takes multiples of 32 on each rank
+_WIDER = (
+    "--model.overrides.dim=128",
+    "--model.overrides.ffn_dim=128",
+)  # MXFP8 takes multiples of 32 on each rank
 
 FEATURES = {
     "plain": Feature(()),
@@ -123,12 +147,18 @@ FEATURES = {
     "document mask": Feature(("--training.document_mask",)),
     "validation": Feature(("--validation.enable", "--validation.freq=2", "--validation.steps=2")),
     "CPU offload": Feature(("--training.enable_cpu_offload",)),
-    "async checkpoint": Feature(("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")),
+    "async checkpoint": Feature(
+        ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async")
+    ),
     "reshard always": Feature(("--parallelism.fsdp_reshard_after_forward=always",)),
-    "optimizer in backward": Feature(("--optimizer.early_step_in_backward", "--training.max_norm=0")),
+    "optimizer in backward": Feature(
+        ("--optimizer.early_step_in_backward", "--training.max_norm=0")
+    ),
     "AC selective op": Feature(_AC_BY_OPERATION),
     "AC full": Feature(("--activation_checkpoint.mode=full",)),
-    "activation offload": Feature(("--activation_checkpoint.mode=none", "--activation_checkpoint.offload_blocks=-1")),
+    "activation offload": Feature(
+        ("--activation_checkpoint.mode=none", "--activation_checkpoint.offload_blocks=-1")
+    ),
     "compile": Feature((*_COMPILE, *_AC_BY_OPERATION)),
     "chunked loss": Feature(("--training.loss_chunks=4",)),
     "float8": Feature((*_FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
@@ -139,7 +169,9 @@ FEATURES = {
             "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
         )
     ),
-    "MXFP8": Feature(("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated", *_WIDER)),
+    "MXFP8": Feature(
+        ("--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated", *_WIDER)
+    ),
     "Muon": Feature(("--optimizer.name=Muon",)),
     "async TP": Feature((*_COMPILE, "--parallelism.enable_async_tensor_parallel"), "tp"),
     "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
@@ -213,7 +245,8 @@ class Cell:
         """Command-line arguments of the run, whose files go to `folder`."""
         degrees = dict(zip(AXES, self.layout, strict=True))
         rows = ROWS // (degrees["dp_replicate"] * degrees["dp_shard"])
-        corpus, held_out = folder.parent / "corpus.jsonl", folder.parent / "held-out.jsonl"
+        corpus = folder.parent / "corpus.jsonl"
+        held_out = folder.parent / "held-out.jsonl"
         sizes = {
             "job.dump_folder": folder,
             "training.dataset": "corpus",
@@ -237,7 +270,11 @@ class Cell:
             **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
         }
         low = _FLOAT8_EXPERTS if self.ep and self.feature == "float8" else ()
-        return [*(f"--{key}={value}" for key, value in sizes.items()), *FEATURES[self.feature].arguments, *low]
+        return [
+            *(f"--{key}={value}" for key, value in sizes.items()),
+            *FEATURES[self.feature].arguments,
+            *low,
+        ]
 
     def _experts(self) -> dict[str, Any]:
         sizes = {f"model.overrides.{name}": value for name, value in EXPERTS.items()}
@@ -261,15 +298,29 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     """All cells, ordered by number of ranks."""
-    every = [Cell(layout, feature) for layout in LAYOUTS for feature in FEATURES if _has_effect(layout, feature)]
-    every += [Cell(layout, schedule=name) for layout in SCHEDULE_LAYOUTS for name in NAMED_SCHEDULES if name != "1F1B"]
+    every = [
+        Cell(layout, feature)
+        for layout in LAYOUTS
+        for feature in FEATURES
+        if _has_effect(layout, feature)
+    ]
+    every += [
+        Cell(layout, schedule=name)
+        for layout in SCHEDULE_LAYOUTS
+        for name in NAMED_SCHEDULES
+        if name != "1F1B"
+    ]
     every += [
         Cell(layout, feature, ep=ep)
         for layout, ep in EXPERT_LAYOUTS
         for feature, ranks in EXPERT_FEATURES.items()
         if torch.Size(layout).numel() <= ranks
     ]
-    every += [Cell(layout, schedule=s, ep=ep) for layout, ep in EXPERT_SCHEDULE_LAYOUTS for s in NAMED_SCHEDULES[1:]]
+    every += [
+        Cell(layout, schedule=s, ep=ep)
+        for layout, ep in EXPERT_SCHEDULE_LAYOUTS
+        for s in NAMED_SCHEDULES[1:]
+    ]
     yield from sorted(every, key=lambda cell: cell.world)
 
 
@@ -326,8 +377,11 @@ class Lab:
             pool.close()
 
 
-def measure_all(todo: list[Cell], results: dict[Cell, str], notes: list[str]) -> Iterator[tuple[Cell, str]]:
-    """Measure cells, and enter each into `results` as the document shows it, and its refusal into `notes`.
+def measure_all(
+    todo: list[Cell], results: dict[Cell, str], notes: list[str]
+) -> Iterator[tuple[Cell, str]]:
+    """Measure cells, and enter each into `results` as the document shows it, and its refusal into
+    `notes`.
 
     Yields:
         Each measured cell, and a report for the terminal.
@@ -338,7 +392,10 @@ def measure_all(todo: list[Cell], results: dict[Cell, str], notes: list[str]) ->
             for cell in todo:
                 started = time.monotonic()
                 results[cell], details = _text_of(lab, cell, notes)
-                yield cell, f"{results[cell]} ({time.monotonic() - started:.0f} s) {details}".rstrip()
+                yield (
+                    cell,
+                    f"{results[cell]} ({time.monotonic() - started:.0f} s) {details}".rstrip(),
+                )
         finally:
             lab.close()
 
@@ -355,4 +412,6 @@ def _text_of(lab: Lab, cell: Cell, notes: list[str]) -> tuple[str, str]:
         return f"[{notes.index(outcome) + 1}]", outcome
     problems = outcome.problems(cell.tolerances)
     flips = f" ({outcome.flips} moved)" if outcome.flips else ""
-    return BAD[0] if problems else f"{outcome.loss:.0e} / {outcome.gradient:.0e}{flips}", "; ".join(problems)
+    return BAD[0] if problems else f"{outcome.loss:.0e} / {outcome.gradient:.0e}{flips}", "; ".join(
+        problems
+    )

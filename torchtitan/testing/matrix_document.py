@@ -25,7 +25,12 @@ Row = tuple[tuple[int, ...], int]
 """A layout and its expert-parallel degree; 0: the dense model."""
 
 
-def _table(rows: Iterable[Row], columns: Iterable[str], kind: str, results: dict[Cell, str]) -> str:
+def _table(
+    rows: Iterable[Row],
+    columns: Iterable[str],
+    kind: str,
+    results: dict[Cell, str],
+) -> str:
     """
     Args:
         kind: the field of a cell that a column stands for, `feature` or `schedule`.
@@ -88,7 +93,7 @@ Most columns are measured on up to four ranks. In "float8" the products of exper
 ## Refused
 
 {footnotes}
-"""
+"""  # noqa: E501
 
 
 def _dense(layouts: Iterable[tuple[int, ...]]) -> list[Row]:
@@ -101,10 +106,21 @@ def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
     results: dict[Cell, str] = {}
     for number, section in enumerate(tables):
         kind = ("feature", "schedule")[number % 2]
-        lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+        lines = [
+            [part.strip() for part in line.split("|")[1:-1]]
+            for line in section.splitlines()
+            if "|" in line
+        ]
         columns = lines[0][1:]
-        rows = {name_of(layout, ep): (layout, ep) for layout, ep in (EXPERT_LAYOUTS if number > 1 else _dense(LAYOUTS))}
+        rows = {
+            name_of(layout, ep): (layout, ep)
+            for layout, ep in (EXPERT_LAYOUTS if number > 1 else _dense(LAYOUTS))
+        }
         for name, *texts in lines[2:]:
             layout, ep = rows[name]
-            results |= {Cell(layout, ep=ep, **{kind: c}): t for c, t in zip(columns, texts, strict=True) if t}
+            results |= {
+                Cell(layout, ep=ep, **{kind: c}): t
+                for c, t in zip(columns, texts, strict=True)
+                if t
+            }
     return results, re.findall(r"- \[\d+\] refused: (.*)", refusals)

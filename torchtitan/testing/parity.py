@@ -1,4 +1,6 @@
-"""Whether a distributed run computes what one process does, and if not, along which mesh axis it goes wrong."""
+"""Whether a distributed run computes what one process does, and if not, along which mesh axis it
+goes wrong.
+"""
 
 import itertools
 import math
@@ -36,16 +38,28 @@ class Finding:
     difference: Difference
     problems: list[str]
     culprit: str | None
-    """The wrong gradient nearest to the loss, which the backward computes first; or the first wrong routing bias."""
+    """The wrong gradient nearest to the loss, which the backward computes first; or the first wrong
+    routing bias.
+    """
     factor: float | None
     """The factor that it is off by, if that explains the whole difference."""
 
 
-def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
-    """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in `folder`."""
-    p, training = config.parallelism, config.training
+def shrink(
+    argv: Sequence[str],
+    config: Config,
+    setup: Setup,
+    folder: Path,
+) -> list[str]:
+    """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in
+    `folder`.
+    """
+    p = config.parallelism
+    training = config.training
     degrees = layout_degrees(p)
-    cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
+    cp = degrees["cp"]
+    tp = degrees["tp"]
+    pp = degrees["pp"]
     unit = math.lcm(2 * cp, cp * tp)
     seq_len = unit * max(1, 32 // unit)
     rows = training.local_batch_size // p.pipeline_parallel_microbatch_size if pp > 1 else 2
@@ -58,16 +72,22 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     )
     layers = 2
     if setup.stages is not None:
-        with_layers = sum(any(name.startswith("layers.") for name in stage) for stage in setup.stages.modules)
+        with_layers = sum(
+            any(name.startswith("layers.") for name in stage) for stage in setup.stages.modules
+        )
         layers = setup.args.n_layers if split_by_hand else max(2, with_layers)
     tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
     if "n_experts" in tiny:
-        tiny["n_experts"] = math.lcm(tiny["n_experts"], dist.get_world_size())  # divides under every layout tried
+        tiny["n_experts"] = math.lcm(
+            tiny["n_experts"], dist.get_world_size()
+        )  # divides under every layout tried
     corpus = write_corpus(folder / "corpus.jsonl")
     # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"
     silent = {"metrics": Metrics(log_freq=1), "notifications": Notifications()}
-    written.write_text(to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8")
+    written.write_text(
+        to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8"
+    )
     sizes = {
         **{f"model.overrides.{name}": value for name, value in tiny.items()},
         "training.dataset": "corpus",
@@ -97,7 +117,10 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
         "checkpoint.initial_load_in_hf": "false",
         "checkpoint.last_save_in_hf": "false",
     }
-    return [f"--job.config_file={written}", *(f"--{key}={value}" for key, value in {**sizes, **off}.items())]
+    return [
+        f"--job.config_file={written}",
+        *(f"--{key}={value}" for key, value in {**sizes, **off}.items()),
+    ]
 
 
 def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
@@ -108,13 +131,23 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
     run = observe(config, setup, padded=padded)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        expected = reference(config, setup, padded=padded, run=run, rounding=tolerances.gradient)
+        expected = reference(
+            config,
+            setup,
+            padded=padded,
+            run=run,
+            rounding=tolerances.gradient,
+        )
         delta = difference(run, expected, config.optimizer)
-        wrong = [name for name, value in delta.gradients.items() if not value <= tolerances.gradient]
+        wrong = [
+            name for name, value in delta.gradients.items() if not value <= tolerances.gradient
+        ]
         biases = [name for name, value in delta.biases.items() if value]
         culprit = wrong[-1] if wrong else next(iter(biases), None)
         step = delta.step if wrong else 0
-        found, right = (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
+        found, right = (
+            (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
+        )
         factor = _factor(found[step][culprit], right[step][culprit]) if culprit else None
         box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
     dist.broadcast_object_list(box, src=0)
@@ -129,11 +162,17 @@ def _factor(copies: Tensor, expected: Tensor) -> float | None:
     return factor if explained else None
 
 
-def find_axes(argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances) -> list[str]:
-    """Mesh axes that cause the error: one, or several that cause it only in combination; empty if none is found.
+def find_axes(
+    argv: Sequence[str],
+    degrees: dict[str, int],
+    rows: int,
+    tolerances: Tolerances,
+) -> list[str]:
+    """Mesh axes that cause the error: one, or several that cause it only in combination; empty if
+    none is found.
 
-    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks. Expert parallelism
-    is no axis of the mesh: it takes as many of these ranks as it can.
+    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks.
+    Expert parallelism is no axis of the mesh: it takes as many of these ranks as it can.
 
     Args:
         degrees: of the mesh axes, and of ep.
@@ -182,20 +221,31 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     off_by = (delta.gradients | delta.biases)[finding.culprit]
     how = f"is {finding.factor:.2f}x" if finding.factor is not None else f"is off by {off_by:.1e}"
     if finding.culprit in delta.biases:
-        return f"FAIL: {finding.culprit}: {how} after step 1{along} (the first step's gradients and loads are right)"
+        return (
+            f"FAIL: {finding.culprit}: {how} after step 1{along} (the first step's gradients "
+            "and loads are right)"
+        )
     wrong = sum(not value <= tolerances.gradient for value in delta.gradients.values())
     loss = delta.first_loss
-    also = "" if loss <= tolerances.loss else f"; the loss is off by {loss:.1e}, so the forward is wrong too"
+    also = (
+        ""
+        if loss <= tolerances.loss
+        else f"; the loss is off by {loss:.1e}, so the forward is wrong too"
+    )
     if also and delta.first_flip is not None and delta.first_flip[0] == 1:
         also += f", and from layer {delta.first_flip[1]} on tokens are sent to other experts"
     return (
-        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} parameters diverge, this "
+        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of "
+        f"{len(delta.gradients)} parameters diverge, this "
         f"one nearest to the loss{also})"
     )
 
 
 def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
-    largest = {name: max(value, delta.later_gradients.get(name, 0.0)) for name, value in delta.gradients.items()}
+    largest = {
+        name: max(value, delta.later_gradients.get(name, 0.0))
+        for name, value in delta.gradients.items()
+    }
     worst = max(largest, key=lambda name: largest[name])
     rows = [
         ("loss", delta.loss, tolerances.loss, ""),
@@ -203,10 +253,17 @@ def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
         ("gradients", largest[worst], tolerances.gradient, f"  largest: {worst}"),
         ("weights", max(delta.weights.values()), 1.0, "  of an update's rounding"),
     ]
-    lines = [f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}" for name, value, limit, note in rows]
+    lines = [
+        f"  {name:<14} {value:.1e}  (at most {limit:.0e}){note}"
+        for name, value, limit, note in rows
+    ]
     lines.append(f"  {'tokens':<14} {'differ' if delta.tokens_differ else 'equal'}")
     if mixture:
-        first = "" if delta.first_flip is None else ", the first in step {} and layer {}".format(*delta.first_flip)
+        first = (
+            ""
+            if delta.first_flip is None
+            else ", the first in step {} and layer {}".format(*delta.first_flip)
+        )
         lines.append(f"  {'experts':<14} {plural(delta.flips, 'token')} sent to others{first}")
     return "\n".join(lines)
 
@@ -224,17 +281,22 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         small = shrink(argv, config, setup, Path(folder))
         used = resolve(small, world).config
-        degrees, mixture = layout_degrees(used.parallelism), bool(setup.spec.expert_sizes(setup.args))
+        degrees = layout_degrees(used.parallelism)
+        mixture = bool(setup.spec.expert_sizes(setup.args))
         finding = compare(small, tolerances)
-        rows, axes = used.training.local_batch_size, []
+        rows = used.training.local_batch_size
+        axes = []
         if finding.problems:
             axes = find_axes(small, degrees, rows, tolerances)
     layout = layout_name(degrees)
-    schedule = f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
+    schedule = (
+        f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
+    )
     t = used.training
     table = _table(finding.difference, tolerances, mixture)
     text = (
-        f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} steps of {t.global_batch_size} x "
+        f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} "
+        f"steps of {t.global_batch_size} x "
         f"{t.seq_len} tokens, fp32\n{table}\n{verdict(finding, axes, tolerances)}"
     )
     return not finding.problems, text

@@ -1,7 +1,9 @@
-"""Gloo ranks on this machine, forked from a server that has already imported torch: for tests, parity and the matrix.
+"""Gloo ranks on this machine, forked from a server that has already imported torch: for tests,
+parity and the matrix.
 
-A pool keeps its ranks between tasks; a task is a module-level function that every rank calls. After a failure or
-time-out the ranks are killed, and the next task forks new ones, which takes well under a second.
+A pool keeps its ranks between tasks; a task is a module-level function that every rank calls. After
+a failure or time-out the ranks are killed, and the next task forks new ones, which takes well under
+a second.
 """
 
 import faulthandler
@@ -20,7 +22,9 @@ from typing import Any
 from torchtitan.utils.errors import from_another_rank
 
 MAX_THREADS = 150
-"""Threads of a rank from which on the pool is restarted: each layout adds gloo threads, which poll continuously."""
+"""Threads of a rank from which on the pool is restarted: each layout adds gloo threads, which poll
+continuously.
+"""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torchtitan.testing.ranks_preload"])
@@ -30,14 +34,29 @@ class RankError(AssertionError):
     """A rank failed or hung; the message holds its traceback or stack."""
 
 
-def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> None:
+def _rank_main(
+    rank: int,
+    world: int,
+    folder: str,
+    connection: Connection,
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+    )
     stacks = Path(folder, f"stack-{rank}").open("w+")  # noqa: SIM115 - stays open
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", world),
+        rank=rank,
+        world_size=world,
+    )
     while True:
         try:
             module, name, args, kwargs, timeout = connection.recv()
@@ -67,16 +86,24 @@ class RankPool:
         self.folder = ""
 
     def start(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self.folder = tempfile.mkdtemp(
+            prefix="ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        )
         for rank in range(self.world):
             ours, theirs = mp.Pipe()
-            process = _context.Process(target=_rank_main, args=(rank, self.world, self.folder, theirs), daemon=False)
+            process = _context.Process(
+                target=_rank_main,
+                args=(rank, self.world, self.folder, theirs),
+                daemon=False,
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
             self.connections.append(ours)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
+    ) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank.
 
         Args:
@@ -96,7 +123,9 @@ class RankPool:
         threads = 0
         deadline = time.monotonic() + timeout + 2
         while len(results) < self.world and (left := deadline - time.monotonic()) > 0:
-            for ready in wait([c for r, c in enumerate(self.connections) if r not in results], left):
+            for ready in wait(
+                [c for r, c in enumerate(self.connections) if r not in results], left
+            ):
                 rank = next(r for r, c in enumerate(self.connections) if c is ready)
                 try:
                     kind, value, count = self.connections[rank].recv()
@@ -107,12 +136,18 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + 3)  # the others depend on it
         errors = {rank: text for rank, (kind, text) in sorted(results.items()) if kind == "error"}
         if errors or len(results) < self.world:
-            stacks = {r: Path(self.folder, f"stack-{r}").read_text() for r in range(self.world) if r not in results}
+            stacks = {
+                r: Path(self.folder, f"stack-{r}").read_text()
+                for r in range(self.world)
+                if r not in results
+            }
             self.close()
             primary = {r: e for r, e in errors.items() if not from_another_rank(e)} or errors
             for rank, text in primary.items():
                 raise RankError(f"rank {rank} of {self.world} failed:\n{text}")
-            raise RankError("no answer in time:\n" + "\n".join(f"rank {r}:\n{s}" for r, s in stacks.items()))
+            raise RankError(
+                "no answer in time:\n" + "\n".join(f"rank {r}:\n{s}" for r, s in stacks.items())
+            )
         if threads > MAX_THREADS:
             self.close()
         return [results[rank][1] for rank in range(self.world)]
@@ -125,7 +160,8 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self.processes, self.connections = [], []
+        self.processes = []
+        self.connections = []
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = ""

@@ -1,4 +1,6 @@
-"""Imported once by the fork server, so that forked ranks start in milliseconds. Must start no thread."""
+"""Imported once by the fork server, so that forked ranks start in milliseconds. Must start no
+thread.
+"""
 
 import os
 

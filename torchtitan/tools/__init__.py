@@ -1,1 +1,3 @@
-"""What works beside a run: the planner, rehearsals, reports, and starting runs. Nothing of the core imports it."""
+"""What works beside a run: the planner, rehearsals, reports, and starting runs. Nothing of the core
+imports it.
+"""

@@ -26,4 +26,7 @@ def announce_stage(training: Training, step: int) -> None:
         if stage.from_step == step <= training.steps:
             changes = stage.model_dump(exclude_defaults=True, exclude={"from_step"})
             listed = ", ".join(f"{key} = {to_toml_value(value)}" for key, value in changes.items())
-            logger.info(f"A stage of the data begins with step {step}: {listed}", extra=event("stage", step, **changes))
+            logger.info(
+                f"A stage of the data begins with step {step}: {listed}",
+                extra=event("stage", step, **changes),
+            )

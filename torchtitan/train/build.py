@@ -61,7 +61,11 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     compute = build_compute(config, setup, mesh, device, models, config.training, tally=tally)
     optimizer = build_optimizer(models, config.optimizer, config.custom)
     schedule = LRSchedule(
-        optimizer, config.optimizer.lr, config.lr_scheduler, config.custom, stages=config.training.stages
+        optimizer,
+        config.optimizer.lr,
+        config.lr_scheduler,
+        config.custom,
+        stages=config.training.stages,
     )
     validation = None
     if held_out:
@@ -72,10 +76,28 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     experts = None
     if setup.n_experts:
         blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
-        experts = ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
+        experts = ExpertBalance(
+            models, blocks, setup.n_experts, config.moe.balance_bias_rate, device
+        )
     average = WeightAverage(models, config.ema) if config.ema.enable else None
-    probe = build_probe(config, setup, mesh, device, models) if config.eval.enable or config.sampling.prompts else None
-    return Parts(mesh, device, models, optimizer, schedule, loader, compute, validation, experts, average, probe)
+    probe = (
+        build_probe(config, setup, mesh, device, models)
+        if config.eval.enable or config.sampling.prompts
+        else None
+    )
+    return Parts(
+        mesh,
+        device,
+        models,
+        optimizer,
+        schedule,
+        loader,
+        compute,
+        validation,
+        experts,
+        average,
+        probe,
+    )
 
 
 def build_held_out(config: Config, tokenizer: Tokenizer, share: tuple[int, int]) -> list[HeldOut]:
@@ -110,14 +132,23 @@ def build_data(
     """
     section: Training | Validation = getattr(config, key)
     one = held_out or section
-    only = Source(name="data", dataset=one.dataset, dataset_path=one.dataset_path, text_column=one.text_column)
-    rows, size = section.global_batch_size, section.local_batch_size
+    only = Source(
+        name="data",
+        dataset=one.dataset,
+        dataset_path=one.dataset_path,
+        text_column=one.text_column,
+    )
+    rows = section.global_batch_size
+    size = section.local_batch_size
     if isinstance(section, Training):
         first = config.comm.init_timeout_seconds
-        sources, stages = section.sources or [only], section.stages
+        sources = section.sources or [only]
+        stages = section.stages
     else:
-        size, first = validation_rows(config), config.comm.train_timeout_seconds
-        sources, stages = [only], []
+        size = validation_rows(config)
+        first = config.comm.train_timeout_seconds
+        sources = [only]
+        stages = []
     spec = DataSpec(
         sources=sources,
         stages=stages,
@@ -131,16 +162,25 @@ def build_data(
         on_changed_data=config.training.on_changed_data,
         section=key if held_out is None else f"{key}.sets.{held_out.name}",
         custom={
-            source.dataset: make for source in sources if (make := data_sources.chosen(source.dataset, config.custom))
+            source.dataset: make
+            for source in sources
+            if (make := data_sources.chosen(source.dataset, config.custom))
         },
     )
     limits = first / 2, config.comm.train_timeout_seconds / 2
-    return build_loader(spec, dp_rank=share[0], dp_degree=share[1], local_batch_size=size, limits=limits)
+    return build_loader(
+        spec,
+        dp_rank=share[0],
+        dp_degree=share[1],
+        local_batch_size=size,
+        limits=limits,
+    )
 
 
 def row_unit(config: Config) -> int:
     """What the length of a row must be a multiple of."""
-    p, cp = config.parallelism, config.parallelism.context_parallel_degree
+    p = config.parallelism
+    cp = config.parallelism.context_parallel_degree
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
     return math.lcm(chunks, cp * p.tensor_parallel_degree * config.training.loss_chunks)
 
@@ -193,16 +233,21 @@ def build_compute(
     Args:
         loss: instead of the one that `training.loss` names.
     """
-    p, training = config.parallelism, config.training
+    p = config.parallelism
+    training = config.training
     balanced = bool(p.context_parallel_load_balancer)
-    positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(device)
+    positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(
+        device
+    )
     model_loss = ModelLoss(
         compiled_loss(loss or build_loss(training.loss, config.custom), config.compile),
         chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
     )
-    pipeline, pp_group, dtype = None, mesh.group("pp"), getattr(torch, training.mixed_precision_param)
+    pipeline = None
+    pp_group = mesh.group("pp")
+    dtype = getattr(torch, training.mixed_precision_param)
     if setup.stages is not None:
         assert pp_group is not None
         shapes = StageShapes(

@@ -1,8 +1,8 @@
 """Checks of a model family that has code of its own, before anything trains.
 
-The framework calls a model in parts: a chunked loss projects the final hidden states itself, a pipeline stage lacks the
-modules of the others, and MFU follows from a formula. A family that changes only one of them would train another model,
-or report another speed, without an error.
+The framework calls a model in parts: a chunked loss projects the final hidden states itself, a
+pipeline stage lacks the modules of the others, and MFU follows from a formula. A family that
+changes only one of them would train another model, or report another speed, without an error.
 """
 
 import copy
@@ -44,7 +44,8 @@ class Findings:
 
 
 def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
-    """Run a small copy of the model on the CPU, and count the FLOPs of the whole one on the meta device.
+    """Run a small copy of the model on the CPU, and count the FLOPs of the whole one on the meta
+    device.
 
     Args:
         args: hyper-parameters of the model that is to be trained.
@@ -57,7 +58,10 @@ def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
         logits = small.run(small.model, small.tokens)
         F.cross_entropy(logits.float().flatten(0, 1), small.tokens.flatten()).backward()
     except Exception as error:  # it may need a GPU
-        warnings.append(f"{name}: not checked, because a small copy of it doesn't run on the CPU: {_text(error)}")
+        warnings.append(
+            f"{name}: not checked, because a small copy of it doesn't run on the CPU: "
+            f"{_text(error)}"
+        )
     else:
         problems += small.buffer_problems
         problems += _projection_problems(small, logits)
@@ -76,7 +80,9 @@ class _SmallCopy:
     def __init__(self, config: Config, spec: ModelSpec, args: Any):
         sizes = {**spec.tiny(args, _LAYERS, 2), "vocab_size": _VOCABULARY}
         self.spec = spec
-        self.args = spec.args(config.model.flavor, {**config.model.overrides, **sizes}, max_seq_len=_LENGTH)
+        self.args = spec.args(
+            config.model.flavor, {**config.model.overrides, **sizes}, max_seq_len=_LENGTH
+        )
         with torch.device("meta"):
             model: Any = spec.build(self.args, attention_backend("cpu"))
         self.model = model.to_empty(device="cpu")
@@ -94,7 +100,11 @@ class _SmallCopy:
 
 
 def _token_weights(spec: ModelSpec, args: Any, inputs: Tensor) -> dict[str, Tensor]:
-    return {"token_weights": torch.ones(inputs.shape[:2], device=inputs.device)} if spec.expert_sizes(args) else {}
+    return (
+        {"token_weights": torch.ones(inputs.shape[:2], device=inputs.device)}
+        if spec.expert_sizes(args)
+        else {}
+    )
 
 
 def _buffer_problems(model: Any) -> Iterator[str]:
@@ -107,7 +117,10 @@ def _buffer_problems(model: Any) -> Iterator[str]:
         computed.append({name: buffer.clone() for name, buffer in model.named_buffers()})
     for name, buffer in computed[0].items():
         if not torch.equal(buffer, computed[1][name]):
-            yield f"init_buffers() doesn't compute the buffer {name}, which would keep what was in memory; do it there"
+            yield (
+                f"init_buffers() doesn't compute the buffer {name}, which would keep what "
+                "was in memory; do it there"
+            )
 
 
 def _projection_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
@@ -120,8 +133,10 @@ def _projection_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
         return
     if off := _difference(projected, logits):
         yield (
-            f"forward returns other logits than project() makes of its hidden states, off by {off}; a loss in chunks "
-            "(training.loss_chunks) and generation call project(). Override project() instead of forward, which "
+            "forward returns other logits than project() makes of its hidden states, "
+            f"off by {off}; a loss in chunks "
+            "(training.loss_chunks) and generation call project(). Override project() "
+            "instead of forward, which "
             "calls it"
         )
 
@@ -131,7 +146,10 @@ def _gradient_problems(small: _SmallCopy) -> Iterator[str]:
     unused = [name for name, param in params.items() if param.requires_grad and param.grad is None]
     if unused:
         others = f" and {plural(len(unused) - 1, 'other parameter')}" if len(unused) > 1 else ""
-        yield f"forward gives {unused[0]}{others} no gradient; use them there, or delete them in __init__"
+        yield (
+            f"forward gives {unused[0]}{others} no gradient; use them there, or delete them "
+            "in __init__"
+        )
 
 
 def _stage_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
@@ -149,7 +167,8 @@ def _stage_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
             return
     if off := _difference(x, logits):
         yield (
-            f"two pipeline stages return other logits than the whole model, off by {off}; forward runs on each, where "
+            "two pipeline stages return other logits than the whole model, off by "
+            f"{off}; forward runs on each, where "
             f"{_STAGE}: change project() or a block instead"
         )
 
@@ -158,22 +177,31 @@ def _expert_problems(small: _SmallCopy) -> Iterator[str]:
     for module in small.model.modules():
         if isinstance(module, Experts) and type(module).forward is not Experts.forward:
             kind = type(module).__name__
-            yield f"{kind} overrides forward, which expert parallelism replaces; override compute() instead"
+            yield (
+                f"{kind} overrides forward, which expert parallelism replaces; override "
+                "compute() instead"
+            )
             return
 
 
 def _flops_warnings(spec: ModelSpec, args: Any, seq_len: int) -> Iterator[str]:
     try:
-        counted = 3 * _forward_flops(spec, args, seq_len)  # a backward computes two products for each of the forward
+        # a backward computes two products for each of the forward
+        counted = 3 * _forward_flops(spec, args, seq_len)
     except Exception as error:
-        yield f"TFLOP/s and MFU rest on an unchecked module_flops, as FLOPs can't be counted: {_text(error)}"
+        yield (
+            "TFLOP/s and MFU rest on an unchecked module_flops, as FLOPs can't be counted: "
+            f"{_text(error)}"
+        )
         return
     declared = spec.flops_per_token(args, seq_len)
     if abs(declared - counted) > _SAME_FLOPS * counted:
         more = "more" if declared > counted else "less"
         yield (
-            f"module_flops declares {declared:.4g} FLOPs per token, {abs(declared / counted - 1):.0%} {more} than the "
-            f"{counted:.4g} of the model's matrix products, and TFLOP/s and MFU are off by as much; pass module_flops= "
+            f"module_flops declares {declared:.4g} FLOPs per token, "
+            f"{abs(declared / counted - 1):.0%} {more} than the "
+            f"{counted:.4g} of the model's matrix products, and TFLOP/s and MFU are off "
+            "by as much; pass module_flops= "
             "to its ModelSpec"
         )
 
@@ -200,4 +228,4 @@ def _difference(logits: Tensor, expected: Tensor) -> str | None:
 def _text(error: Exception) -> str:
     """The first line of an error."""
     lines = str(error).splitlines()
-    return f"{type(error).__name__}{': ' if lines else ''}{printable(cut(lines[0], 200)) if lines else ''}"
+    return f"{type(error).__name__}{': ' if lines else ''}{printable(cut(lines[0], 200)) if lines else ''}"  # noqa: E501

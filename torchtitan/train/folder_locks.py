@@ -58,7 +58,9 @@ def hold_folders(config: Config) -> HeldFolders:
     """
     folders = {"job.dump_folder": Path(config.job.dump_folder)}
     if config.checkpoint.enable and not config.checkpoint.load_only:
-        folders["checkpoint.folder"] = storage_path(config.checkpoint.folder, config.job.dump_folder)
+        folders["checkpoint.folder"] = storage_path(
+            config.checkpoint.folder, config.job.dump_folder
+        )
     copies = {}
     if config.checkpoint.upload_folder and "checkpoint.folder" in folders:
         copies["checkpoint.upload_folder"] = storage_path(config.checkpoint.upload_folder)
@@ -73,7 +75,9 @@ def hold_folders(config: Config) -> HeldFolders:
 
 
 def open_log(config: Config) -> None:
-    """Log to this rank's file from now on. Only for a run that holds its folders: another one's log is left alone."""
+    """Log to this rank's file from now on. Only for a run that holds its folders: another one's log
+    is left alone.
+    """
     log = config.logging
     log_to_file(
         Path(config.job.dump_folder, log.folder),

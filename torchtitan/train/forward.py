@@ -27,30 +27,42 @@ class LocalBatch:
     labels: Tensor
     """`[batch, seq]`."""
     documents: Tensor | None
-    """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole rows."""
+    """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole
+    rows.
+    """
     sources: Tensor | None = None
-    """`[batch]`, the data source of each row, by its index in the configuration; None: it doesn't matter."""
+    """`[batch]`, the data source of each row, by its index in the configuration; None: it doesn't
+    matter.
+    """
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
         parts = [None if rows is None else rows.split(size) for rows in vars(self).values()]
         count = len(self.tokens.split(size))
-        return [LocalBatch(*part) for part in zip(*(part or [None] * count for part in parts), strict=True)]
+        return [
+            LocalBatch(*part)
+            for part in zip(*(part or [None] * count for part in parts), strict=True)
+        ]
 
     def pinned(self) -> "LocalBatch":
         """In page-locked memory, from which copies to the device need no wait."""
         sources = None if self.sources is None else self.sources.pin_memory()
-        return LocalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), self.documents, sources)
+        return LocalBatch(
+            self.tokens.pin_memory(), self.labels.pin_memory(), self.documents, sources
+        )
 
     def to(self, device: torch.device) -> "LocalBatch":
-        tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+        tokens = self.tokens.to(device, non_blocking=True)
+        labels = self.labels.to(device, non_blocking=True)
         sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
         return LocalBatch(tokens, labels, self.documents, sources)
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The summed loss of what a model returns: logits, or final hidden states if the loss is chunked."""
+    """The summed loss of what a model returns: logits, or final hidden states if the loss is
+    chunked.
+    """
 
     of_logits: RowLoss
     chunks: int
@@ -66,7 +78,8 @@ class ModelLoss:
         return self.chunks == 1
 
     def __call__(self, model: Any, output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss of `output`, which the last module returned for tokens with `labels` `[batch, seq]`.
+        """The summed loss of `output`, which the last module returned for tokens with `labels`
+        `[batch, seq]`.
 
         Returns:
             A scalar, and, without a gradient, each row's part of it `[batch]`.
@@ -108,17 +121,25 @@ class Compute:
     ):
         """
         Args:
-            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute device.
+            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
+            device.
             document_end: the token that ends a document, if attention stays within documents.
             dtype: of the activations.
             pin: put batches into page-locked memory.
-            weighs_tokens: the model is a mixture of experts, and takes the weight of each token in the loss.
+            weighs_tokens: the model is a mixture of experts, and takes the weight of each token in
+            the loss.
             tally: adds up the losses of each data source.
         """
-        self.models, self.positions, self.pipeline = models, positions, pipeline
-        self.loss, self.accumulation = loss, accumulation
-        self.document_end, self.dtype, self.pin = document_end, dtype, pin
-        self.weighs_tokens, self.tally = weighs_tokens, tally
+        self.models = models
+        self.positions = positions
+        self.pipeline = pipeline
+        self.loss = loss
+        self.accumulation = accumulation
+        self.document_end = document_end
+        self.dtype = dtype
+        self.pin = pin
+        self.weighs_tokens = weighs_tokens
+        self.tally = tally
         self._columns = positions.cpu()  # the loader's rows are on the host
 
     def own_rows(self, tokens: Tensor, labels: Tensor, sources: Tensor | None = None) -> LocalBatch:
@@ -131,7 +152,9 @@ class Compute:
         if self.document_end is not None:
             ends = (tokens == self.document_end).long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
-        rows = LocalBatch(self.own_part(tokens), self.own_part(labels), documents, sources if self.tally else None)
+        rows = LocalBatch(
+            self.own_part(tokens), self.own_part(labels), documents, sources if self.tally else None
+        )
         return rows.pinned() if self.pin else rows
 
     def own_part(self, rows: Tensor) -> Tensor:
@@ -143,10 +166,12 @@ class Compute:
 
         Args:
             total: divides the loss: the predicted tokens of the whole step over all ranks.
-            last: no further batch of this step follows, so the gradients are those of all ranks when this returns.
+            last: no further batch of this step follows, so the gradients are those of all ranks
+            when this returns.
 
         Returns:
-            This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is elsewhere.
+            This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is
+            elsewhere.
         """
 
         def share(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
@@ -158,7 +183,9 @@ class Compute:
         weights = (rows.labels != IGNORE_INDEX) / total if self.weighs_tokens else None
         with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(rows.tokens, rows.labels, rows.documents, share, weights)
+                return self.pipeline.forward_backward(
+                    rows.tokens, rows.labels, rows.documents, share, weights
+                )
             (model,) = self.models
             self.accumulation.expect(model, last=last)
             value = share(self._run(model, rows, weights), rows.labels)
@@ -174,8 +201,14 @@ class Compute:
             (model,) = self.models
             return self._summed(self._run(model, rows), rows.labels)
 
-    def _run(self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None) -> Tensor:
-        mask = None if rows.documents is None else document_mask(rows.documents, self.positions, self.dtype)
+    def _run(
+        self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None
+    ) -> Tensor:
+        mask = (
+            None
+            if rows.documents is None
+            else document_mask(rows.documents, self.positions, self.dtype)
+        )
         own = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
 

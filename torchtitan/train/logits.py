@@ -1,8 +1,10 @@
-"""The model's logits at chosen positions of any texts, under any layout, by the forward that validates.
+"""The model's logits at chosen positions of any texts, under any layout, by the forward that
+validates.
 
-Texts are padded at the end, where causal attention doesn't look, and spread over the ranks that read different rows.
-Instead of labels, the forward gets the numbers of the chosen positions; instead of a loss, a function that reads the
-logits there. What it found is summed over ranks: each position is computed by one of them.
+Texts are padded at the end, where causal attention doesn't look, and spread over the ranks that
+read different rows. Instead of labels, the forward gets the numbers of the chosen positions;
+instead of a loss, a function that reads the logits there. What it found is summed over ranks: each
+position is computed by one of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +22,13 @@ from torchtitan.train.forward import Compute
 from torchtitan.utils.activity import note
 
 Read = Callable[[Tensor, Tensor], Tensor]
-"""From the logits `[n, vocab]` (fp32) of n positions and their numbers `[n]` to `[n, width]` values."""
+"""From the logits `[n, vocab]` (fp32) of n positions and their numbers `[n]` to `[n, width]`
+values.
+"""
 _SHORTEST = 64
-"""Tokens of the shortest rows. Longer ones have powers of two times as many, so there are few shapes."""
+"""Tokens of the shortest rows. Longer ones have powers of two times as many, so there are few
+shapes.
+"""
 _AT_ONCE = 1024
 """Positions whose logits of the whole vocabulary exist at a time."""
 
@@ -49,8 +55,13 @@ class Probe:
             max_seq_len: tokens of the longest text.
             compiled: the model is compiled, for shapes other than these.
         """
-        self.build, self.mesh, self.device, self.rows = build, mesh, device, rows
-        self.unit, self.max_seq_len, self.compiled = unit, max_seq_len, compiled
+        self.build = build
+        self.mesh = mesh
+        self.device = device
+        self.rows = rows
+        self.unit = unit
+        self.max_seq_len = max_seq_len
+        self.compiled = compiled
         self._computes: dict[int, Compute] = {}
         self._read: Read = lambda logits, _: logits
         self._found = torch.empty(0)
@@ -61,7 +72,13 @@ class Probe:
         return self.rows * self.mesh.dp_degree
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[list[int]], chosen: Sequence[Sequence[int]], read: Read, width: int) -> Tensor:
+    def __call__(
+        self,
+        texts: Sequence[list[int]],
+        chosen: Sequence[Sequence[int]],
+        read: Read,
+        width: int,
+    ) -> Tensor:
         """What `read` finds at the chosen positions: `[positions, width]` fp32, on the device.
 
         Args:
@@ -70,8 +87,11 @@ class Probe:
         """
         starts = torch.tensor([0, *map(len, chosen)]).cumsum(0).tolist()
         found = torch.zeros(starts[-1], width, device=self.device)
-        self._read, self._found = read, found
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # alike lengths share a batch
+        self._read = read
+        self._found = found
+        order = sorted(
+            range(len(texts)), key=lambda i: -len(texts[i])
+        )  # alike lengths share a batch
         with self._inference():
             for first in range(0, len(order), self.batch):
                 together = order[first : first + self.batch]
@@ -94,7 +114,12 @@ class Probe:
         Args:
             vocab_size: later ids are unknown to the tokenizer.
         """
-        return self(texts, [[len(text) - 1] for text in texts], lambda logits, _: logits[:, :vocab_size], vocab_size)
+        return self(
+            texts,
+            [[len(text) - 1] for text in texts],
+            lambda logits, _: logits[:, :vocab_size],
+            vocab_size,
+        )
 
     def _length(self, tokens: int) -> int:
         """Of rows that hold so many tokens."""
@@ -118,12 +143,19 @@ class Probe:
         return torch.zeros(len(numbers), device=self.device)
 
     def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """The logits of some positions, gathered if they are sharded over the vocabulary: `[n, vocab]` fp32."""
+        """The logits of some positions, gathered if they are sharded over the vocabulary: `[n,
+        vocab]` fp32.
+        """
         if isinstance(logits, DTensor):
             part = logits.to_local()[row, column].float()
             shape = torch.Size((len(row), logits.shape[-1]))
             sharded = DTensor.from_local(
-                part, logits.device_mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
+                part,
+                logits.device_mesh,
+                [Shard(1)],
+                run_check=False,
+                shape=shape,
+                stride=(shape[1], 1),
             )
             return sharded.full_tensor()
         return logits[row, column].float()

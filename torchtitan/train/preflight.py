@@ -1,4 +1,6 @@
-"""Checks that need no process group and no GPU: model, tokenizer, data, folders. Imports no torch."""
+"""Checks that need no process group and no GPU: model, tokenizer, data, folders. Imports no
+torch.
+"""
 
 import fnmatch
 import importlib.util
@@ -66,7 +68,10 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     warnings: list[str] = []
     try:
         spec = get_spec(config.model.name)
-        lengths = [config.training.seq_len, *([config.validation.seq_len] if config.validation.enable else [])]
+        lengths = [
+            config.training.seq_len,
+            *([config.validation.seq_len] if config.validation.enable else []),
+        ]
         args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=max(lengths))
         problems += check_tensor_parallel(config, spec.tensor_parallel_sizes(args))
         problems += check_experts(config, spec.expert_sizes(args))
@@ -75,7 +80,9 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         problems += check_quantized_experts(config, spec.expert_sizes(args), names)
         problems += _check_patterns(config, names)
         problems += _check_hugging_face(config, spec, args)
-        stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+        stages = pipeline_stages(
+            config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args)
+        )
         wrong, warnings = _check_own_code(config, spec, args)
         warnings += _doubts(config, args)
         problems += wrong
@@ -89,8 +96,10 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         problems.append(str(error))
     if tokenizer and args and tokenizer.vocab_size > args.vocab_size:
         problems.append(
-            f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries, more than vocab_size "
-            f"{args.vocab_size} of {config.model.flavor}; set [model.overrides] vocab_size = {tokenizer.vocab_size}, "
+            f"model.hf_assets_path: the tokenizer has {tokenizer.vocab_size} entries, "
+            "more than vocab_size "
+            f"{args.vocab_size} of {config.model.flavor}; set [model.overrides] "
+            f"vocab_size = {tokenizer.vocab_size}, "
             "or choose another tokenizer"
         )
     if tokenizer and args:
@@ -105,7 +114,9 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
 
 
 def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
-    """Problems and warnings of a family that isn't the decoder as it ships. Imports torch for such a family alone."""
+    """Problems and warnings of a family that isn't the decoder as it ships. Imports torch for such
+    a family alone.
+    """
     if is_decoder(spec):
         return [], []
     from torchtitan.train.family import check_family
@@ -123,8 +134,10 @@ def _doubts(config: Config, args: Any) -> Iterator[str]:
     one = getattr(args, "experts_per_token", 0) == 1 and args.normalize_expert_weights
     if one and not config.moe.global_balance_loss and not config.moe.sequence_balance_loss:
         yield (
-            "model.overrides.normalize_expert_weights: with one expert per token its weight is always 1, so without a "
-            "balance loss the router learns nothing; set it to false, or moe.global_balance_loss above 0"
+            "model.overrides.normalize_expert_weights: with one expert per token its "
+            "weight is always 1, so without a "
+            "balance loss the router learns nothing; set it to false, or "
+            "moe.global_balance_loss above 0"
         )
 
 
@@ -132,7 +145,8 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, longest: int) -> Iterat
     for prompt in config.sampling.prompts:
         if (tokens := len(tokenizer.encode(prompt, bos=True))) >= longest:
             yield (
-                f"sampling.prompts: {brief(prompt)} has {tokens} tokens; the model reads {longest}, of which one must "
+                f"sampling.prompts: {brief(prompt)} has {tokens} tokens; the model reads "
+                f"{longest}, of which one must "
                 "be new: shorten it, or raise training.seq_len"
             )
 
@@ -144,7 +158,8 @@ def check_tensor_parallel(config: Config, sizes: dict[str, int]) -> Iterator[str
         every = math.gcd(*sizes.values())
         yield (
             f"parallelism.tensor_parallel_degree: {degree} does not divide "
-            f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of model.flavor {config.model.flavor}; "
+            f"{', '.join(f'{name} {size}' for name, size in wrong.items())} of "
+            f"model.flavor {config.model.flavor}; "
             f"set it to one of {listed(divisors(every))}"
         )
 
@@ -155,8 +170,10 @@ def check_experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     Args:
         sizes: `ModelSpec.expert_sizes`.
     """
-    p, model = config.parallelism, f"model.flavor {config.model.flavor} of {config.model.name}"
-    degree, key = p.expert_parallel_degree, "parallelism.expert_parallel_degree"
+    p = config.parallelism
+    model = f"model.flavor {config.model.flavor} of {config.model.name}"
+    degree = p.expert_parallel_degree
+    key = "parallelism.expert_parallel_degree"
     if not sizes:
         if degree > 1:
             yield f"{key}: {model} has no experts; set it to 1"
@@ -165,19 +182,32 @@ def check_experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         return
     if splits_backward(config) and torch_is_before_2_13():
         yield (
-            "parallelism.pipeline_parallel_schedule: with torch before 2.13, the backward of experts can't run in "
+            "parallelism.pipeline_parallel_schedule: with torch before 2.13, the "
+            "backward of experts can't run in "
             "the two parts that this schedule needs; upgrade torch, or set Interleaved1F1B"
         )
     (name, count), *widths = sizes.items()
     shards = expert_ranks(p) // degree
     if count % degree:
         legal = divisors(math.gcd(count, expert_ranks(p)))
-        yield f"{key}: {degree} does not divide {name} {count} of {model}; set it to one of {listed(legal)}"
-    elif degree > 1 and expert_shard_dim(count // degree, shards) and any(width % shards for _, width in widths):
-        legal = [n for n in divisors(math.gcd(count, expert_ranks(p))) if _fsdp_divides(n, sizes, expert_ranks(p))]
+        yield (
+            f"{key}: {degree} does not divide {name} {count} of {model}; set it to one of "
+            f"{listed(legal)}"
+        )
+    elif (
+        degree > 1
+        and expert_shard_dim(count // degree, shards)
+        and any(width % shards for _, width in widths)
+    ):
+        legal = [
+            n
+            for n in divisors(math.gcd(count, expert_ranks(p)))
+            if _fsdp_divides(n, sizes, expert_ranks(p))
+        ]
         sized = " nor ".join(f"{name} {width}" for name, width in widths)
         yield (
-            f"{key}: with {degree}, FSDP shards {count // degree} experts over {shards} ranks, which divide neither "
+            f"{key}: with {degree}, FSDP shards {count // degree} experts over {shards} "
+            "ranks, which divide neither "
             f"their number nor {sized}; set it to one of {listed(legal)}"
         )
 
@@ -185,16 +215,24 @@ def check_experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
 def _fsdp_divides(degree: int, sizes: dict[str, int], ranks: int) -> bool:
     count, *widths = sizes.values()
     shards = ranks // degree
-    return degree == 1 or not expert_shard_dim(count // degree, shards) or not any(w % shards for w in widths)
+    return (
+        degree == 1
+        or not expert_shard_dim(count // degree, shards)
+        or not any(w % shards for w in widths)
+    )
 
 
-def check_quantized_experts(config: Config, sizes: dict[str, int], parameters: Iterable[str]) -> Iterator[str]:
-    """Names of experts to convert that match none, and experts whose sizes the 8-bit kernels don't support.
+def check_quantized_experts(
+    config: Config, sizes: dict[str, int], parameters: Iterable[str]
+) -> Iterator[str]:
+    """Names of experts to convert that match none, and experts whose sizes the 8-bit kernels don't
+    support.
 
     Args:
         sizes: `ModelSpec.expert_sizes`.
     """
-    grouped, model = config.quantize.grouped_mm, f"model.flavor {config.model.flavor} of {config.model.name}"
+    grouped = config.quantize.grouped_mm
+    model = f"model.flavor {config.model.flavor} of {config.model.name}"
     modules = {name.rpartition(".")[0] for name in parameters if ".experts." in name}
     for converter, fqns, unit in (("float8", grouped.float8.fqns, 16), ("mx", grouped.mx.fqns, 32)):
         key = f"quantize.grouped_mm.{converter}"
@@ -207,20 +245,30 @@ def check_quantized_experts(config: Config, sizes: dict[str, int], parameters: I
             yield f'{key}.fqns names no experts; set it to ["experts"] for those of all blocks'
         for name in fqns:
             if not any(names_any([name], module) for module in modules):
-                yield f'{key}.fqns: {brief(name)} is in the name of no experts; set it to ["experts"] for all'
+                yield (
+                    f"{key}.fqns: {brief(name)} is in the name of no experts; set it to "
+                    '["experts"] for all'
+                )
         if wrong := {name: size for name, size in list(sizes.items())[1:] if size % unit}:
             sizes_ = ", ".join(f"{name} {size}" for name, size in wrong.items())
-            yield f"{key}: {sizes_} of {model} must be a multiple of {unit}; remove it from model.converters"
+            yield (
+                f"{key}: {sizes_} of {model} must be a multiple of {unit}; remove it from "
+                "model.converters"
+            )
 
 
 def _check_patterns(config: Config, parameters: Iterable[str]) -> Iterator[str]:
-    """A pattern that matches nothing is a typo; its parameters would silently be trained like the rest."""
+    """A pattern that matches nothing is a typo; its parameters would silently be trained like the
+    rest.
+    """
     names = list(parameters)
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     for group in config.optimizer.param_groups:
         if not fnmatch.filter(names, group.pattern):
             hint = did_you_mean(group.pattern, kinds, cutoff=0.3)
-            yield f"optimizer.param_groups: pattern {brief(group.pattern)} matches no parameter{hint}"
+            yield (
+                f"optimizer.param_groups: pattern {brief(group.pattern)} matches no parameter{hint}"
+            )
 
 
 def _check_hugging_face(config: Config, spec: ModelSpec, args: Any) -> Iterator[str]:
@@ -230,11 +278,15 @@ def _check_hugging_face(config: Config, spec: ModelSpec, args: Any) -> Iterator[
         yield f"checkpoint.initial_load_in_hf: {export_problems(spec, args)[0]}"
     if checkpoint.last_save_in_hf:
         for problem in export_problems(spec, args):
-            yield f"checkpoint.last_save_in_hf: {problem}; or set checkpoint.last_save_in_hf = false"
+            yield (
+                f"checkpoint.last_save_in_hf: {problem}; or set checkpoint.last_save_in_hf = false"
+            )
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    sections: dict[str, Training | Source | Validation | ValidationSet] = {"training": config.training}
+    sections: dict[str, Training | Source | Validation | ValidationSet] = {
+        "training": config.training
+    }
     sections |= {f"training.sources.{one.name}": one for one in config.training.sources}
     if config.validation.enable:
         sections["validation"] = config.validation
@@ -252,16 +304,22 @@ def _check_paths(config: Config) -> Iterator[str]:
             try:
                 found = next(matching_files(path, _MOST_ENTRIES, skipped=[]), None)
             except TooManyEntriesError as error:
-                yield f"{name}.dataset_path: {error} and finds no file; name a folder closer to the files"
+                yield (
+                    f"{name}.dataset_path: {error} and finds no file; name a folder closer "
+                    "to the files"
+                )
             else:
                 if found is None:
-                    yield f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+                    yield (
+                        f"{name}.dataset_path: no file matches {path!r} (relative to {Path.cwd()})"
+                    )
     tasks = config.eval.include_path
     if config.eval.enable and tasks and not os.path.isdir(tasks):
         yield f"eval.include_path: {tasks!r} is no folder (relative to {Path.cwd()})"
     if is_url(config.job.dump_folder):
         yield (
-            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, because logs are appended to; for "
+            f"job.dump_folder: {config.job.dump_folder!r} must be a local folder, "
+            "because logs are appended to; for "
             "remote checkpoints set checkpoint.folder to the URL"
         )
     checkpoint = config.checkpoint
@@ -270,12 +328,17 @@ def _check_paths(config: Config) -> Iterator[str]:
         return
     if checkpoint.initial_load_in_hf and is_url(path):
         yield (
-            f"checkpoint.initial_load_path: safetensors must be in a local folder, got {path!r}; download them, or "
+            "checkpoint.initial_load_path: safetensors must be in a local folder, got "
+            f"{path!r}; download them, or "
             "convert them to a checkpoint at that URL with `torchtitan ckpt from-hf`"
         )
     elif path and not is_url(path) and not os.path.isdir(storage_path(path)):
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
-    names = {"folder": checkpoint.folder, "upload_folder": checkpoint.upload_folder or "", "initial_load_path": path}
+    names = {
+        "folder": checkpoint.folder,
+        "upload_folder": checkpoint.upload_folder or "",
+        "initial_load_path": path,
+    }
     for key, name in names.items():
         if problem := storage_problem(name):
             yield f"checkpoint.{key}: {problem}"
@@ -283,7 +346,10 @@ def _check_paths(config: Config) -> Iterator[str]:
 
 def _check_packages(config: Config) -> Iterator[str]:
     if config.eval.enable and importlib.util.find_spec("lm_eval") is None:
-        yield "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or set it to false"
+        yield (
+            "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or "
+            "set it to false"
+        )
     yield from missing_packages(config.metrics)
     if problem := too_old(installed_torch()):
         yield problem
@@ -291,7 +357,8 @@ def _check_packages(config: Config) -> Iterator[str]:
     draws = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
     if draws and importlib.util.find_spec("matplotlib") is None:
         yield (
-            "activation_checkpoint.visualize_memory_budget_pareto needs the package matplotlib; install it, or set the "
+            "activation_checkpoint.visualize_memory_budget_pareto needs the package "
+            "matplotlib; install it, or set the "
             "key to false"
         )
 
@@ -327,7 +394,8 @@ def _check_backend(config: Config) -> Iterator[str]:
     known = [*_BACKENDS, *(point.name for point in entry_points(group="torch_dynamo_backends"))]
     if name not in known:
         yield (
-            f"compile.backend: torch has no compiler backend {brief(name)}{did_you_mean(name, known)}; import the "
+            "compile.backend: torch has no compiler backend "
+            f"{brief(name)}{did_you_mean(name, known)}; import the "
             "module that registers it as experimental.custom_import, or set it to one of "
             f"{', '.join(_BACKENDS[:4])}"
         )
@@ -341,4 +409,7 @@ def _check_dump_folder(config: Config) -> Iterator[str]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        yield f"job.dump_folder: can't write to {str(folder)!r} ({error.strerror}); choose another folder"
+        yield (
+            f"job.dump_folder: can't write to {str(folder)!r} ({error.strerror}); choose "
+            "another folder"
+        )

@@ -1,4 +1,5 @@
-"""One rank of a run: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key value ...]`.
+"""One rank of a run: `torchrun ... -m torchtitan.train --job.config_file X.toml [--section.key
+value ...]`.
 
 Without torchrun it trains as one process. Everything is checked before torch is imported.
 """
@@ -30,16 +31,22 @@ COMMAND_ENV = "TORCHTITAN_COMMAND"
 LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
 """Process id of a launcher that should exit, not restart this rank, after a requested stop."""
 _RECORDING_SECONDS = 2.0
-"""For the run's files to record a second Ctrl-C: a disk that doesn't answer may be the reason for it."""
+"""For the run's files to record a second Ctrl-C: a disk that doesn't answer may be the reason for
+it.
+"""
 
 
 def main(argv: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    if os.environ.get(DEBUG_ENV) != "1":  # otherwise torch prints C++ stacks on every rank when one dies
+    if (
+        os.environ.get(DEBUG_ENV) != "1"
+    ):  # otherwise torch prints C++ stacks on every rank when one dies
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank, world = rank_and_world()
-    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))  # the launcher may start it again
+    stop = StopRequest(
+        lambda: os._exit(_stopped(rank, "before the first step"))
+    )  # the launcher may start it again
     stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world)
@@ -61,9 +68,16 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
+def _run(
+    resolved: Resolved,
+    setup: Setup,
+    stop: StopRequest,
+    rank: int,
+) -> int:
     """Train; the exit status."""
-    from torchtitan.train.trainer import Trainer  # imports torch, so only after the configuration is checked
+    from torchtitan.train.trainer import (
+        Trainer,
+    )  # imports torch, so only after the configuration is checked
 
     trainer = Trainer(resolved.config, setup, stop)
     stop.abandon = lambda: _interrupt(trainer, rank)
@@ -79,7 +93,9 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
             os.kill(int(launcher), signal.SIGTERM)
         return _stopped(rank, f"after step {progress.step}")
     if rank == 0:
-        _summarize(resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss)
+        _summarize(
+            resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss
+        )
     return 0
 
 
@@ -126,24 +142,41 @@ def _command() -> str:
     """The command line that starts this run again."""
     if command := os.environ.get(COMMAND_ENV):
         return command
-    if "TORCHELASTIC_RUN_ID" in os.environ and (agent := Path(f"/proc/{os.getppid()}/cmdline")).exists():
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+        and (agent := Path(f"/proc/{os.getppid()}/cmdline")).exists()
+    ):
         return shlex.join(agent.read_text().rstrip("\0").split("\0"))
     return shlex.join(sys.orig_argv)
 
 
-def _summarize(resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None) -> None:
+def _summarize(
+    resolved: Resolved,
+    step: int,
+    tokens: int,
+    first: float | None,
+    last: float | None,
+) -> None:
     """Log what the run produced and what to do next."""
     config = resolved.config
     dump = config.job.dump_folder
     if first is None or last is None:
-        logger.info(f"Nothing to do: this run already has its {step} steps. Raise training.steps to continue.")
+        logger.info(
+            f"Nothing to do: this run already has its {step} steps. Raise training.steps "
+            "to continue."
+        )
         return
-    logger.info(f"Done: step {step}, {show_tokens(tokens)} tokens, loss {show_loss(first)} -> {show_loss(last)}")
+    logger.info(
+        f"Done: step {step}, {show_tokens(tokens)} tokens, loss {show_loss(first)} -> "
+        f"{show_loss(last)}"
+    )
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saved = config.checkpoint.enable and not config.checkpoint.load_only
     if saved:
         folder = config.checkpoint.folder
-        results["checkpoint"] = f"{folder if is_url(folder) else os.path.join(dump, folder)}/step-{step}"
+        results["checkpoint"] = (
+            f"{folder if is_url(folder) else os.path.join(dump, folder)}/step-{step}"
+        )
     for name, path in results.items():
         logger.info(f"  {name:<11} {path}")
     if lost := [path for path in results.values() if not storage_path(path).exists()]:

@@ -1,4 +1,6 @@
-"""Where a run starts: its own newest checkpoint, another run's, Hugging Face weights, or scratch."""
+"""Where a run starts: its own newest checkpoint, another run's, Hugging Face weights, or
+scratch.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,11 @@ from torchtitan.utils.storage import storage_path
 
 
 def restore(
-    config: Config, setup: Setup, models: Sequence[nn.Module], checkpointer: Checkpointer, state: RunState
+    config: Config,
+    setup: Setup,
+    models: Sequence[nn.Module],
+    checkpointer: Checkpointer,
+    state: RunState,
 ) -> None:
     """Load what the configuration says to start from. Called by all ranks.
 

@@ -1,4 +1,6 @@
-"""What a run records about itself: in every checkpoint's manifest, in `run.json`, and as `config.toml`."""
+"""What a run records about itself: in every checkpoint's manifest, in `run.json`, and as
+`config.toml`.
+"""
 
 import hashlib
 import socket
@@ -57,10 +59,15 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
     hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
     return {
         "ranks": len(places),
-        "layout": {axis: degree for axis, degree in layout_degrees(parallelism).items() if degree > 1},
+        "layout": {
+            axis: degree for axis, degree in layout_degrees(parallelism).items() if degree > 1
+        },
         "hosts": hosts,
         "devices": devices,
-        "config": {"path": "config.toml", "sha256": hashlib.sha256(run["config"].encode()).hexdigest()},
+        "config": {
+            "path": "config.toml",
+            "sha256": hashlib.sha256(run["config"].encode()).hexdigest(),
+        },
         **{key: run[key] for key in ("git", "versions", "data")},
     }
 
@@ -69,7 +76,8 @@ def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict
     """Bad documents that were left out, by kind, also in the log. Called by all ranks.
 
     Args:
-        position: this rank's part of the position up to which those of streams are counted; None before the first step.
+        position: this rank's part of the position up to which those of streams are counted; None
+        before the first step.
     """
     positions: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(positions, position or loader.start)
@@ -80,7 +88,8 @@ def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict
 
 def write_config(config: Config) -> None:
     """Write the effective configuration to the dump folder, and print it if asked."""
-    folder, text = Path(config.job.dump_folder), to_toml(config)
+    folder = Path(config.job.dump_folder)
+    text = to_toml(config)
     if dist.get_rank() == 0:
         for name in ("config.toml", config.job.save_config_file):
             if name:

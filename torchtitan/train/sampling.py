@@ -12,7 +12,12 @@ from torchtitan.inference.uncached import continue_prompts
 from torchtitan.train.logits import Probe
 
 
-def write_samples(probe: Probe, config: Sampling, tokenizer: Tokenizer, device: torch.device) -> list[dict[str, Any]]:
+def write_samples(
+    probe: Probe,
+    config: Sampling,
+    tokenizer: Tokenizer,
+    device: torch.device,
+) -> list[dict[str, Any]]:
     """Continue the prompts. All ranks make the same calls, and get the same texts."""
     prompts = [prompt_ids(tokenizer, text) for text in config.prompts]
     rows: list[Continuation] = []
@@ -27,7 +32,11 @@ def write_samples(probe: Probe, config: Sampling, tokenizer: Tokenizer, device: 
             device=device,
         )
     return [
-        {"prompt": prompt, "text": row.text(tokenizer), "end": row.end}
+        {
+            "prompt": prompt,
+            "text": row.text(tokenizer),
+            "end": row.end,
+        }
         for prompt, row in zip(config.prompts, rows, strict=True)
     ]
 

@@ -66,10 +66,16 @@ class Progress:
         self.last_loss = loss
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
+        self.step = state["step"]
+        self.tokens = state["tokens"]
+        self.skipped = state["skipped"]
 
 
 @dataclass
@@ -94,7 +100,9 @@ class RunState:
         }
         return state if self.average is None else state | {"ema": self.average.state_dict()}
 
-    def load(self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]) -> None:
+    def load(
+        self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]
+    ) -> None:
         """Continue from a saved state.
 
         Args:
@@ -122,6 +130,8 @@ class RunState:
 
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:
-    """Seed the step after `step`. Randomness is a function of (seed, step, rank), so no generator state is saved."""
+    """Seed the step after `step`. Randomness is a function of (seed, step, rank), so no generator
+    state is saved.
+    """
     key = f"{seed}:{step}:{dp_rank}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)

@@ -61,10 +61,14 @@ def train_step(
         approve: whether to update the weights, given the loss and the gradient norm.
         before_update: called before any weight changes.
     """
-    learning_rate, training, optimizer = parts.schedule.apply(), config.training, parts.optimizer
+    learning_rate = parts.schedule.apply()
+    training = config.training
+    optimizer = parts.optimizer
 
     def update(loss: Tensor, norm: Tensor) -> None:
-        """Clip and update on the device, unless loss or norm isn't finite, before the host knows either."""
+        """Clip and update on the device, unless loss or norm isn't finite, before the host knows
+        either.
+        """
         before_update()
         note("updating the weights")
         assert isinstance(optimizer, ShardedAdam)
@@ -75,7 +79,12 @@ def train_step(
             parts.experts.step(skip)
 
     # Where a policy judges the numbers first, the host must know them before the weights change.
-    ahead = isinstance(optimizer, ShardedAdam) and optimizer.clips and not agree and not training.enable_cpu_offload
+    ahead = (
+        isinstance(optimizer, ShardedAdam)
+        and optimizer.clips
+        and not agree
+        and not training.enable_cpu_offload
+    )
     if isinstance(optimizer, OptimizerInBackward):
         before_update()
     result = forward_backward(
@@ -94,7 +103,9 @@ def train_step(
     if updated and not ahead:
         optimizer.step()
     if parts.experts is not None and not ahead:
-        parts.experts.step(None if updated else torch.ones((), dtype=torch.bool, device=parts.device))
+        parts.experts.step(
+            None if updated else torch.ones((), dtype=torch.bool, device=parts.device)
+        )
     if updated:
         prepare_weights(parts, config)
     optimizer.zero_grad(set_to_none=True)
@@ -103,7 +114,10 @@ def train_step(
 
 def prepare_weights(parts: Parts, config: Config) -> None:
     """Compute what depends on the weights alone and is needed before the next forward."""
-    if uses(config, FLOAT8) and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
+    if (
+        uses(config, FLOAT8)
+        and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
+    ):
         refresh_scales(parts.models)
 
 
@@ -129,18 +143,22 @@ def forward_backward(
 ) -> BackwardResult:
     """Compute the gradients of one global batch and clip them.
 
-    The loss of every microbatch is divided by the token count of the whole global batch, and gradients are summed over
-    ranks. So accumulation, the number of ranks and padding don't change the result.
+    The loss of every microbatch is divided by the token count of the whole global batch, and
+    gradients are summed over ranks. So accumulation, the number of ranks and padding don't change
+    the result.
 
     Args:
-        stop: this rank was asked to stop. All ranks learn about it here, and so act after the same step.
+        stop: this rank was asked to stop. All ranks learn about it here, and so act after the same
+        step.
         agree: make loss and gradient norm bit-identical on all ranks, because a policy judges them.
         update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
     local_tokens = int((rows.labels != IGNORE_INDEX).sum())
-    loss, norm, total, own = gradients(parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm)
+    loss, norm, total, own = gradients(
+        parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm
+    )
     if update is not None:
         update(loss, norm)
     # One read-back for all: on CUDA this is the step's only wait for the device.
@@ -155,22 +173,32 @@ def forward_backward(
 
 
 def gradients(
-    parts: Parts, rows: LocalBatch, local_tokens: int, local_batch_size: int, max_norm: float
+    parts: Parts,
+    rows: LocalBatch,
+    local_tokens: int,
+    local_batch_size: int,
+    max_norm: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The device's part of a step, during which the host never waits for it. The planner traces this function.
+    """The device's part of a step, during which the host never waits for it. The planner traces
+    this function.
 
     Args:
         rows: this rank's part of the global batch.
         local_tokens: how many of its tokens are predicted.
 
     Returns:
-        Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss; scalars.
+        Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss;
+        scalars.
     """
-    mesh, device, compute = parts.mesh, parts.device, parts.compute
+    mesh = parts.mesh
+    device = parts.device
+    compute = parts.compute
     # Not copied from the host, which would wait for the device.
     total = all_reduce(torch.full((), local_tokens, device=device), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    batches = rows.to(device).split(local_batch_size)  # all at once: each copy from pageable memory may wait
+    batches = rows.to(device).split(
+        local_batch_size
+    )  # all at once: each copy from pageable memory may wait
     for i, part in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
         loss += compute.forward_backward(part, total, last=i == len(batches))
@@ -181,7 +209,9 @@ def gradients(
 
 
 def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
-    """The norm of all gradients before they are clipped to at most `max_norm`; 0 only measures it."""
+    """The norm of all gradients before they are clipped to at most `max_norm`; 0 only measures
+    it.
+    """
     pp_group = parts.mesh.group("pp")
     if isinstance(parts.optimizer, OptimizerInBackward):
         return parts.optimizer.norm.take(pp_group, parts.device)
@@ -201,4 +231,6 @@ def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
     """The largest of all ranks' values."""
-    return all_reduce(torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX).item()
+    return all_reduce(
+        torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX
+    ).item()

@@ -57,17 +57,26 @@ def load_probe(
     Raises:
         ConfigError: the model can't be split in this way.
     """
-    device, world, longest = current_device(), dist.get_world_size(), max_seq_len or source.args.max_seq_len
+    device = current_device()
+    world = dist.get_world_size()
+    longest = max_seq_len or source.args.max_seq_len
     tune_cpu()
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    sizes = {"dtype": dtype, "mixed_precision_param": dtype, "local_batch_size": rows, "seq_len": longest}
+    sizes = {
+        "dtype": dtype,
+        "mixed_precision_param": dtype,
+        "local_batch_size": rows,
+        "seq_len": longest,
+    }
     loaded = load_config([*(f"--training.{key}={value}" for key, value in sizes.items()), *layout])
     unit = row_unit(loaded.config)
     longest_row = -(-longest // unit) * unit
     loaded.config = replace(loaded.config, "training.seq_len", longest_row)
     loaded.config = replace(loaded.config, "activation_checkpoint.mode", "none")
     config = complete(loaded, world).config
-    config = replace(replace(config, "model.name", source.spec.name), "model.flavor", str(source.folder))
+    config = replace(
+        replace(config, "model.name", source.spec.name), "model.flavor", str(source.folder)
+    )
     args = source.args.model_copy(update={"max_seq_len": longest_row})
     problems = [
         *check_tensor_parallel(config, source.spec.tensor_parallel_sizes(args)),
@@ -75,7 +84,9 @@ def load_probe(
     ]
     if problems:
         raise ConfigError(problems)
-    stages = pipeline_stages(config, source.spec.module_flops(args, longest_row), source.spec.tied_modules(args))
+    stages = pipeline_stages(
+        config, source.spec.module_flops(args, longest_row), source.spec.tied_modules(args)
+    )
     setup = Setup(source.spec, args, tokenizer, stages)
     mesh = build_mesh(config, device.type, experts=setup.n_experts > 0)
     models = parallelize(
@@ -85,7 +96,9 @@ def load_probe(
         stages,
         mesh,
         device,
-        fill=lambda model, home, place, seed, _: materialize(model, home, place, seed, lambda fqn: Init("zeros")),
+        fill=lambda model, home, place, seed, _: materialize(
+            model, home, place, seed, lambda fqn: Init("zeros")
+        ),
     )
     load_weights(source, models)
     return build_probe(config, setup, mesh, device, models, longest=longest)

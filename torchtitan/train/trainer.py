@@ -38,9 +38,21 @@ from torchtitan.train.restore import restore
 from torchtitan.train.run_info import describe_run, describe_start, skipped_documents, write_config
 from torchtitan.train.sampling import write_samples
 from torchtitan.train.state import Progress, RunState, seed_step
-from torchtitan.train.step import StepResult, averaged_weights, max_over_ranks, prepare_weights, train_step
+from torchtitan.train.step import (
+    StepResult,
+    averaged_weights,
+    max_over_ranks,
+    prepare_weights,
+    train_step,
+)
 from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
-from torchtitan.utils.device import current_device, device_name, device_syncs, is_out_of_memory, tune_cpu
+from torchtitan.utils.device import (
+    current_device,
+    device_name,
+    device_syncs,
+    is_out_of_memory,
+    tune_cpu,
+)
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.garbage import frozen_gc
 from torchtitan.utils.logging import logger
@@ -63,7 +75,8 @@ class Trainer:
         """
         began = time.time()
         begin("start", "starting")
-        self.config, self.setup = config, setup
+        self.config = config
+        self.setup = setup
         self.device = current_device()
         tune_cpu()
         set_determinism(config.debug)
@@ -98,7 +111,9 @@ class Trainer:
             updates_in_backward=config.optimizer.early_step_in_backward,
         )
         self.progress = Progress()
-        self.state = RunState(self.progress, self.parts.schedule, self.parts.loader, self.guard, self.parts.average)
+        self.state = RunState(
+            self.progress, self.parts.schedule, self.parts.loader, self.guard, self.parts.average
+        )
         note("loading a checkpoint")
         restore(config, setup, self.parts.models, self.checkpointer, self.state)
         self.parts.loader.check_enough(config.training.steps)
@@ -123,15 +138,25 @@ class Trainer:
 
     def _connect(self) -> Watch | None:
         """Start the process group and the watch over it."""
-        comm, folder = self.config.comm, self.config.job.dump_folder
+        comm = self.config.comm
+        folder = self.config.job.dump_folder
         configure_flight_recorder(comm, folder)
         init_distributed(comm, self.device)
-        return Watch(comm, folder, layout_degrees(self.config.parallelism)) if comm.trace_buf_size else None
+        return (
+            Watch(comm, folder, layout_degrees(self.config.parallelism))
+            if comm.trace_buf_size
+            else None
+        )
 
     def _load_tasks(self) -> Tasks:
         note("loading tasks of lm-eval")
         own = self.config.eval
-        return Tasks(own.tasks, include_path=own.include_path, num_fewshot=own.num_fewshot, limit=own.limit)
+        return Tasks(
+            own.tasks,
+            include_path=own.include_path,
+            num_fewshot=own.num_fewshot,
+            limit=own.limit,
+        )
 
     def _observe(self, about: dict[str, Any], began: float) -> None:
         """Start what measures and reports the run.
@@ -158,7 +183,9 @@ class Trainer:
             self.ledger,
             start_step=self.progress.step,
             total_steps=config.training.steps,
-            flops_per_token=self.setup.spec.flops_per_token(self.setup.args, config.training.seq_len),
+            flops_per_token=self.setup.spec.flops_per_token(
+                self.setup.args, config.training.seq_len
+            ),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
             experts=self.parts.experts is not None,
             custom=config.custom,
@@ -175,7 +202,9 @@ class Trainer:
         self._record_skipped()
 
     def _record_skipped(self) -> None:
-        """Count the bad documents that were left out: of files at the start, of streams at the end."""
+        """Count the bad documents that were left out: of files at the start, of streams at the
+        end.
+        """
         if self.config.training.on_bad_document == "skip":
             skipped = skipped_documents(self.parts.loader, self.progress.data)
             self.ledger.record("skipped_documents", skipped)
@@ -183,7 +212,8 @@ class Trainer:
     # ---- the loop
 
     def train(self) -> Progress:
-        """Train to the last step, or until any rank is asked to stop: then all ranks save after the same step.
+        """Train to the last step, or until any rank is asked to stop: then all ranks save after the
+        same step.
 
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
@@ -197,7 +227,8 @@ class Trainer:
             with frozen_gc(), self.profiler.capture_oom():
                 batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
                 self.stopped = bool(AnyRank(self.stop.requested, self.device).answer() > 0)
-                self._began, self._warm = time.monotonic(), False
+                self._began = time.monotonic()
+                self._warm = False
                 while self.progress.step < steps and not self.stopped:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
@@ -217,13 +248,16 @@ class Trainer:
         return self.progress
 
     def _train_one(self, batches: Iterator[StepBatch]) -> None:
-        config, progress = self.config, self.progress
+        config = self.config
+        progress = self.progress
         step = progress.step + 1
         seed_step(config.debug.seed, progress.step, self.parts.mesh.dp_rank)
         with phase("data", f"{DATA} from {self.parts.loader.name}"):
             batch = next(batches)
         self.guard.spikes.rows_per_step = batch.count
-        with device_syncs(report=config.debug.report_device_syncs and progress.first_loss is not None):
+        with device_syncs(
+            report=config.debug.report_device_syncs and progress.first_loss is not None
+        ):
             result = train_step(
                 self.parts,
                 batch,
@@ -257,12 +291,17 @@ class Trainer:
             self.parts.average.update(self.progress.step)
 
     def _limit_collectives(self, _: StepResult) -> None:
-        """After the first step, compilation and lazy set-up are over: lower the time limit of collectives."""
+        """After the first step, compilation and lazy set-up are over: lower the time limit of
+        collectives.
+        """
         if self._warm:
             return
         self._warm = True
         if self.config.compile.enable:
-            logger.info(f"The first step took {show_duration(time.monotonic() - self._began)}, most of it compilation")
+            logger.info(
+                f"The first step took {show_duration(time.monotonic() - self._began)}, "
+                "most of it compilation"
+            )
         limit = self.config.comm.train_timeout_seconds
         set_timeout(limit)
         if self.watch is not None:
@@ -293,7 +332,8 @@ class Trainer:
 
     def _sources(self) -> Record:
         """What a record says of each data source, over the steps since the last one."""
-        config, tally = self.config.training, self.parts.compute.tally
+        config = self.config.training
+        tally = self.parts.compute.tally
         if tally is None:
             return {}
         sums = tally.take(self.parts.mesh, self._epochs)
@@ -303,13 +343,15 @@ class Trainer:
         return describe_sources([source.name for source in config.sources], sums, tokens)
 
     def _check_replicas(self, _: StepResult) -> None:
-        step, freq = self.progress.step, self.config.guard.weight_hash_freq
+        step = self.progress.step
+        freq = self.config.guard.weight_hash_freq
         if freq and step % freq == 0:
             with phase("other", "comparing replicas of the weights"):
                 check_replicas(self.parts.mesh, self.device, step, self.checkpointer)
 
     def _validate(self, _: StepResult) -> None:
-        config, step = self.config.validation, self.progress.step
+        config = self.config.validation
+        step = self.progress.step
         due = step % config.freq == 0 or step == self.config.training.steps
         if self.parts.validation is None or self.stopped or not due:
             return
@@ -325,7 +367,8 @@ class Trainer:
         self.metrics.log_validation(step, found)
 
     def _write_samples(self, _: StepResult) -> None:
-        config, step = self.config.sampling, self.progress.step
+        config = self.config.sampling
+        step = self.progress.step
         due = step % config.freq == 0 or step == self.config.training.steps
         if not config.prompts or self.parts.probe is None or self.stopped or not due:
             return
@@ -345,7 +388,10 @@ class Trainer:
     def _save_if_due(self, _: StepResult) -> None:
         step = self.progress.step
         if self.stopped and not self.checkpointer.saving:
-            logger.warning(f"Asked to stop: step {step} is lost, as checkpoint.enable = false or load_only = true")
+            logger.warning(
+                f"Asked to stop: step {step} is lost, as checkpoint.enable = false or "
+                "load_only = true"
+            )
         elif self.stopped:
             logger.info(f"Asked to stop: saving step {step}")
             with phase("saves", SAVING):
@@ -356,21 +402,29 @@ class Trainer:
                 self._save()
 
     def _collect_garbage(self, _: StepResult) -> None:
-        training, step = self.config.training, self.progress.step
+        training = self.config.training
+        step = self.progress.step
         if step % training.gc_freq == 0:
             with phase("other", "collecting garbage"):
                 found = gc.collect()
             if training.gc_debug:
-                logger.info(f"step {step}: garbage collection found {found} objects in reference cycles")
+                logger.info(
+                    f"step {step}: garbage collection found {found} objects in reference cycles"
+                )
 
     # ---- checkpoints
 
     def _save(self) -> None:
-        config, step = self.config.checkpoint, self.progress.step
+        config = self.config.checkpoint
+        step = self.progress.step
         last = step == self.config.training.steps
-        self.checkpointer.save(step, self.state.gather(), model_only=last and config.last_save_model_only)
+        self.checkpointer.save(
+            step, self.state.gather(), model_only=last and config.last_save_model_only
+        )
         if last and config.last_save_in_hf:
-            folder = self.checkpointer.export_hf(step, self.setup.spec, self.setup.args, self.setup.tokenizer)
+            folder = self.checkpointer.export_hf(
+                step, self.setup.spec, self.setup.args, self.setup.tokenizer
+            )
             logger.info(f"Exported Hugging Face weights to {folder}")
 
     def _wait_staged(self) -> None:
@@ -380,17 +434,25 @@ class Trainer:
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         return OutOfMemoryError(
             f"step {self.progress.step + 1}: out of memory; {self.checkpointer.last_good()}.\n"
-            'Set activation_checkpoint.mode = "full" or training.loss_chunks, lower training.local_batch_size '
-            "(training.global_batch_size keeps the batch, by accumulation), shard over more ranks, or set "
+            'Set activation_checkpoint.mode = "full" or training.loss_chunks, lower '
+            "training.local_batch_size "
+            "(training.global_batch_size keeps the batch, by accumulation), shard over "
+            "more ranks, or set "
             f"training.enable_cpu_offload = true; `torchtitan plan` says what each takes.\n{error}"
         )
 
     # ---- the end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Release what the run holds. After an error, other ranks may be gone: dump collectives, don't wait."""
+        """Release what the run holds. After an error, other ranks may be gone: dump collectives,
+        don't wait.
+        """
         reason = self.ledger.end(self.progress.step, self.config.training.steps, error)
-        if self.watch is not None and isinstance(error, Exception) and not isinstance(error, HangError):
+        if (
+            self.watch is not None
+            and isinstance(error, Exception)
+            and not isinstance(error, HangError)
+        ):
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)

@@ -46,12 +46,19 @@ class Validated:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss of a byte of text, whatever the tokenizer: `loss / ln 2 x tokens / bytes`. None without text."""
+        """The loss of a byte of text, whatever the tokenizer: `loss / ln 2 x tokens / bytes`. None
+        without text.
+        """
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
     def record(self) -> dict[str, Any]:
         """What is logged."""
-        return {"name": self.name, "loss": self.loss, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens}
+        return {
+            "name": self.name,
+            "loss": self.loss,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+        }
 
 
 class Validator:
@@ -71,8 +78,11 @@ class Validator:
             local_batch_size: rows per forward pass on this rank.
             byte_lengths: of each token, `[vocab]`.
         """
-        self.compute, self.local_batch_size, self.sets = compute, local_batch_size, sets
-        self.mesh, self.device = mesh, device
+        self.compute = compute
+        self.local_batch_size = local_batch_size
+        self.sets = sets
+        self.mesh = mesh
+        self.device = device
         self.byte_lengths = torch.from_numpy(byte_lengths).to(device)
 
     def run(self) -> list[Validated]:
@@ -107,11 +117,13 @@ class Validator:
     def _batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
         """This rank's part of each batch.
 
-        Ranks may run out of data at different times, but every rank must take part in every forward: one without data
-        feeds rows without labels. Each pass over a set is the same, so ranks ask each other only in the first one
-        whether any has data left, for which the host waits.
+        Ranks may run out of data at different times, but every rank must take part in every
+        forward: one without data feeds rows without labels. Each pass over a set is the same, so
+        ranks ask each other only in the first one whether any has data left, for which the host
+        waits.
         """
-        batches, name = iter(held_out.loader), f"{held_out.loader.name} for validation"
+        batches = iter(held_out.loader)
+        name = f"{held_out.loader.name} for validation"
         for index in itertools.count():
             if index in (held_out.limit, held_out.batches):
                 break

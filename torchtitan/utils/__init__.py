@@ -1,1 +1,3 @@
-"""What every folder may use: errors, logging, signals, devices, storage, and the clock of phases."""
+"""What every folder may use: errors, logging, signals, devices, storage, and the clock of
+phases.
+"""

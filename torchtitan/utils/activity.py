@@ -3,7 +3,8 @@
     with phase("data", "waiting for data from c4"):
         batch = next(batches)
 
-Every change of phase is an event. The ledger and the metrics subscribe to add up time; the watch's thread reads
+Every change of phase is an event. The ledger and the metrics subscribe to add up time; the watch's
+thread reads
 `current()` to say where a rank hangs.
 """
 
@@ -13,10 +14,14 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Literal, NamedTuple
 
-Kind = Literal["start", "first_step", "steps", "repeated", "data", "staging", "saves", "validation", "other"]
-DATA, SAVING = "waiting for data", "saving"
-"""How an activity begins that waits for data, or that may wait for storage. The watch is more patient with the latter,
-and the diagnosis of a hang looks for both."""
+Kind = Literal[
+    "start", "first_step", "steps", "repeated", "data", "staging", "saves", "validation", "other"
+]
+DATA = "waiting for data"
+SAVING = "saving"
+"""How an activity begins that waits for data, or that may wait for storage. The watch is more
+patient with the latter, and the diagnosis of a hang looks for both.
+"""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the process group that saves run on. A save in the background blocks nobody."""
 
@@ -34,10 +39,14 @@ class Phase(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An all-to-all of rows whose numbers depend on the data. Collectives record only their sums."""
+    """An all-to-all of rows whose numbers depend on the data. Collectives record only their
+    sums.
+    """
 
     number: int
-    """Of this process's exchanges. All ranks of a group take part in the same ones in the same order."""
+    """Of this process's exchanges. All ranks of a group take part in the same ones in the same
+    order.
+    """
     ranks: Sequence[int]
     sent: Sequence[int]
     """Rows sent to each of `ranks`."""
@@ -46,7 +55,8 @@ class Exchange(NamedTuple):
 
 
 Subscriber = Callable[[Phase, float], None]
-"""Called with a phase that ends, or that a nested one interrupts, and `monotonic()` of that moment."""
+"""Called with a phase that ends, or that a nested one interrupts, and `monotonic()` of that moment.
+"""
 
 _current = Phase("start", "starting", 0, monotonic())
 _subscribers: list[Subscriber] = []
@@ -54,7 +64,9 @@ _exchanges: deque[Exchange] = deque(maxlen=64)
 
 
 def current() -> Phase:
-    """The innermost phase. Every change makes a new object, so `is` tells whether anything has moved."""
+    """The innermost phase. Every change makes a new object, so `is` tells whether anything has
+    moved.
+    """
     return _current
 
 
@@ -110,9 +122,12 @@ class Stopwatch:
         self._since = at
 
     def lap(self) -> dict[str, float]:
-        """Seconds by kind since the last call, or since the start; 0 for kinds that did not occur."""
+        """Seconds by kind since the last call, or since the start; 0 for kinds that did not
+        occur.
+        """
         self._add(_current, monotonic())
-        lap, self._seconds = self._seconds, defaultdict(float)
+        lap = self._seconds
+        self._seconds = defaultdict(float)
         return lap
 
     def close(self) -> None:
@@ -122,6 +137,7 @@ class Stopwatch:
 
 def _change(to: Phase) -> None:
     global _current
-    ended, _current = _current, to
+    ended = _current
+    _current = to
     for subscriber in _subscribers:
         subscriber(ended, to.since)

@@ -17,7 +17,8 @@ def find_asset(path: str | Path) -> Path:
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
-    """The TOML file `name` in `folder`, else the shipped one of that path or bare name (`llama3_8b`).
+    """The TOML file `name` in `folder`, else the shipped one of that path or bare name
+    (`llama3_8b`).
 
     Returns:
         A path that may not exist; reading it then fails with a clear error.

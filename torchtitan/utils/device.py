@@ -34,7 +34,8 @@ def device_name() -> str:
 def peak_memory() -> tuple[float, float]:
     """Peak memory since the last call as (GiB, percent of the device's memory).
 
-    On CUDA: reserved by the caching allocator. On the CPU: current resident set size of this process.
+    On CUDA: reserved by the caching allocator. On the CPU: current resident set size of this
+    process.
     """
     if device_type() == "cuda":
         reserved = torch.cuda.max_memory_reserved()
@@ -50,11 +51,15 @@ def peak_memory() -> tuple[float, float]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on CUDA or on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
+        error
+    )
 
 
 def seconds_of_matmuls() -> float:
-    """Seconds for a few matrix products, the same on every rank: the rank's own speed, whatever the others do."""
+    """Seconds for a few matrix products, the same on every rank: the rank's own speed, whatever the
+    others do.
+    """
     on_cuda = device_type() == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_cuda else (512, torch.float32)
     a = torch.ones(size, size, dtype=dtype, device=device_type())
@@ -70,8 +75,12 @@ def seconds_of_matmuls() -> float:
 
 @contextmanager
 def device_syncs(report: bool) -> Iterator[None]:
-    """Within, warn of every operation that makes the host wait for the device, or of none. CUDA only."""
-    if device_type() != "cuda" or not (report or torch.cuda.get_sync_debug_mode()):  # setting the mode warns, too
+    """Within, warn of every operation that makes the host wait for the device, or of none. CUDA
+    only.
+    """
+    if device_type() != "cuda" or not (
+        report or torch.cuda.get_sync_debug_mode()
+    ):  # setting the mode warns, too
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -83,10 +92,11 @@ def device_syncs(report: bool) -> Iterator[None]:
 
 
 def tune_cpu() -> None:
-    """Give a CPU rank its share of this node's cores, and make glibc keep freed memory. Does nothing on CUDA.
+    """Give a CPU rank its share of this node's cores, and make glibc keep freed memory. Does
+    nothing on CUDA.
 
-    `OMP_NUM_THREADS` takes precedence. By default glibc returns large tensors to the kernel, which zeroes them again,
-    page by page, in every step.
+    `OMP_NUM_THREADS` takes precedence. By default glibc returns large tensors to the kernel, which
+    zeroes them again, page by page, in every step.
     """
     if device_type() != "cpu":
         return

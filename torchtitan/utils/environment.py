@@ -11,10 +11,14 @@ def rank_and_world() -> tuple[int, int]:
     Raises:
         ConfigError: they are no such numbers.
     """
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
     if not (_is_number(rank) and _is_number(world) and int(rank) < int(world)):
         raise ConfigError(
-            [f"RANK={rank[:20]!r} and WORLD_SIZE={world[:20]!r}: torchrun sets them to numbers; unset them without it"]
+            [
+                f"RANK={rank[:20]!r} and WORLD_SIZE={world[:20]!r}: torchrun sets them "
+                "to numbers; unset them without it"
+            ]
         )
     return int(rank), int(world)
 

@@ -15,7 +15,9 @@ DEBUG_ENV = "TORCHTITAN_DEBUG"
 
 
 class UserError(Exception):
-    """An error the user can fix. The message says what is wrong, where it was set, and what to change."""
+    """An error the user can fix. The message says what is wrong, where it was set, and what to
+    change.
+    """
 
     exit_code = 1
 
@@ -30,7 +32,9 @@ class ConfigError(UserError):
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[str], *, where: str = "in the configuration", advice: str = ""):
+    def __init__(
+        self, problems: Sequence[str], *, where: str = "in the configuration", advice: str = ""
+    ):
         """
         Args:
             where: in the heading of several problems.
@@ -70,11 +74,15 @@ class CheckpointError(UserError):
 
 
 class FormatBugError(CheckpointError):
-    """What a checkpoint should record doesn't fit its own format, which is never the user's mistake."""
+    """What a checkpoint should record doesn't fit its own format, which is never the user's
+    mistake.
+    """
 
 
 class DamageError(CheckpointError):
-    """The files of a checkpoint are damaged, or not what they claim to be. An earlier checkpoint may be intact."""
+    """The files of a checkpoint are damaged, or not what they claim to be. An earlier checkpoint
+    may be intact.
+    """
 
 
 def report(error: UserError) -> None:
@@ -111,7 +119,9 @@ def from_another_rank(error: BaseException | str) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a misspelt word: a suggestion, or nothing if no known word is close."""
+    """The end of a message about a misspelt word: a suggestion, or nothing if no known word is
+    close.
+    """
     near = difflib.get_close_matches(word, list(known), 1, cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -122,11 +132,14 @@ def show_warnings(warnings: Iterable[str]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def run_main(main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0) -> int:
-    """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that caused it.
+def run_main(
+    main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
+) -> int:
+    """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
+    caused it.
 
-    Prints the message of a `UserError`, one line if another rank has died, and the traceback of any other error. Only
-    rank 0 reports configuration errors and hangs, which all ranks have in common.
+    Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
+    other error. Only rank 0 reports configuration errors and hangs, which all ranks have in common.
     """
     try:
         code = main(sys.argv[1:] if argv is None else argv) or 0
@@ -161,5 +174,7 @@ def _nobody_reads() -> bool:
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its exit
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+    )  # or Python complains at its exit
     return True

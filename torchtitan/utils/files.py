@@ -16,7 +16,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_all(files: Mapping[Path, bytes]) -> None:
-    """Write several files: none is changed until all are synced to disk, each under a temporary name."""
+    """Write several files: none is changed until all are synced to disk, each under a temporary
+    name.
+    """
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
         for path, data in files.items():
@@ -40,22 +42,28 @@ def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> I
         buffered: read ahead; remote storage always does.
 
     Raises:
-        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without `links`.
+        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without
+        `links`.
     """
     if is_remote(path):
         return path.open("rb")
-    return cast(IO[bytes], open(regular_handle(path, links=links), "rb", buffering=-1 if buffered else 0))
+    return cast(
+        IO[bytes], open(regular_handle(path, links=links), "rb", buffering=-1 if buffered else 0)
+    )
 
 
 def regular_handle(path: str | Path, *, links: bool = False) -> int:
     """The descriptor of a regular file, opened to read it; see `open_regular`.
 
     Raises:
-        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without `links`.
+        OSError: it can't be opened, or is a folder, pipe or device, or a symbolic link without
+        `links`.
     """
     if not links and os.path.islink(path):
         raise OSError(errno.ELOOP, "is a symbolic link", str(path))
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+    handle = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    )
     kind = stat.S_IFMT(os.fstat(handle).st_mode)
     if kind == stat.S_IFREG:
         return handle

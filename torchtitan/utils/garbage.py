@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Turn automatic collection off: it strikes ranks at different times, and each makes all others wait.
+    """Turn automatic collection off: it strikes ranks at different times, and each makes all others
+    wait.
 
-    Collect explicitly instead, on all ranks after the same step. Objects that exist now are never scanned.
+    Collect explicitly instead, on all ranks after the same step. Objects that exist now are never
+    scanned.
     """
     gc.collect()
     gc.freeze()

@@ -1,11 +1,11 @@
 """One run per folder: `.lock` in the folder names the run that writes to it.
 
-A holder on this machine is looked up by its process id. One on another machine renews its file, and counts as dead once
-the file has not changed for `EXPIRY_SECONDS`. This needs nothing but reading and writing files, so it works alike on
-local disks, network file systems and object storage.
+A holder on this machine is looked up by its process id. One on another machine renews its file, and
+counts as dead once the file has not changed for `EXPIRY_SECONDS`. This needs nothing but reading
+and writing files, so it works alike on local disks, network file systems and object storage.
 
-A lease can be lost: a machine that was suspended for long finds its folder taken. So a run confirms that it still holds
-the folder before it commits a checkpoint.
+A lease can be lost: a machine that was suspended for long finds its folder taken. So a run confirms
+that it still holds the folder before it commits a checkpoint.
 """
 
 import atexit
@@ -31,7 +31,9 @@ NAME = ".lock"
 RENEW_SECONDS = 20.0
 EXPIRY_SECONDS = 90.0
 SETTLE_SECONDS = 1.0
-"""How long to wait before reading a claim back. Object storage has no exclusive creation, so another may follow."""
+"""How long to wait before reading a claim back. Object storage has no exclusive creation, so
+another may follow.
+"""
 _LONGEST = 4096
 _SAME_START = 2.0
 """Difference in seconds between two readings of one process's start."""
@@ -57,7 +59,9 @@ class Holder(BaseModel):
         return f"process {self.pid} on {self.host}, since {self.since:%Y-%m-%d %H:%M:%S %Z}"
 
     def is_alive(self, me: "Holder") -> bool | None:
-        """Whether this run is still writing to the folder that `me` wants; None if that can't be seen from here."""
+        """Whether this run is still writing to the folder that `me` wants; None if that can't be
+        seen from here.
+        """
         if (self.place, self.pid) == (me.place, me.pid):
             return False  # an earlier run of this process
         if self.place != me.place:
@@ -93,7 +97,9 @@ def _place() -> str:
 
 
 def read_holder(folder: Path) -> tuple[Holder | None, bytes]:
-    """The run that holds `folder`, and the file's content; None and nothing if no run does, None if it is garbage."""
+    """The run that holds `folder`, and the file's content; None and nothing if no run does, None if
+    it is garbage.
+    """
     path = folder / NAME
     try:
         content = patiently(path, lambda: read_regular(path, _LONGEST))
@@ -113,13 +119,16 @@ def in_use(folder: Path, holder: Holder | None) -> str:
     """The message about a folder that another run holds."""
     who = f": {holder}" if holder else ""
     return (
-        f"{folder} is in use by another run{who}. Two runs in one folder would overwrite each other's files; stop that "
+        f"{folder} is in use by another run{who}. Two runs in one folder would overwrite "
+        "each other's files; stop that "
         "run, or choose another folder"
     )
 
 
 def used_by_a_neighbor(folder: Path) -> str | None:
-    """What is wrong with starting a run in `folder` if a process on this machine holds it. Takes no lock."""
+    """What is wrong with starting a run in `folder` if a process on this machine holds it. Takes no
+    lock.
+    """
     with suppress(OSError):  # whether the folder can be used is for the run to say
         holder, _ = read_holder(folder)
         if holder is not None and holder.is_alive(current_holder()):
@@ -131,18 +140,24 @@ class FolderLock:
     """This run's claim on a folder, renewed by a thread until `release`."""
 
     def __init__(self, folder: Path):
-        """Take `folder`. May wait `EXPIRY_SECONDS` to see whether a holder on another machine is alive.
+        """Take `folder`. May wait `EXPIRY_SECONDS` to see whether a holder on another machine is
+        alive.
 
         Raises:
             UserError: another run holds the folder.
             OSError: the folder can't be written to.
         """
-        self.folder, self.me = folder, current_holder()
+        self.folder = folder
+        self.me = current_holder()
         self._writing = threading.Lock()
         self._closing = threading.Event()
         make_folder(folder)
         self._take()
-        self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
+        self._thread = threading.Thread(
+            target=self._renew,
+            name="lock",
+            daemon=True,
+        )
         self._thread.start()
         atexit.register(self.release)
 
@@ -163,7 +178,8 @@ class FolderLock:
                 raise UserError(f"this run has lost its folder: {in_use(self.folder, holder)}")
             if not content:
                 logger.warning(
-                    f"{self.folder} was deleted while the run was writing to it, and what it held is lost. The run "
+                    f"{self.folder} was deleted while the run was writing to it, and "
+                    "what it held is lost. The run "
                     "continues in a new folder of that name"
                 )
             make_folder(self.folder)
@@ -193,12 +209,15 @@ class FolderLock:
             raise self._refusal()
 
     def _is_dead(self, holder: Holder | None, content: bytes) -> bool:
-        """Whether the holder has died; one that can't be looked up is watched for a sign of life."""
+        """Whether the holder has died; one that can't be looked up is watched for a sign of
+        life.
+        """
         alive = holder.is_alive(self.me) if holder else None
         if alive is not None:
             return not alive
         logger.info(
-            f"{self.folder} is held by {holder or 'an unknown run'}. Waiting {EXPIRY_SECONDS:g} s to see if it is alive"
+            f"{self.folder} is held by {holder or 'an unknown run'}. Waiting "
+            f"{EXPIRY_SECONDS:g} s to see if it is alive"
         )
         deadline = time.monotonic() + EXPIRY_SECONDS
         while time.monotonic() < deadline:
@@ -217,7 +236,8 @@ class FolderLock:
         return UserError(in_use(self.folder, holder))
 
     def _write(self, *, exclusive: bool = False) -> None:
-        path, content = self.folder / NAME, self.me.model_dump_json().encode()
+        path = self.folder / NAME
+        content = self.me.model_dump_json().encode()
         if is_remote(path):
             patiently(path, lambda: path.write_bytes(content))
         elif exclusive:

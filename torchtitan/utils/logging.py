@@ -1,6 +1,7 @@
 """The package's logger: stdout, and a file for each rank.
 
-On stdout the ranks listed in `LOG_RANK` (default: 0) log, the others only errors. Every rank logs to its file.
+On stdout the ranks listed in `LOG_RANK` (default: 0) log, the others only errors. Every rank logs
+to its file.
 """
 
 import json
@@ -25,13 +26,21 @@ EVENT = "event"
 
 
 def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
-    """Mark a line of the log as an event: `logger.info("Saved /x/step-100", extra=event("saved", 100))`.
+    """Mark a line of the log as an event: `logger.info("Saved /x/step-100", extra=event("saved",
+    100))`.
 
     Args:
-        kind: started, resumed, saved, deleted, spike, skipped, rewound, stage, straggler, preempted, failed, finished.
+        kind: started, resumed, saved, deleted, spike, skipped, rewound, stage, straggler,
+        preempted, failed, finished.
         details: more keys, whose values JSON can hold.
     """
-    return {EVENT: {"kind": kind, "step": step, **details}}
+    return {
+        EVENT: {
+            "kind": kind,
+            "step": step,
+            **details,
+        }
+    }
 
 
 def _logs(rank: int) -> bool:
@@ -40,7 +49,9 @@ def _logs(rank: int) -> bool:
 
 
 def init_logging(rank: int) -> None:
-    """Log to stdout, with the rank as a prefix if several ranks log. `log_to_file` gets these lines, too."""
+    """Log to stdout, with the rank as a prefix if several ranks log. `log_to_file` gets these
+    lines, too.
+    """
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
     stdout = _Stdout()
     stdout.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
@@ -52,7 +63,14 @@ def init_logging(rank: int) -> None:
     logger.propagate = False
 
 
-def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, keep: int) -> None:
+def log_to_file(
+    folder: Path,
+    rank: int,
+    *,
+    as_json: bool,
+    max_megabytes: int,
+    keep: int,
+) -> None:
     """Also log to this rank's file in `folder`, beginning with what was logged before.
 
     Does nothing in a program that has not called `init_logging`, which decides about its own logs.
@@ -66,14 +84,18 @@ def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, k
         return
     path = folder / f"rank_{rank}.{'jsonl' if as_json else 'log'}"
     file = _File(path, max_megabytes * 1_000_000, keep)
-    file.setFormatter(_Json(rank) if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s", DATE))
+    file.setFormatter(
+        _Json(rank) if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s", DATE)
+    )
     for record in list(pending.records):  # a failure to write adds one
         file.handle(record)
     logger.handlers[logger.handlers.index(pending)] = file
 
 
 def log_failure(error: BaseException) -> None:
-    """Log why this rank fails to its file only: on the terminal, the error is reported once for all ranks."""
+    """Log why this rank fails to its file only: on the terminal, the error is reported once for all
+    ranks.
+    """
     expected = isinstance(error, UserError | KeyboardInterrupt)
     text = str(error) or type(error).__name__
     logger.error(text, exc_info=None if expected else error, extra={"only_in_file": True})
@@ -106,12 +128,19 @@ class _File(RotatingFileHandler):
 
     def __init__(self, path: Path, max_bytes: int, keep: int):
         super().__init__(
-            path, maxBytes=max_bytes, backupCount=keep, encoding="utf-8", errors="backslashreplace", delay=True
+            path,
+            maxBytes=max_bytes,
+            backupCount=keep,
+            encoding="utf-8",
+            errors="backslashreplace",
+            delay=True,
         )
         self._failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is not None and not os.path.exists(self.baseFilename):  # deleted: lines would go with it
+        if self.stream is not None and not os.path.exists(
+            self.baseFilename
+        ):  # deleted: lines would go with it
             self._drop_stream()
         super().emit(record)
         self._failing &= self.stream is None
@@ -121,7 +150,10 @@ class _File(RotatingFileHandler):
         self._drop_stream()
         if not self._failing:
             self._failing = True
-            logger.warning(f"can't write {self.baseFilename}: {sys.exception()}. Lines are lost there until it works")
+            logger.warning(
+                f"can't write {self.baseFilename}: {sys.exception()}. Lines are lost "
+                "there until it works"
+            )
 
     def _open(self) -> Any:
         path = Path(self.baseFilename)
@@ -136,7 +168,8 @@ class _File(RotatingFileHandler):
         return file
 
     def _drop_stream(self) -> None:
-        stream, self.stream = self.stream, None
+        stream = self.stream
+        self.stream = None
         with suppress(OSError, ValueError):
             if stream is not None:
                 stream.close()
@@ -150,7 +183,11 @@ class _Json(logging.Formatter):
         self._about = {"rank": rank, "host": socket.gethostname()}
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {"time": round(record.created, 3), "level": record.levelname.lower(), **self._about}
+        fields = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            **self._about,
+        }
         fields["message"] = record.getMessage()
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)

@@ -1,4 +1,6 @@
-"""Files in folders or that match a pattern: found with a limit, and only once, whatever links lead to them."""
+"""Files in folders or that match a pattern: found with a limit, and only once, whatever links lead
+to them.
+"""
 
 import fnmatch
 import heapq
@@ -12,7 +14,9 @@ class TooManyEntriesError(Exception):
 
 
 class _Folders:
-    """The folders still to search, each once. Links come last, so that a folder is found under its own name."""
+    """The folders still to search, each once. Links come last, so that a folder is found under its
+    own name.
+    """
 
     def __init__(self, skipped: list[str]):
         """
@@ -82,7 +86,8 @@ def files_below(folder: str, most: int, skipped: list[str]) -> list[str]:
 
 
 def without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Each file under one name, and the other names. A file's own name precedes those of links; hard links are files.
+    """Each file under one name, and the other names. A file's own name precedes those of links;
+    hard links are files.
 
     Returns:
         The files and the names left out, both sorted.
@@ -107,9 +112,11 @@ def without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def matching_files(pattern: str, most: int, skipped: list[str]) -> Iterator[str]:
-    """The files that a pattern matches, by the rules of `glob.glob(pattern, recursive=True)`, in no order.
+    """The files that a pattern matches, by the rules of `glob.glob(pattern, recursive=True)`, in no
+    order.
 
-    Links that lead nowhere, pipes and devices are among them: whoever opens them says what is wrong.
+    Links that lead nowhere, pipes and devices are among them: whoever opens them says what is
+    wrong.
 
     Args:
         most: entries of folders to look at.
@@ -130,8 +137,12 @@ def matching_files(pattern: str, most: int, skipped: list[str]) -> Iterator[str]
                 for entry in found:
                     seen += 1
                     if seen > most:
-                        raise TooManyEntriesError(f"{pattern!r} searches more than {most:,} files and folders")
-                    if fnmatch.fnmatch(entry.name, names) and (names.startswith(".") or not entry.name.startswith(".")):
+                        raise TooManyEntriesError(
+                            f"{pattern!r} searches more than {most:,} files and folders"
+                        )
+                    if fnmatch.fnmatch(entry.name, names) and (
+                        names.startswith(".") or not entry.name.startswith(".")
+                    ):
                         yield entry
         except OSError:  # as glob: what can't be read matches nothing
             return

@@ -1,4 +1,6 @@
-"""Folders by path or by URL (`s3://bucket/run`, `gs://...`), both with pathlib's interface. Imports no torch."""
+"""Folders by path or by URL (`s3://bucket/run`, `gs://...`), both with pathlib's interface. Imports
+no torch.
+"""
 
 import importlib
 import importlib.util
@@ -12,10 +14,22 @@ from torchtitan.utils.logging import logger
 
 Result = TypeVar("Result")
 
-_OBJECT_STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "r2://", "oss://")
+_OBJECT_STORES = (
+    "s3://",
+    "s3a://",
+    "gs://",
+    "gcs://",
+    "az://",
+    "abfs://",
+    "abfss://",
+    "r2://",
+    "oss://",
+)
 _ATTEMPTS = 5
 _PAUSE = 1.0
-"""Mean seconds before the second attempt; doubles each time. The clients retry too, but give up sooner."""
+"""Mean seconds before the second attempt; doubles each time. The clients retry too, but give up
+sooner.
+"""
 _LASTING = (
     FileNotFoundError,
     FileExistsError,
@@ -63,7 +77,9 @@ def path_argument(name: str, option: str = "") -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Object stores have none, and a mistyped bucket must not be created."""
+    """Create a folder and its parents. Object stores have none, and a mistyped bucket must not be
+    created.
+    """
     if not str(path).startswith(_OBJECT_STORES):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -74,7 +90,9 @@ def is_remote(path: Path) -> bool:
 
 
 def storage_problem(name: str) -> str | None:
-    """Why a URL can't be used on this machine: unknown scheme or missing package. Opens no connection."""
+    """Why a URL can't be used on this machine: unknown scheme or missing package. Opens no
+    connection.
+    """
     if not is_url(name):
         return None
     from fsspec.registry import known_implementations
@@ -91,7 +109,8 @@ def storage_problem(name: str) -> str | None:
 
 
 def patiently(path: Path, action: Callable[[], Result]) -> Result:
-    """Return `action()`, which works on `path`; on remote storage, retry after errors that may be transient.
+    """Return `action()`, which works on `path`; on remote storage, retry after errors that may be
+    transient.
 
     Raises:
         OSError: the last attempt failed. The storage clients' own exceptions are converted to it.
@@ -103,13 +122,16 @@ def patiently(path: Path, action: Callable[[], Result]) -> Result:
     def warn(state: tenacity.RetryCallState) -> None:
         assert state.outcome is not None
         error = state.outcome.exception()
-        logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {state.upcoming_sleep:.1f} s")
+        logger.warning(
+            f"{path}: {type(error).__name__}: {error}; trying again in {state.upcoming_sleep:.1f} s"
+        )
 
     attempt = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_transient),
         stop=tenacity.stop_after_attempt(_ATTEMPTS),
         # 0.5 to 1.5 times the pause: ranks that failed together try again at different times.
-        wait=tenacity.wait_exponential(multiplier=_PAUSE / 2) + tenacity.wait_random_exponential(multiplier=_PAUSE),
+        wait=tenacity.wait_exponential(multiplier=_PAUSE / 2)
+        + tenacity.wait_random_exponential(multiplier=_PAUSE),
         before_sleep=warn,
         reraise=True,
     )

@@ -1,4 +1,6 @@
-"""Words, figures and tables for people, the same in logs, reports and pages; argument types of the command line."""
+"""Words, figures and tables for people, the same in logs, reports and pages; argument types of the
+command line.
+"""
 
 import argparse
 import math
@@ -13,7 +15,10 @@ DATE = "%Y-%m-%d %H:%M:%S"
 _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
-_BRIEF.maxlong, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxlevel = 30, 8, 4, 3
+_BRIEF.maxlong = 30
+_BRIEF.maxlist = 8
+_BRIEF.maxdict = 4
+_BRIEF.maxlevel = 3
 
 
 def brief(value: object) -> str:
@@ -86,7 +91,9 @@ def show_rate(per_second: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """`0.25 s`, `5.2 s`, `42 s`, `2 min 05 s`, `1 h 02 min`, `3 d 07 h`; `unknown` unless finite."""
+    """`0.25 s`, `5.2 s`, `42 s`, `2 min 05 s`, `1 h 02 min`, `3 d 07 h`; `unknown` unless
+    finite.
+    """
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
@@ -118,7 +125,8 @@ def show_date(at: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A borderless table, the same on a terminal and in a file: cells are never cut, numbers are right-aligned.
+    """A borderless table, the same on a terminal and in a file: cells are never cut, numbers are
+    right-aligned.
 
     Args:
         rows: the first holds the headings.
@@ -131,7 +139,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         numeric = any(body) and all(_NUMBER.fullmatch(cell) for cell in body if cell)
         widths = [cell_len(cell) for cell in cells]
         pads = [" " * (max(widths) - width) for width in widths]
-        columns.append([pad + cell if numeric else cell + pad for cell, pad in zip(cells, pads, strict=True)])
+        columns.append(
+            [pad + cell if numeric else cell + pad for cell, pad in zip(cells, pads, strict=True)]
+        )
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
@@ -141,5 +151,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
     """Argument type of a number of things, for `argparse`."""
     if not re.fullmatch("[0-9]{1,10}", text) or not fewest <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}")
+        raise argparse.ArgumentTypeError(
+            f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}"
+        )
     return int(text)

@@ -1,8 +1,9 @@
 """Workarounds for faults in torch and torchao, one function each.
 
-Every docstring states the fault, the releases it was seen in, and when to delete the function. Those of DCP's staging
-are methods of one class, so they stand there: `torchtitan.checkpoint.staging`. torch is imported inside the functions,
-because the configuration asks for its version without loading it.
+Every docstring states the fault, the releases it was seen in, and when to delete the function.
+Those of DCP's staging are methods of one class, so they stand there:
+`torchtitan.checkpoint.staging`. torch is imported inside the functions, because the configuration
+asks for its version without loading it.
 """
 
 import logging
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 @cache
 def torch_is_before_2_13() -> bool:
-    """Whether the installed torch is 2.11 or 2.12. False on a host without torch, which only checks configurations.
+    """Whether the installed torch is 2.11 or 2.12. False on a host without torch, which only checks
+    configurations.
 
     torch before 2.13. Delete it with its last caller, once pyproject.toml requires 2.13.
     """
@@ -40,7 +42,9 @@ def torch_is_before_2_13() -> bool:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `owner`, a module or one of torch's configurations, and restore them at the end."""
+    """Set attributes of `owner`, a module or one of torch's configurations, and restore them at the
+    end.
+    """
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -54,37 +58,42 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 # ---- false alarms
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # FSDP2 of torch 2.13 and torchtitan.parallel.context call collectives by names that are deprecated since, and of
-    # which 2.11 knows no others.
-    # torch 2.13 to 2.15. Delete once pyproject.toml requires 2.14 and torchtitan.parallel.context calls the new names.
-    (".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*", FutureWarning),
-    # FSDP2 warns about modules that return views, but only in-place operations on a view are a problem. Hidden states
-    # between stages and gathered logits are views, and nothing modifies them in place.
-    # torch 2.13 to 2.15. Delete once FSDP2 warns of in-place operations only.
+    # FSDP2 of torch 2.13 and torchtitan.parallel.context call collectives by names that are
+    # deprecated since, and of which 2.11 knows no others. torch 2.13 to 2.15. Delete once
+    # pyproject.toml requires 2.14 and torchtitan.parallel.context calls the new names.
+    (
+        ".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*",
+        FutureWarning,
+    ),
+    # FSDP2 warns about modules that return views, but only in-place operations on a view are a
+    # problem. Hidden states between stages and gathered logits are views, and nothing modifies them
+    # in place. torch 2.13 to 2.15. Delete once FSDP2 warns of in-place operations only.
     (".*FSDP2-wrapped module .* returned a view tensor.*", UserWarning),
-    # `enable_symm_mem_for_group` is deprecated as unnecessary, but the micro-pipeline pass fuses nothing without it.
-    # torch 2.11 to 2.15. Delete once the pass no longer asks `is_symm_mem_enabled_for_group`.
+    # `enable_symm_mem_for_group` is deprecated as unnecessary, but the micro-pipeline pass fuses
+    # nothing without it. torch 2.11 to 2.15. Delete once the pass no longer asks
+    # `is_symm_mem_enabled_for_group`.
     (".*enable_symm_mem_for_group.*", FutureWarning),
     # `_set_pg_timeout` is called `set_timeout` now, but not yet in 2.13.
     # torch 2.14 to 2.15. Delete once pyproject.toml requires 2.14, and call the new name.
     (".*_set_pg_timeout.*", FutureWarning),
 )
 _LOGGERS = (
-    # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis, which is logged as
-    # slow. It happens only when checkpoints are exported or runs compared.
-    # torch 2.11 to 2.15. Delete once the warning can be switched off for one redistribution.
+    # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis,
+    # which is logged as slow. It happens only when checkpoints are exported or runs compared. torch
+    # 2.11 to 2.15. Delete once the warning can be switched off for one redistribution.
     "torch.distributed.tensor._redistribute",
-    # Every compiled, checkpointed block is reported as possibly containing in-place operations. Ours don't.
-    # torch 2.11 to 2.15. Delete once the warning depends on the block.
+    # Every compiled, checkpointed block is reported as possibly containing in-place operations.
+    # Ours don't. torch 2.11 to 2.15. Delete once the warning depends on the block.
     "torch._higher_order_ops.wrap",
-    # The micro-pipeline pass warns about every graph without collectives, such as the loss.
-    # torch 2.11 to 2.15. Delete once it is silent about those; `FusionReport` names the collectives that matter.
+    # The micro-pipeline pass warns about every graph without collectives, such as the loss. torch
+    # 2.11 to 2.15. Delete once it is silent about those; `FusionReport` names the collectives that
+    # matter.
     "torch._inductor.fx_passes.micro_pipeline_tp",
     # torchao warns on import about each GPU kernel it can't load, on machines without a GPU too.
     # torchao 0.18. Delete once importing it on a CPU is silent.
     "torchao",
-    # torchao registers an enumeration as a constant of compiled graphs, which is logged as deprecated.
-    # torch 2.14 to 2.15, torchao 0.18. Delete once importing torchao logs nothing.
+    # torchao registers an enumeration as a constant of compiled graphs, which is logged as
+    # deprecated. torch 2.14 to 2.15, torchao 0.18. Delete once importing torchao logs nothing.
     "torch.utils._pytree",
 )
 
@@ -92,7 +101,8 @@ _LOGGERS = (
 def silence_false_alarms() -> None:
     """Silence torch's and torchao's warnings about code that is correct. May be called repeatedly.
 
-    Each entry of `_WARNINGS` and `_LOGGERS` has its releases and its condition. Delete the function with the last one.
+    Each entry of `_WARNINGS` and `_LOGGERS` has its releases and its condition. Delete the function
+    with the last one.
     """
     for message, category in _WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
@@ -104,9 +114,11 @@ def silence_false_alarms() -> None:
 
 
 def keep_buffers_of_backward() -> AbstractContextManager[None]:
-    """A compiled backward frees saved tensors after its first run, but a pipeline schedule may run it in two parts.
+    """A compiled backward frees saved tensors after its first run, but a pipeline schedule may run
+    it in two parts.
 
-    torch 2.11 to 2.15. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs again.
+    torch 2.11 to 2.15. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs
+    again.
     """
     from torch._functorch import config
 
@@ -116,8 +128,8 @@ def keep_buffers_of_backward() -> AbstractContextManager[None]:
 def no_shared_autograd_cache() -> AbstractContextManager[None]:
     """The keys of AOTAutograd's cache don't distinguish ranks, so a rank can load another's graph.
 
-    Under tensor parallelism those graphs differ: each contains the offset of its part of the vocabulary. Inductor's own
-    cache, keyed by the finished graph, is not affected.
+    Under tensor parallelism those graphs differ: each contains the offset of its part of the
+    vocabulary. Inductor's own cache, keyed by the finished graph, is not affected.
 
     torch 2.11 to 2.13. Delete once a rank's coordinates in a DTensor's mesh are part of the key.
     """
@@ -129,9 +141,11 @@ def no_shared_autograd_cache() -> AbstractContextManager[None]:
 def must_save_attention(*, compiled: bool, tp_degree: int) -> bool:
     """A compiled block under tensor parallelism can't recompute attention.
 
-    The partitioner treats SDPA as a random operation and mistakes the saved device mesh for the generator's state.
+    The partitioner treats SDPA as a random operation and mistakes the saved device mesh for the
+    generator's state.
 
-    torch 2.13. Delete once tests/distributed/test_compile.py passes for `tp 2` with this returning False.
+    torch 2.13. Delete once tests/distributed/test_compile.py passes for `tp 2` with this returning
+    False.
     """
     return compiled and tp_degree > 1
 
@@ -148,7 +162,8 @@ def redistribute_and_wait(x: "DTensor", placements: "Sequence[Placement]") -> "D
 
 
 def gathers_without_views() -> AbstractContextManager[None]:
-    """At batch size 1 an all-gather along the sequence returns a view, which inductor doesn't recognize as a gather.
+    """At batch size 1 an all-gather along the sequence returns a view, which inductor doesn't
+    recognize as a gather.
 
     Within, gathered parts are always concatenated.
 
@@ -164,11 +179,14 @@ def gathers_without_views() -> AbstractContextManager[None]:
 
 
 def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
-    """The micro-pipeline pass gives up if torch was built without NCCL, even if the fused operators have kernels.
+    """The micro-pipeline pass gives up if torch was built without NCCL, even if the fused operators
+    have kernels.
 
-    Within, torch claims to have NCCL for the duration of each run of that pass, and at no other time.
+    Within, torch claims to have NCCL for the duration of each run of that pass, and at no other
+    time.
 
-    torch 2.11 to 2.15. Delete once the pass asks only whether symmetric memory is enabled for the group.
+    torch 2.11 to 2.15. Delete once the pass asks only whether symmetric memory is enabled for the
+    group.
     """
     import torch.distributed as dist
     from torch._inductor.fx_passes import post_grad
@@ -186,11 +204,13 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
 
 
 def keep_muon_updates_sharded() -> None:
-    """Muon replicates the update of a matrix with fewer rows than shards, and can't add that to the sharded matrix.
+    """Muon replicates the update of a matrix with fewer rows than shards, and can't add that to the
+    sharded matrix.
 
     Changes torch's function for good.
 
-    torch 2.12 to 2.15. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded over two ranks.
+    torch 2.12 to 2.15. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded
+    over two ranks.
     """
     from torch.distributed.tensor import DTensor
     from torch.optim import _muon
@@ -201,7 +221,9 @@ def keep_muon_updates_sharded() -> None:
 
     def sharded(grad: "Tensor", *settings: Any) -> "Tensor":
         update = orthogonalize(grad, *settings)
-        return update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
+        return (
+            update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
+        )
 
     sharded.keeps_sharding = True  # type: ignore[attr-defined]
     _muon._zeropower_via_newtonschulz = sharded
@@ -212,20 +234,24 @@ def keep_muon_updates_sharded() -> None:
 
 @contextmanager
 def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator["dist.Store"]:
-    """torchrun's agent gives every attempt the same store, which still holds the addresses of the previous attempt.
+    """torchrun's agent gives every attempt the same store, which still holds the addresses of the
+    previous attempt.
 
-    Yields the agent's store under a prefix that is unique to this attempt. Rank 0 chooses the prefix and answers the
-    other ranks until the process group exists. Each rank asks under a random key, so answers can't be stale.
+    Yields the agent's store under a prefix that is unique to this attempt. Rank 0 chooses the
+    prefix and answers the other ranks until the process group exists. Each rank asks under a random
+    key, so answers can't be stale.
 
     torch 2.11 to 2.13. Delete once torchrun's store is empty after a change of membership.
     """
     import torch.distributed as dist
 
     def connect() -> dist.TCPStore:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
 
-    agent, own = connect(), uuid.uuid4().hex
+    agent = connect()
+    own = uuid.uuid4().hex
     if rank:
         agent.set(f"attempt/ask/{rank}", own)
         yield dist.PrefixStore(agent.get(f"attempt/answer/{own}").decode(), agent)
@@ -236,10 +262,17 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
         while not ready.wait(0.05):
             for other in range(1, world):
                 if store.check([f"attempt/ask/{other}"]):
-                    key = store.get(f"attempt/ask/{other}").decode()  # may be a previous attempt's: harmless
+                    key = store.get(
+                        f"attempt/ask/{other}"
+                    ).decode()  # may be a previous attempt's: harmless
                     store.set(f"attempt/answer/{key}", own)
 
-    thread = threading.Thread(target=answer, args=(connect(),), name="rendezvous", daemon=True)
+    thread = threading.Thread(
+        target=answer,
+        args=(connect(),),
+        name="rendezvous",
+        daemon=True,
+    )
     thread.start()
     try:
         yield dist.PrefixStore(own, agent)
@@ -249,7 +282,8 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
 
 
 def without_self_connections(operations: "list[dist.P2POp]", own_rank: int) -> "list[dist.P2POp]":
-    """A V-shaped pipeline has two neighbouring stages on its last rank, and torch makes gloo connect it to itself.
+    """A V-shaped pipeline has two neighbouring stages on its last rank, and torch makes gloo
+    connect it to itself.
 
     torch before 2.13. Delete once pyproject.toml requires 2.13.
 
@@ -261,18 +295,23 @@ def without_self_connections(operations: "list[dist.P2POp]", own_rank: int) -> "
 
 
 def without_receive_buffers() -> AbstractContextManager[None]:
-    """A pipeline stage allocates receive buffers for all microbatches when it is prepared, and never frees them.
+    """A pipeline stage allocates receive buffers for all microbatches when it is prepared, and
+    never frees them.
 
-    Within, it notes their shapes on the meta device instead. `allocate_receive_buffers` makes those of one microbatch
-    when their receive is posted, and `drop_receive_buffers` leaves them to the computation.
+    Within, it notes their shapes on the meta device instead. `allocate_receive_buffers` makes those
+    of one microbatch when their receive is posted, and `drop_receive_buffers` leaves them to the
+    computation.
 
-    torch 2.11 to 2.14. Delete the three once pyproject.toml requires 2.15, whose stages do all this.
+    torch 2.11 to 2.14. Delete the three once pyproject.toml requires 2.15, whose stages do all
+    this.
     """
     import torch
     from torch.distributed.pipelining import stage
 
     make = stage._make_tensor_from_meta
-    return replaced(stage, _make_tensor_from_meta=lambda example, device: make(example, torch.device("meta")))
+    return replaced(
+        stage, _make_tensor_from_meta=lambda example, device: make(example, torch.device("meta"))
+    )
 
 
 def allocate_receive_buffers(buffers: "Iterable[Any]", device: "torch.device") -> None:
@@ -284,7 +323,9 @@ def allocate_receive_buffers(buffers: "Iterable[Any]", device: "torch.device") -
 
     for each in buffers:
         if each.buffer is not None and each.buffer.is_meta:
-            each.buffer = torch.empty_like(each.buffer, device=device).requires_grad_(each.buffer.requires_grad)
+            each.buffer = torch.empty_like(each.buffer, device=device).requires_grad_(
+                each.buffer.requires_grad
+            )
 
 
 def drop_receive_buffers(buffers: "Iterable[Any]") -> None:
@@ -296,26 +337,31 @@ def drop_receive_buffers(buffers: "Iterable[Any]") -> None:
 
     for each in buffers:
         if each.buffer is not None:
-            each.buffer = torch.empty_like(each.buffer, device="meta").requires_grad_(each.buffer.requires_grad)
+            each.buffer = torch.empty_like(each.buffer, device="meta").requires_grad_(
+                each.buffer.requires_grad
+            )
 
 
 def forget_output(last: "PipelineStage", microbatch: int) -> None:
-    """A pipeline's last stage keeps its output, the logits, until its backward ends, though only the loss needs them.
+    """A pipeline's last stage keeps its output, the logits, until its backward ends, though only
+    the loss needs them.
 
     torch 2.11 to 2.15. Delete once `forward_one_chunk` of a last stage keeps its inputs only.
     """
     if hasattr(last, "_forward_chunk_states"):  # since 2.15
         state = last._forward_chunk_states[microbatch]
-        state.live_outputs, state.output_grad_edges = [], ()
+        state.live_outputs = []
+        state.output_grad_edges = ()
     else:
         last.fwd_cache[microbatch] = (), last.fwd_cache[microbatch][1]
 
 
 def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> None:
-    """Between its backward for inputs and that for weights, a stage keeps its output and the gradient of its input.
+    """Between its backward for inputs and that for weights, a stage keeps its output and the
+    gradient of its input.
 
-    The second backward needs neither, except on the first stage, whose only backward it is: it starts from gradients
-    inside the stage, which `param_groups` holds.
+    The second backward needs neither, except on the first stage, whose only backward it is: it
+    starts from gradients inside the stage, which `param_groups` holds.
 
     torch 2.11 to 2.15. Delete once `backward_one_chunk` of such a stage keeps `param_groups` only.
     """
@@ -333,10 +379,12 @@ def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> 
 def record_places(metadata: "Metadata", results: "Sequence[Sequence[WriteResult]]") -> None:
     """Enter into `metadata` where each tensor was written, after `FileSystemWriter.finish`.
 
-    torch 2.11 does that in a copy, which it saves; later releases do it in `metadata`. Delete once 2.12 is the oldest
-    supported.
+    torch 2.11 does that in a copy, which it saves; later releases do it in `metadata`. Delete once
+    2.12 is the oldest supported.
     """
-    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+    metadata.storage_data = {
+        result.index: result.storage_data for rank in results for result in rank
+    }
 
 
 # ---- low precision
@@ -345,7 +393,8 @@ def record_places(metadata: "Metadata", results: "Sequence[Sequence[WriteResult]
 def gather_float8_as_bytes() -> None:
     """gloo can't gather Float8 tensors, because it has no such type.
 
-    Changes torchao's table of operations for good, but only for tensors on the CPU, for which the original fails.
+    Changes torchao's table of operations for good, but only for tensors on the CPU, for which the
+    original fails.
 
     torch 2.11 to 2.15, torchao 0.18. Delete once gloo gathers `float8_e4m3fn`.
     """
@@ -362,14 +411,23 @@ def gather_float8_as_bytes() -> None:
         if original is None or hasattr(original, "gathers_bytes"):
             continue
 
-        def gather(op: Any, args: Any, kwargs: Any = None, original: Any = original) -> Any:
+        def gather(
+            op: Any,
+            args: Any,
+            kwargs: Any = None,
+            original: Any = original,
+        ) -> Any:
             x = args[0]
             if x._data.device.type != "cpu":
                 return original(op, args, kwargs)
             out = op(x._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
-            out = torch.ops._c10d_functional.wait_tensor(out)  # bytes can be reinterpreted only once they have arrived
+            out = torch.ops._c10d_functional.wait_tensor(
+                out
+            )  # bytes can be reinterpreted only once they have arrived
             data = out.view(x._data.dtype)
-            return Float8TrainingTensor(data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role)
+            return Float8TrainingTensor(
+                data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role
+            )
 
         gather.gathers_bytes = True  # type: ignore[attr-defined]
         table[operation] = gather
@@ -378,24 +436,33 @@ def gather_float8_as_bytes() -> None:
 def send_padded_float8_shards() -> None:
     """torchao gathers the rows a rank holds, without FSDP2's padding: ranks with fewer send less.
 
-    gloo aborts on that, and NCCL may hang. A rank without rows has no maximum to derive a scale from either. Zeros, of
-    which FSDP2's padding consists, change no scale; FSDP2 cuts them off again. On the CPU weights travel as bytes,
-    because gloo has no Float8: FSDP2 does that itself only if weights of another type are gathered with them.
+    gloo aborts on that, and NCCL may hang. A rank without rows has no maximum to derive a scale
+    from either. Zeros, of which FSDP2's padding consists, change no scale; FSDP2 cuts them off
+    again. On the CPU weights travel as bytes, because gloo has no Float8: FSDP2 does that itself
+    only if weights of another type are gathered with them.
 
     Changes torchao's class for good.
 
-    torch 2.11 to 2.15, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of equal size, and
-    gloo gathers `float8_e4m3fn`.
+    torch 2.11 to 2.15, torchao 0.18. Delete once `fsdp_pre_all_gather` of torchao returns shards of
+    equal size, and gloo gathers `float8_e4m3fn`.
     """
     import torch
     from torch.nn.functional import pad
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
-    send, receive = Weight.fsdp_pre_all_gather, Weight.fsdp_post_all_gather
+    send = Weight.fsdp_pre_all_gather
+    receive = Weight.fsdp_post_all_gather
     if hasattr(send, "pads"):
         return
 
-    def send_padded(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    def send_padded(
+        self: Any,
+        mesh: Any,
+        outer_size: Any,
+        outer_stride: Any,
+        module: Any,
+        mp_policy: Any,
+    ) -> Any:
         rows = -(-outer_size[0] // mesh.size())
         if missing := rows - len(self):
             whole = pad(self._tensor, (0, 0, 0, missing))
@@ -403,8 +470,17 @@ def send_padded_float8_shards() -> None:
         (data,), scale = send(self, mesh)
         return (data.view(torch.uint8) if data.device.type == "cpu" else data,), scale
 
-    def receive_bytes(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return receive(self, tuple(data.view(self._dtype) for data in gathered), metadata, param_dtype, out=out)
+    def receive_bytes(
+        self: Any,
+        gathered: Any,
+        metadata: Any,
+        param_dtype: Any,
+        *,
+        out: Any = None,
+    ) -> Any:
+        return receive(
+            self, tuple(data.view(self._dtype) for data in gathered), metadata, param_dtype, out=out
+        )
 
     send_padded.pads = True  # type: ignore[attr-defined]
     Weight.fsdp_pre_all_gather = send_padded
@@ -417,7 +493,8 @@ def rows_for_empty_float8_shards(models: "Iterable[nn.Module]") -> Iterator[None
 
     Within, those shards hold a row of zeros.
 
-    torch 2.11 to 2.15, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts empty shards.
+    torch 2.11 to 2.15, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts
+    empty shards.
     """
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
@@ -425,5 +502,7 @@ def rows_for_empty_float8_shards(models: "Iterable[nn.Module]") -> Iterator[None
         for weight in (weight for model in models for weight in model.parameters()):
             shard = getattr(weight, "_local_tensor", None)
             if isinstance(shard, Weight) and len(shard) == 0:
-                stack.enter_context(replaced(shard, _tensor=shard._tensor.new_zeros(1, *shard.shape[1:])))
+                stack.enter_context(
+                    replaced(shard, _tensor=shard._tensor.new_zeros(1, *shard.shape[1:]))
+                )
         yield

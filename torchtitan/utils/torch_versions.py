@@ -1,4 +1,6 @@
-"""The releases of torch that this project is tested with. Imports no torch, because scripts ask before there is one."""
+"""The releases of torch that this project is tested with. Imports no torch, because scripts ask
+before there is one.
+"""
 
 from importlib import metadata
 
@@ -7,7 +9,9 @@ TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
 def installed_torch() -> str | None:
-    """Version of the installed torch; None on a host without one, which only checks configurations."""
+    """Version of the installed torch; None on a host without one, which only checks
+    configurations.
+    """
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -37,4 +41,7 @@ def too_new(version: str | None) -> str | None:
     newest = TESTED_TORCH[-1]
     if version is None or feature_release(version) <= feature_release(newest):
         return None
-    return f"torch {version} is newer than the tested releases, {_short(TESTED_TORCH[0])} to {_short(newest)}"
+    return (
+        f"torch {version} is newer than the tested releases, {_short(TESTED_TORCH[0])} to "
+        f"{_short(newest)}"
+    )

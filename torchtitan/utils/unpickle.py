@@ -27,7 +27,9 @@ def safe_loads(content: bytes) -> Any:
 
 
 def load_tensor(file: Any) -> "Tensor":
-    """Read a tensor that `torch.save` wrote, on the CPU. torch refuses a pickle that names anything else."""
+    """Read a tensor that `torch.save` wrote, on the CPU. torch refuses a pickle that names anything
+    else.
+    """
     import torch  # the launcher reads pickles, too, and must not wait for torch
 
     return torch.load(file, map_location="cpu", weights_only=True)

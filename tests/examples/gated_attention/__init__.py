@@ -1,5 +1,5 @@
-"""Llama 3 with gated attention (Qiu et al., arXiv:2505.06708): each head's output is scaled by a gate between 0 and 1,
-which is computed from the block's input.
+"""Llama 3 with gated attention (Qiu et al., arXiv:2505.06708): each head's output is scaled by a
+gate between 0 and 1, which is computed from the block's input.
 
 torchtitan train CONFIG.toml --experimental.custom_import gated_attention --model.name llama3_gated
 """
@@ -21,7 +21,8 @@ class GatedAttention(Attention):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         q, k, v = self.project(x)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         gated = out.transpose(1, 2) * self.gate(x).sigmoid().unsqueeze(-1)
         return self.wo(gated.flatten(2))

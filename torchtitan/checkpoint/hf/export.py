@@ -28,10 +28,12 @@ _PIECE = 16 * 2**20
 
 
 class HFExport:
-    """An export of a checkpoint's weights as Hugging Face safetensors with `config.json` and tokenizer.
+    """An export of a checkpoint's weights as Hugging Face safetensors with `config.json` and
+    tokenizer.
 
-    Called by one process, or by all ranks together, which divide the files among them. Atomic: what was written is
-    compared with the checkpoint, and with transformers if that is installed, before the folder gets its name.
+    Called by one process, or by all ranks together, which divide the files among them. Atomic: what
+    was written is compared with the checkpoint, and with transformers if that is installed, before
+    the folder gets its name.
     """
 
     def __init__(
@@ -53,15 +55,19 @@ class HFExport:
             source: a checkpoint, `.../step-N`.
             dtype: of the written weights; None: as stored.
             averaged: write the average of the weights.
-            check: whether to read the files back, and compare logits and token ids with those of transformers; None: as
+            check: whether to read the files back, and compare logits and token ids with those of
+            transformers; None: as
                 far as transformers is installed and memory suffices.
             most_compared: compare the logits of models of up to this many parameters.
 
         Raises:
-            CheckpointError: Hugging Face's class can't express the model, or the checkpoint is of another one.
+            CheckpointError: Hugging Face's class can't express the model, or the checkpoint is of
+            another one.
         """
         if problems := export_problems(spec, args):
-            raise CheckpointError("\n".join(f"can't export to Hugging Face: {problem}" for problem in problems))
+            raise CheckpointError(
+                "\n".join(f"can't export to Hugging Face: {problem}" for problem in problems)
+            )
         self.folder = folder
         self.spec = spec
         self.args = args
@@ -71,9 +77,11 @@ class HFExport:
         self.most_compared = most_compared
         self.notes: list[str] = []
         """What was compared and what was not, for people; on rank 0, after `write`."""
-        self.rank, self.world = 0, 1
+        self.rank = 0
+        self.world = 1
         if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.rank = dist.get_rank()
+            self.world = dist.get_world_size()
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata
@@ -95,29 +103,46 @@ class HFExport:
         self._stack: tuple[str, Tensor] | None = None
         self.dtype = next(iter(self.tensors.values())).dtype
         """Of the first of the written weights."""
-        groups = list(batches(((name, value.nbytes) for name, value in self.tensors.items()), max_file_bytes))
+        groups = list(
+            batches(((name, value.nbytes) for name, value in self.tensors.items()), max_file_bytes)
+        )
         count = len(groups)
-        files = [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else ["model"]
-        self.files = {f"{name}.safetensors": group for name, group in zip(files, groups, strict=True)}
+        files = (
+            [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else ["model"]
+        )
+        self.files = {
+            f"{name}.safetensors": group for name, group in zip(files, groups, strict=True)
+        }
 
     def _check(self, ours: Mapping[str, Any], averaged: bool) -> None:
         """
         Raises:
-            CheckpointError: the checkpoint lacks some of the weights `ours`, or has some beside them that matter.
+            CheckpointError: the checkpoint lacks some of the weights `ours`, or has some beside
+            them that matter.
         """
         names = {f"model.{name}" for name in ours}
         wanted = [f"ema.{name}" for name in ours] if averaged else list(names)
-        source, stored = self.reader.path, self.reader.read_metadata().state_dict_metadata
+        source = self.reader.path
+        stored = self.reader.read_metadata().state_dict_metadata
         if missing := [key for key in wanted if key not in stored]:
-            raise CheckpointError(f"{source} is not of the model in its manifest: {missing[0]} is missing")
+            raise CheckpointError(
+                f"{source} is not of the model in its manifest: {missing[0]} is missing"
+            )
         buffers = {f"model.{name}" for name, _ in on_meta(self.spec, self.args).named_buffers()}
         for key in sorted(key for key in stored if key.startswith("model.") and key not in names):
             if key not in buffers:
-                raise CheckpointError(f"{source} is not of the model in its manifest: {key} is unknown")
-            if stored[key].properties.dtype.is_floating_point and read_tensor(self.reader, key).any():
                 raise CheckpointError(
-                    f"{source}: {key.removeprefix('model.')} is not zero, and Hugging Face's {self.hf.model_type} "
-                    "has no place for it: the exported model would choose other experts. To export, train with "
+                    f"{source} is not of the model in its manifest: {key} is unknown"
+                )
+            if (
+                stored[key].properties.dtype.is_floating_point
+                and read_tensor(self.reader, key).any()
+            ):
+                raise CheckpointError(
+                    f"{source}: {key.removeprefix('model.')} is not zero, and Hugging "
+                    f"Face's {self.hf.model_type} "
+                    "has no place for it: the exported model would choose other experts. "
+                    "To export, train with "
                     "moe.balance_bias_rate = 0, and balance by moe.global_balance_loss"
                 )
 
@@ -142,14 +167,17 @@ class HFExport:
         try:
             phase()
         except Exception as error:
-            problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            problem = (
+                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            )
         problems = [problem] * self.world
         if dist.is_initialized():
             dist.all_gather_object(problems, problem, group=group)
         for rank, text in enumerate(problems):
             if text:
                 raise CheckpointError(
-                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left of the export; "
+                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left "
+                    "of the export; "
                     f"{self.reader.path} stays"
                 )
 
@@ -160,7 +188,8 @@ class HFExport:
 
     def _write_weights(self) -> None:
         for file, names in list(self.files.items())[self.rank :: self.world]:
-            path, tensors = self.target / file, {name: self.tensors[name] for name in names}
+            path = self.target / file
+            tensors = {name: self.tensors[name] for name in names}
             patiently(path, partial(_write_safetensors, path, tensors, self._read))
 
     def _describe(self) -> None:
@@ -169,12 +198,19 @@ class HFExport:
         if len(self.files) > 1:
             total = {"total_size": sum(value.nbytes for value in self.tensors.values())}
             places = {name: file for file, names in self.files.items() for name in names}
-            write_json(self.target / "model.safetensors.index.json", {"metadata": total, "weight_map": places})
+            write_json(
+                self.target / "model.safetensors.index.json",
+                {"metadata": total, "weight_map": places},
+            )
         special: dict[str, int | None] = {}
         if tokenizer := self.tokenizer:
             special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             write_tokenizer(tokenizer, self.target)
-        sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+        sampling = {
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_p": 0.9,
+        }
         write_json(self.target / "generation_config.json", sampling | special)
         about = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
         write_json(self.target / "config.json", about | special)
@@ -185,11 +221,15 @@ class HFExport:
             return
         for file, names in list(self.files.items())[self.rank :: self.world]:
             # The pages that are read of a mapped file are this process's memory until it is closed.
-            for batch in batches(((name, self.tensors[name].nbytes) for name in names), MAPPED_BYTES):
+            for batch in batches(
+                ((name, self.tensors[name].nbytes) for name in names), MAPPED_BYTES
+            ):
                 with safe_open(self.target / file, framework="pt") as content:
                     for name in batch:
                         if not _same_bits(content.get_tensor(name), self._read(name)):
-                            raise CheckpointError(f"{file}: {name} is not what was written; the storage is faulty")
+                            raise CheckpointError(
+                                f"{file}: {name} is not what was written; the storage is faulty"
+                            )
 
     def _compare(self) -> None:
         if self.rank != 0:
@@ -235,8 +275,11 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-    """Write a safetensors file with one tensor in memory at a time; torch's and safetensors' writers hold whole files.
+def _write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> None:
+    """Write a safetensors file with one tensor in memory at a time; torch's and safetensors'
+    writers hold whole files.
 
     The format is 8 bytes with the header's length, the header (JSON), and the tensors' bytes
     (https://github.com/huggingface/safetensors#format).
@@ -248,8 +291,13 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], read: Callable
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in tensors.items():
-        start, end = end, end + value.nbytes
-        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+        start = end
+        end = end + value.nbytes
+        header[name] = {
+            "dtype": DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

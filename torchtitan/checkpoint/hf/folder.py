@@ -1,6 +1,8 @@
-"""Reading the folder of a Hugging Face model, which may hold anything: `config.json` and safetensors.
+"""Reading the folder of a Hugging Face model, which may hold anything: `config.json` and
+safetensors.
 
-Only regular files are opened, and nothing is unpickled. The library `safetensors` checks the headers.
+Only regular files are opened, and nothing is unpickled. The library `safetensors` checks the
+headers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,23 +83,30 @@ def _weight_files(folder: Path) -> list[Path]:
             return found
         if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
             raise CheckpointError(
-                f"no .safetensors files in {folder}, but {pickles[0]}: a pickle, which runs code when it is read. If "
-                "you trust it, convert it with transformers: from_pretrained(...).save_pretrained(...)"
+                f"no .safetensors files in {folder}, but {pickles[0]}: a pickle, which "
+                "runs code when it is read. If "
+                "you trust it, convert it with transformers: "
+                "from_pretrained(...).save_pretrained(...)"
             )
         raise CheckpointError(
-            f"no .safetensors files in {folder}, the folder of a Hugging Face model (checkpoint.initial_load_path, or "
+            f"no .safetensors files in {folder}, the folder of a Hugging Face model "
+            "(checkpoint.initial_load_path, or "
             "model.hf_assets_path without it)"
         )
     try:
         names = sorted(set(_Index.model_validate(read_json_object(index)).weight_map.values()))
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(f"{index}: {'.'.join(map(str, first['loc']))[:200]}: {first['msg']}") from None
+        raise CheckpointError(
+            f"{index}: {'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from None
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name[:200]!r}, must name .safetensors files beside it")
+            raise CheckpointError(
+                f"{index} names {name[:200]!r}, must name .safetensors files beside it"
+            )
     return [folder / name for name in names]
 
 
@@ -127,7 +136,8 @@ def parts_of(theirs: str | list[str]) -> list[str]:
 class SafetensorsReader(HuggingFaceStorageReader):
     """Reads weights under our names. Only the slices that a rank needs are read, one at a time.
 
-    To torch's checkpointing (DCP) a stack is a tensor that was saved in as many chunks as it has parts.
+    To torch's checkpointing (DCP) a stack is a tensor that was saved in as many chunks as it has
+    parts.
     """
 
     def __init__(self, folder: Path, names: HFNames):
@@ -136,7 +146,8 @@ class SafetensorsReader(HuggingFaceStorageReader):
             CheckpointError: the folder has no safetensors, or one is damaged.
         """
         super().__init__(str(folder))
-        self.folder, self.names = folder, names
+        self.folder = folder
+        self.names = names
         self.entries: dict[str, _Entry] = {}
         """What the folder holds, by its names."""
         for file in _weight_files(folder):
@@ -157,20 +168,29 @@ class SafetensorsReader(HuggingFaceStorageReader):
             if first is None or None in entries or first.dtype not in _NAMED:
                 continue
             whole = theirs is not parts
-            shape, zeros = first.shape, (0,) * len(first.shape)
+            shape = first.shape
+            zeros = (0,) * len(first.shape)
             offsets = [torch.Size(zeros if whole else (i, *zeros)) for i in range(len(parts))]
             size = torch.Size(shape if whole else (1, *shape))
             chunks = [ChunkStorageMetadata(offset, size) for offset in offsets]
             full = size if whole else torch.Size((len(parts), *shape))
-            tensors[ours] = TensorStorageMetadata(TensorProperties(dtype=_NAMED[first.dtype]), full, chunks)
-            places |= {MetadataIndex(ours, offset): part for offset, part in zip(offsets, parts, strict=True)}
-        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+            tensors[ours] = TensorStorageMetadata(
+                TensorProperties(dtype=_NAMED[first.dtype]), full, chunks
+            )
+            places |= {
+                MetadataIndex(ours, offset): part
+                for offset, part in zip(offsets, parts, strict=True)
+            }
+        return Metadata(
+            tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id)
+        )
 
     def read_metadata(self) -> Metadata:
         return self._metadata
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded ones too, in place. They may have other dtypes than the stored ones.
+        """Fill tensors, sharded ones too, in place. They may have other dtypes than the stored
+        ones.
 
         Raises:
             CheckpointError: one can't be read, or holds NaN or infinity.
@@ -198,10 +218,16 @@ class SafetensorsReader(HuggingFaceStorageReader):
         Raises:
             CheckpointError: it can't be read, or holds NaN or infinity.
         """
-        about, theirs = self._metadata.state_dict_metadata[name], self.names[name]
+        about = self._metadata.state_dict_metadata[name]
+        theirs = self.names[name]
         out = torch.empty(about.size, dtype=about.properties.dtype)
         targets = [out] if isinstance(theirs, str) else out.unbind()
-        self._fill([_Piece(part, (), target) for part, target in zip(parts_of(theirs), targets, strict=True)])
+        self._fill(
+            [
+                _Piece(part, (), target)
+                for part, target in zip(parts_of(theirs), targets, strict=True)
+            ]
+        )
         return out
 
     def _fill(self, pieces: Iterable[_Piece]) -> None:
@@ -227,24 +253,39 @@ class SafetensorsReader(HuggingFaceStorageReader):
             raise CheckpointError(f"can't read {part} of {file}: {error}") from None
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """What is missing for our weights of these names and shapes, or of the wrong shape or dtype."""
-        if nameless := [f"{ours} has no name in Hugging Face's format" for ours in shapes if ours not in self.names]:
+        """What is missing for our weights of these names and shapes, or of the wrong shape or
+        dtype.
+        """
+        if nameless := [
+            f"{ours} has no name in Hugging Face's format"
+            for ours in shapes
+            if ours not in self.names
+        ]:
             return nameless
         out = [
-            f"{part} is missing" for ours in shapes for part in parts_of(self.names[ours]) if part not in self.entries
+            f"{part} is missing"
+            for ours in shapes
+            for part in parts_of(self.names[ours])
+            if part not in self.entries
         ]
         for ours, shape in shapes.items() if not out else ():
             theirs = self.names[ours]
             parts = parts_of(theirs)
-            wanted, first = tuple(shape if theirs is not parts else shape[1:]), self.entries[parts[0]]
+            wanted = tuple(shape if theirs is not parts else shape[1:])
+            first = self.entries[parts[0]]
             for part in parts:
                 entry = self.entries[part]
                 if entry.shape != wanted:
                     out.append(f"{part} is {list(entry.shape)}, should be {list(wanted)}")
                 elif entry.dtype not in _NAMED:
-                    out.append(f"{part} has dtype {entry.dtype}, must be one of {', '.join(_NAMED)}")
+                    out.append(
+                        f"{part} has dtype {entry.dtype}, must be one of {', '.join(_NAMED)}"
+                    )
                 elif entry.dtype != first.dtype:
-                    out.append(f"{part} has dtype {entry.dtype}, {parts[0]} of the same stack {first.dtype}")
+                    out.append(
+                        f"{part} has dtype {entry.dtype}, {parts[0]} of the same stack "
+                        f"{first.dtype}"
+                    )
         return out
 
     def _checked(self, name: str, value: Tensor) -> Tensor:
@@ -253,19 +294,23 @@ class SafetensorsReader(HuggingFaceStorageReader):
             extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))
             if not extremes.isfinite().all():
                 raise CheckpointError(
-                    f"{self.entries[name].file}: {name} holds NaN or infinity; download the model again"
+                    f"{self.entries[name].file}: {name} holds NaN or infinity; download "
+                    "the model again"
                 )
         return value
 
 
 def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Items in order, in lists whose sizes sum to at most `limit`; a larger item is a list of its own."""
+    """Items in order, in lists whose sizes sum to at most `limit`; a larger item is a list of its
+    own.
+    """
     batch: list[T] = []
     total = 0
     for item, size in sizes:
         if batch and total + size > limit:
             yield batch
-            batch, total = [], 0
+            batch = []
+            total = 0
         batch.append(item)
         total += size
     if batch:
@@ -279,14 +324,20 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         CheckpointError: it is not a regular file, or not sound.
     """
     if not file.is_file():
-        raise CheckpointError(f"{file} {'is not a regular file' if file.exists() else 'is missing'}")
+        raise CheckpointError(
+            f"{file} {'is not a regular file' if file.exists() else 'is missing'}"
+        )
     try:
         with safe_open(file, framework="pt") as content:
             if "DCP_SHARDING_INFO" in (content.metadata() or {}):
                 raise CheckpointError(
-                    f"{file} holds shards of torch's writer; consolidate them into whole tensors first"
+                    f"{file} holds shards of torch's writer; consolidate them into whole "
+                    "tensors first"
                 )
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - not a dictionary
-            return {name: _Entry(str(file), tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            return {
+                name: _Entry(str(file), tuple(part.get_shape()), part.get_dtype())
+                for name, part in slices.items()
+            }
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged, or not safetensors: {error}") from None

@@ -24,13 +24,15 @@ _MADE = (HuggingFaceTokenizer, TiktokenTokenizer)
 
 
 def is_own(tokenizer: Tokenizer) -> bool:
-    """Whether `write_tokenizer` makes the files, so that they must give the ids. Registered ones bring files of their
-    own, or none."""
+    """Whether `write_tokenizer` makes the files, so that they must give the ids. Registered ones
+    bring files of their own, or none.
+    """
     return type(tokenizer) in _MADE
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files of a tokenizer. A text gets the ids that it has in training, begin-of-text first.
+    """Write the files of a tokenizer. A text gets the ids that it has in training, begin-of-text
+    first.
 
     Raises:
         OSError, ValueError, UserError: its own files can't be read any more.
@@ -51,9 +53,16 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
             if path.is_file():
                 _copy(path, folder)
     bos = None if tokenizer.bos_id is None else _name(tokenizer, tokenizer.bos_id)
-    content |= {"truncation": None, "padding": None, "post_processor": _beginning(bos, tokenizer.bos_id)}
+    content |= {
+        "truncation": None,
+        "padding": None,
+        "post_processor": _beginning(bos, tokenizer.bos_id),
+    }
     write_json(folder / "tokenizer.json", content)
-    write_json(folder / "tokenizer_config.json", _settings(settings, bos, _name(tokenizer, tokenizer.eos_id)))
+    write_json(
+        folder / "tokenizer_config.json",
+        _settings(settings, bos, _name(tokenizer, tokenizer.eos_id)),
+    )
 
 
 def _name(tokenizer: Tokenizer, id: int) -> str:
@@ -69,7 +78,9 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
-    """A post-processor that adds begin-of-text alone, as training does where the tokenizer has it."""
+    """A post-processor that adds begin-of-text alone, as training does where the tokenizer has
+    it.
+    """
     if bos is None:
         return None
     parts: list[dict[str, Any]] = []
@@ -80,19 +91,33 @@ def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
         "type": "TemplateProcessing",
         "single": parts[:2],
         "pair": parts,
-        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        "special_tokens": {
+            bos: {
+                "id": bos,
+                "ids": [bos_id],
+                "tokens": [bos],
+            }
+        },
     }
 
 
 def _settings(given: Mapping[str, Any], bos: str | None, eos: str) -> dict[str, Any]:
-    """`tokenizer_config.json`. The class is the one that takes `tokenizer.json` as it is; others build their own."""
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos is not None, "add_eos_token": False}
+    """`tokenizer_config.json`. The class is the one that takes `tokenizer.json` as it is; others
+    build their own.
+    """
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bos is not None,
+        "add_eos_token": False,
+    }
     kept = {key: value for key, value in given.items() if key != "auto_map"}
     return kept | own | {"bos_token": bos, "eos_token": eos}
 
 
 def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """`tokenizer.json` of Llama 3's tiktoken file. Every way to merge two tokens into a third is a merge of BPE."""
+    """`tokenizer.json` of Llama 3's tiktoken file. Every way to merge two tokens into a third is a
+    merge of BPE.
+    """
     characters = _byte_characters()
     ranks = tokenizer.ranks
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -104,16 +129,40 @@ def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             [spelled[left], spelled[right]]
             for left, right in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         ]
-    special = {name: tokenizer.backend.encode_single_token(name) for name in tokenizer.backend.special_tokens_set}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+    special = {
+        name: tokenizer.backend.encode_single_token(name)
+        for name in tokenizer.backend.special_tokens_set
+    }
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": LLAMA3_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": id, "content": name, **flags} for name, id in sorted(special.items(), key=lambda item: item[1])
+            {
+                "id": id,
+                "content": name,
+                **flags,
+            }
+            for name, id in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
@@ -142,7 +191,9 @@ def _byte_characters() -> list[str]:
 
 
 def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | None:
-    """What is wrong with the first text that `encode` gives other ids than training; None if there is none."""
+    """What is wrong with the first text that `encode` gives other ids than training; None if there
+    is none.
+    """
     for text in TEXTS:
         try:
             wanted = tokenizer.encode(text, bos=True)
@@ -155,7 +206,9 @@ def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> 
 
 
 def file_problem(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """What differs between `tokenizer.json`, read by the `tokenizers` library, and training; None if nothing does."""
+    """What differs between `tokenizer.json`, read by the `tokenizers` library, and training; None
+    if nothing does.
+    """
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(folder / "tokenizer.json"))

@@ -20,7 +20,8 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
     Buffers stay as they are: Hugging Face's formats have no place for them.
 
     Raises:
-        CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing, has another shape, or
+        CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing,
+        has another shape, or
             holds NaN or infinity.
     """
     reader = SafetensorsReader(folder, names)
@@ -37,17 +38,26 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
 def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> None:
     """
     Raises:
-        CheckpointError: the weights are not those of a model of these hyper-parameters, which came with them.
+        CheckpointError: the weights are not those of a model of these hyper-parameters, which came
+        with them.
     """
     known = {part: None for theirs in reader.names.values() for part in parts_of(theirs)}
     unused = reader.entries.keys() - known - {"lm_head.weight"}
     wrong = [f"{theirs} is missing" for theirs in known if theirs not in reader.entries]
-    wrong += [f"{theirs} is unknown" for theirs in sorted(unused) if not theirs.endswith("rotary_emb.inv_freq")]
+    wrong += [
+        f"{theirs} is unknown"
+        for theirs in sorted(unused)
+        if not theirs.endswith("rotary_emb.inv_freq")
+    ]
     if not wrong:  # else the model could be of any size
-        wrong = reader.problems({name: weight.shape for name, weight in on_meta(spec, args).named_parameters()})
+        wrong = reader.problems(
+            {name: weight.shape for name, weight in on_meta(spec, args).named_parameters()}
+        )
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{reader.folder} is not the model of its config.json: {'; '.join(wrong[:3])}{more}")
+        raise CheckpointError(
+            f"{reader.folder} is not the model of its config.json: {'; '.join(wrong[:3])}{more}"
+        )
 
 
 def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
@@ -56,7 +66,13 @@ def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
         return spec.build(args, None)
 
 
-def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]) -> int:
+def import_hf(
+    source: Path,
+    target: Path,
+    spec: ModelSpec,
+    args: Any,
+    manifest: dict[str, Any],
+) -> int:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes.
 
     Args:
@@ -67,7 +83,8 @@ def import_hf(source: Path, target: Path, spec: ModelSpec, args: Any, manifest: 
         The number of parameters.
 
     Raises:
-        CheckpointError: a weight is missing or unknown, holds NaN or infinity, or its shape doesn't follow from `args`.
+        CheckpointError: a weight is missing or unknown, holds NaN or infinity, or its shape doesn't
+        follow from `args`.
     """
     reader = SafetensorsReader(source, hf_map(spec).names(args))
     check_hf(reader, spec, args)

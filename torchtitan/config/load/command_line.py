@@ -1,6 +1,7 @@
 """The command line: configuration flags, alone or among a command's own options.
 
-Flags are `--section.key value`, `--section.key=value`, or a bare `--section.flag` for true; `-` and `_` are the same.
+Flags are `--section.key value`, `--section.key=value`, or a bare `--section.flag` for true; `-` and
+`_` are the same.
 """
 
 import argparse
@@ -34,11 +35,13 @@ def parse_args(
 
     Args:
         parser: declares the command's own options. A positional `config` is added: the TOML file.
-        argv: what follows the command's name. `--help SECTION` prints the keys of a section and exits.
+        argv: what follows the command's name. `--help SECTION` prints the keys of a section and
+        exits.
         file_required: a TOML file must be given.
 
     Returns:
-        The command's options, whose `config` is the TOML file or None; and the arguments for `resolve` or
+        The command's options, whose `config` is the TOML file or None; and the arguments for
+        `resolve` or
         `load_config`, the TOML file included.
 
     Raises:
@@ -46,20 +49,27 @@ def parse_args(
     """
     show_help(argv, whole=False)
     own, flags = split_args(argv)
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the configuration")
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG.toml",
+        help="the configuration",
+    )
     if parser.usage is None:
         usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
         parser.usage = f"{usage} [--section.key value ...]"
     parser.epilog = (
         parser.epilog
-        or "--section.key value overrides the file. --help SECTION lists a section's keys; `-- --help` lists all."
+        or "--section.key value overrides the file. --help SECTION lists a section's keys; "
+        "`-- --help` lists all."
     )
     options = parser.parse_intermixed_args(own)
     named = [str(setting.value) for key, setting in config_flags(flags, []) if key == _FILE]
     if options.config and named:
         parser.error(f"two configurations, {options.config} and {named[-1]}: name one")
     if named:
-        options.config, flags = named[-1], _without_file(flags)
+        options.config = named[-1]
+        flags = _without_file(flags)
     elif file_required and not options.config:
         parser.error("name the configuration: CONFIG.toml")
     if options.config:
@@ -81,8 +91,9 @@ def _without_file(flags: list[str]) -> list[str]:
 def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
     """A command's own words, and those of the configuration's flags.
 
-    A flag is the configuration's if its name has a dot, or is `--config` or `--config_file`; after `--` every flag is.
-    Its values are the words up to the next flag, `.toml` file or shipped configuration.
+    A flag is the configuration's if its name has a dot, or is `--config` or `--config_file`; after
+    `--` every flag is. Its values are the words up to the next flag, `.toml` file or shipped
+    configuration.
 
     Raises:
         ConfigError: there are thousands of words.
@@ -119,17 +130,23 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
     if flag is None:
         return
     following = argv[argv.index(flag) + 1 :]
-    section = following[0].replace("-", "_") if following and not following[0].startswith("-") else None
+    section = (
+        following[0].replace("-", "_") if following and not following[0].startswith("-") else None
+    )
     if section or whole:
         from torchtitan.config.load.render import help_text
 
-        print(help_text(section), flush=True)  # now: `run_main` ends quietly if `head` has seen enough
+        print(
+            help_text(section), flush=True
+        )  # now: `run_main` ends quietly if `head` has seen enough
         sys.exit(0)
 
 
 def _check_length(argv: list[str]) -> None:
     if len(argv) > MOST_VALUES:
-        raise ConfigError([f"the command line has {len(argv):,} words; at most {MOST_VALUES:,} are read"])
+        raise ConfigError(
+            [f"the command line has {len(argv):,} words; at most {MOST_VALUES:,} are read"]
+        )
 
 
 def _is_config_flag(word: str) -> bool:
@@ -197,10 +214,18 @@ def _key_of(flag: str) -> str:
 
 
 def _kind_of(key: str) -> Any:
-    """The type of a key's value; None if any TOML value may follow: an open table, an unsupported or unknown key."""
+    """The type of a key's value; None if any TOML value may follow: an open table, an unsupported
+    or unknown key.
+    """
     key = renamed(key) or key
     entry = UNSUPPORTED.get(key)
-    kind = FIELDS[key].annotation if key in FIELDS else entry.kind if isinstance(entry, Tuning) else None
+    kind = (
+        FIELDS[key].annotation
+        if key in FIELDS
+        else entry.kind
+        if isinstance(entry, Tuning)
+        else None
+    )
     return None if get_origin(kind) is dict else kind
 
 
@@ -221,7 +246,9 @@ def _parse_value(key: str, words: list[str]) -> Any:
     if not words and kind is bool:
         return True
     if len(words) != 1:
-        raise ValueError(f"takes one value, got {brief(' '.join(words))}" if words else "needs a value")
+        raise ValueError(
+            f"takes one value, got {brief(' '.join(words))}" if words else "needs a value"
+        )
     try:
         return TypeAdapter(kind).validate_strings(words[0])
     except ValidationError:
@@ -237,5 +264,8 @@ def _guess(words: list[str]) -> Any:
         return tomli.loads(f"value = {words[0]}")["value"]
     except tomli.TOMLDecodeError:
         return {"True": True, "False": False}.get(words[0], words[0])
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nested too deeply
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an integer of thousands of digits, or nested too deeply
         raise ValueError(f"got {brief(words[0])}, not a value of TOML: {error}") from None

@@ -1,6 +1,8 @@
-"""Keys of the TorchTitan 0.1 and 0.2 convention that this version spells differently or doesn't support yet.
+"""Keys of the TorchTitan 0.1 and 0.2 convention that this version spells differently or doesn't
+support yet.
 
-No key is ignored: it is renamed with a warning, accepted where its value means "off", or refused with the reason.
+No key is ignored: it is renamed with a warning, accepted where its value means "off", or refused
+with the reason.
 """
 
 import json
@@ -40,7 +42,9 @@ RENAMED_SECTIONS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.m
 
 @dataclass(frozen=True)
 class NotYet:
-    """A key for something this version lacks. `off`: the values that don't ask for it, which are accepted."""
+    """A key for something this version lacks. `off`: the values that don't ask for it, which are
+    accepted.
+    """
 
     what: str
     off: tuple[Any, ...] = ()
@@ -48,7 +52,9 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A key that has no effect unless `gate`, an unsupported key, is on. Its value must still be of type `kind`."""
+    """A key that has no effect unless `gate`, an unsupported key, is on. Its value must still be of
+    type `kind`.
+    """
 
     gate: str
     kind: Any
@@ -63,7 +69,8 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
         "overlap of one microbatch's all-to-all with another's computation", (False,)
     ),
     "parallelism.expert_tensor_parallel_degree": NotYet(
-        "tensor parallelism within an expert (tensor-parallel ranks have different tokens, so expert_parallel_degree "
+        "tensor parallelism within an expert (tensor-parallel ranks have different "
+        "tokens, so expert_parallel_degree "
         "splits the experts over them too)",
         (1,),
     ),
@@ -103,10 +110,13 @@ def renamed(key: str) -> str | None:
     return None
 
 
-def rename_old_keys(layer: dict[str, Setting], problems: list[str], warnings: list[str]) -> dict[str, Setting]:
+def rename_old_keys(
+    layer: dict[str, Setting], problems: list[str], warnings: list[str]
+) -> dict[str, Setting]:
     """The settings of one file or the command line under today's names.
 
-    Must run before layers are merged, so that a later layer overrides an earlier one under either name.
+    Must run before layers are merged, so that a later layer overrides an earlier one under either
+    name.
     """
     out: dict[str, Setting] = {}
     for old, setting in layer.items():
@@ -114,45 +124,73 @@ def rename_old_keys(layer: dict[str, Setting], problems: list[str], warnings: li
         if key is not None:
             warnings.append(f"{setting.where}: {old} is called {key} now")
             if key in layer:
-                problems.append(f"{place(setting.where, old)}: {key} is set too ({layer[key].where}); remove {old}")
+                problems.append(
+                    f"{place(setting.where, old)}: {key} is set too "
+                    f"({layer[key].where}); remove {old}"
+                )
                 continue
         out[key or old] = setting
     return out
 
 
-def convert_microbatch_count(given: dict[str, Setting], problems: list[str], warnings: list[str]) -> None:
+def convert_microbatch_count(
+    given: dict[str, Setting], problems: list[str], warnings: list[str]
+) -> None:
     """Replace 0.1's number of pipeline microbatches in `given` by the size of one."""
     if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
         return
-    key, rows_key = "parallelism.pipeline_parallel_microbatch_size", "training.local_batch_size"
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    rows_key = "training.local_batch_size"
     rows = given[rows_key].value if rows_key in given else FIELDS[rows_key].default
     start = place(count.where, MICROBATCHES)
     if key in given:
         problems.append(f"{start}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
-    elif type(count.value) is not int or type(rows) is not int or count.value < 1 or rows % count.value:
-        problems.append(f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; better set {key}")
+    elif (
+        type(count.value) is not int
+        or type(rows) is not int
+        or count.value < 1
+        or rows % count.value
+    ):
+        problems.append(
+            f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; "
+            f"better set {key}"
+        )
     else:
-        warnings.append(f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}")
+        warnings.append(
+            f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}"
+        )
         given[key] = Setting(rows // count.value, count.where)
 
 
 def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> None:
-    """Replace 0.2's flavors that name an attention kernel in `given`: they are Llama 3 with a document mask."""
-    flavor, name = given.get("model.flavor"), given.get("model.name")
-    if flavor is None or not isinstance(flavor.value, str) or (name and name.value != FIELDS["model.name"].default):
+    """Replace 0.2's flavors that name an attention kernel in `given`: they are Llama 3 with a
+    document mask.
+    """
+    flavor = given.get("model.flavor")
+    name = given.get("model.name")
+    if (
+        flavor is None
+        or not isinstance(flavor.value, str)
+        or (name and name.value != FIELDS["model.name"].default)
+    ):
         return
     if match := re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value):
         given["model.flavor"] = Setting(match[1], flavor.where)
         mask = given.setdefault("training.document_mask", Setting(True, flavor.where))
         text = f"{flavor.where}: model.flavor {brief(flavor.value)} is {brief(match[1])} now, "
         if mask.value is False:
-            text += f"without the mask it stands for, because training.document_mask is false ({mask.where})"
+            text += (
+                "without the mask it stands for, because training.document_mask is false "
+                f"({mask.where})"
+            )
         else:
             text += "with training.document_mask = true"
         warnings.append(text)
 
 
-def drop_unsupported(given: dict[str, Setting], suggested: list[str], problems: list[str]) -> dict[str, Setting]:
+def drop_unsupported(
+    given: dict[str, Setting], suggested: list[str], problems: list[str]
+) -> dict[str, Setting]:
     """The settings without the keys that the schema lacks, whose values are checked here.
 
     Args:
@@ -170,7 +208,10 @@ def drop_unsupported(given: dict[str, Setting], suggested: list[str], problems: 
         elif entry is not None:
             texts = list(_refusals(entry, setting.value))
         elif key.split(".")[0] in _FOREIGN:
-            texts = ["unknown key" + (suggest_key(key, suggested) if len(problems) < SHOWN_PROBLEMS else "")]
+            texts = [
+                "unknown key"
+                + (suggest_key(key, suggested) if len(problems) < SHOWN_PROBLEMS else "")
+            ]
         else:
             out[key] = setting
         problems += [f"{place(setting.where, key)}: {text}" for text in texts]

@@ -1,7 +1,8 @@
 """One strict configuration from TOML files and the command line.
 
-Each file and the command line is one layer: `{dotted key: Setting}`, with old spellings renamed. The layers are merged
-(extended files, file, command line) and validated at once, so every mistake is reported together with its place.
+Each file and the command line is one layer: `{dotted key: Setting}`, with old spellings renamed.
+The layers are merged (extended files, file, command line) and validated at once, so every mistake
+is reported together with its place.
 """
 
 import re
@@ -56,7 +57,8 @@ def load_config(argv: list[str]) -> LoadedConfig:
     convert_attention_flavor(given, warnings)
     known = drop_unsupported(given, _SUGGESTED, problems)
     config = _validate(known, problems)
-    if "experimental.custom_import" not in known:  # else that module may register more, and isn't imported here
+    # else that module may register more, and isn't imported here
+    if "experimental.custom_import" not in known:
         problems += unknown_names(known)
     if problems or config is None:
         raise ConfigError(sorted(problems, key=_file_order))
@@ -74,7 +76,10 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
         for part in parts[:-1]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                problems.append(f"{place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} is not a table")
+                problems.append(
+                    f"{place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} "
+                    "is not a table"
+                )
                 break
         else:
             table[parts[-1]] = setting.value
@@ -88,7 +93,8 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
                 first_below.setdefault(above, setting)
 
         def where(key: str) -> str:
-            exact = (given[k] for k in prefixes(key) if k in given)  # an element of a list has its list's place
+            # an element of a list has its list's place
+            exact = (given[k] for k in prefixes(key) if k in given)
             setting = next(exact, None) or first_below.get(key)
             return place(setting.where, key) if setting else key
 

@@ -1,4 +1,6 @@
-"""Names that the configuration chooses, and the keys of what they stand for, checked against the registries."""
+"""Names that the configuration chooses, and the keys of what they stand for, checked against the
+registries.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,7 +36,8 @@ def unknown_names(given: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def extend(config: Config, sources: Mapping[str, str]) -> Config:
-    """Import `experimental.custom_import`, check names, and check and complete the `[custom.*]` tables.
+    """Import `experimental.custom_import`, check names, and check and complete the `[custom.*]`
+    tables.
 
     Args:
         sources: key to where it was set.
@@ -51,7 +54,9 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
         given[registry.key] = Setting(value, sources.get(registry.key, "default"))
     problems = list(unknown_names(given))
     tables: dict[str, Any] = {}
-    classes = {name: keys for registry in REGISTRIES for name, keys in registry.registered.items() if keys}
+    classes = {
+        name: keys for registry in REGISTRIES for name, keys in registry.registered.items() if keys
+    }
     written = config.custom.tables
     for name in dict.fromkeys([*written, *(name for name in _chosen(config) if name in classes)]):
         if name not in classes:
@@ -78,16 +83,24 @@ def _chosen(config: Config) -> Iterator[str]:
 
 def _unknown(name: str, classes: Mapping[str, Any], config: Config) -> str:
     if not config.experimental.custom_import:
-        return f"nothing is registered as {brief(name)}; name the module that does as experimental.custom_import"
+        return (
+            f"nothing is registered as {brief(name)}; name the module that does as "
+            "experimental.custom_import"
+        )
     known = ", ".join(sorted(classes)) or "nothing"
     return (
-        f"{config.experimental.custom_import} registers nothing with keys as {brief(name)}; with keys it registers "
+        f"{config.experimental.custom_import} registers nothing with keys as "
+        f"{brief(name)}; with keys it registers "
         f"{known}{did_you_mean(name, classes)}"
     )
 
 
 def _complete(
-    name: str, table: Any, keys: type[Section], sources: Mapping[str, str], problems: list[str]
+    name: str,
+    table: Any,
+    keys: type[Section],
+    sources: Mapping[str, str],
+    problems: list[str],
 ) -> Section | None:
     """The table `[custom.NAME]` with its defaults; None if something is wrong with it."""
     if isinstance(table, Section):
@@ -95,7 +108,9 @@ def _complete(
     try:
         return keys.model_validate(table)
     except ValidationError as error:
-        problems += explain_errors(error, keys, lambda key: _at(f"custom.{name}.{key}".rstrip("."), sources))
+        problems += explain_errors(
+            error, keys, lambda key: _at(f"custom.{name}.{key}".rstrip("."), sources)
+        )
         return None
 
 
@@ -112,10 +127,12 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
     name = settings.get("model", {}).get("tokenizer")
     if name is None:
         return None
-    table, module = settings.get("custom", {}).get(name, {}), settings.get("experimental", {}).get("custom_import")
+    table = settings.get("custom", {}).get(name, {})
+    module = settings.get("experimental", {}).get("custom_import")
     if tokenizers.find(name) is None:
         raise UserError(
-            f"{step} has the tokenizer {name!a}, which the module {module!a} registers; if you trust that module, add "
+            f"{step} has the tokenizer {name!a}, which the module {module!a} registers; "
+            "if you trust that module, add "
             f"--custom-import {module!a}"
         )
     problems: list[str] = []
@@ -129,7 +146,12 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
 
 
 def _at(key: str, sources: Mapping[str, str]) -> str:
-    """The start of a message about a key, with the place of the key, or of one above or below it, if known."""
+    """The start of a message about a key, with the place of the key, or of one above or below it,
+    if known.
+    """
     above = [".".join(key.split(".")[:n]) for n in range(key.count(".") + 1, 1, -1)]
-    near = [*(k for k in above if k in sources), *(k for k in sources if k.startswith(f"{above[-1]}."))]
+    near = [
+        *(k for k in above if k in sources),
+        *(k for k in sources if k.startswith(f"{above[-1]}.")),
+    ]
     return place(sources[near[0]], key) if near else key

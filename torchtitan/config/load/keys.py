@@ -17,7 +17,9 @@ class Setting:
     where: str
 
 
-def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, type[BaseModel]]]:
+def fields_of(
+    model: type[BaseModel], prefix: str = ""
+) -> Iterator[tuple[str, Any, type[BaseModel]]]:
     """(dotted key, pydantic field, section class) of every key below `model`, in order."""
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):

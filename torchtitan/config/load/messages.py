@@ -25,9 +25,13 @@ _TYPES = {
 
 
 def explain_errors(
-    error: ValidationError, model: type[BaseModel], where: Callable[[str], str], known: Iterable[str] = ()
+    error: ValidationError,
+    model: type[BaseModel],
+    where: Callable[[str], str],
+    known: Iterable[str] = (),
 ) -> list[str]:
-    """One message per pydantic error: the place, what is wrong, what is allowed, what was probably meant.
+    """One message per pydantic error: the place, what is wrong, what is allowed, what was probably
+    meant.
 
     Args:
         where: maps a dotted key to the start of its message.
@@ -55,7 +59,9 @@ def explain_value(item: Any, *, hints: bool = True) -> str:
     Args:
         hints: suggest a legal value that is spelt alike.
     """
-    context, got, kind = item.get("ctx", {}), brief(item["input"]), item["type"]
+    context = item.get("ctx", {})
+    got = brief(item["input"])
+    kind = item["type"]
     if kind == "literal_error":
         legal = re.findall(r"'([^']+)'", context["expected"])
         hint = did_you_mean(str(item["input"])[:100], legal) if hints else ""
@@ -70,7 +76,9 @@ def explain_value(item: Any, *, hints: bool = True) -> str:
 
 
 def suggest_key(key: str, known: list[str], *, section: bool = False) -> str:
-    """The end of a message about a misspelt key or section: the closest whole key, else the closest last name."""
+    """The end of a message about a misspelt key or section: the closest whole key, else the closest
+    last name.
+    """
     choices = sorted({table for k in known for table in prefixes(k)[1:]}) if section else known
     near = difflib.get_close_matches(key, choices, 1, 0.75)
     if not near:

@@ -1,4 +1,6 @@
-"""The schema as `--help`, `docs/config.md` and a JSON Schema for editors; a configuration as TOML."""
+"""The schema as `--help`, `docs/config.md` and a JSON Schema for editors; a configuration as
+TOML.
+"""
 
 import json
 import math
@@ -27,7 +29,8 @@ def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:
     Args:
         limits: the bounds that pydantic keeps beside the type.
     """
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Annotated:
         fields = [extra for extra in args[1:] if isinstance(extra, FieldInfo)]
         return type_name(args[0], [limit for field in fields for limit in field.metadata])
@@ -43,13 +46,20 @@ def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:
         return "table"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "tables"
-    return {"str": "string", "int": "integer", "float": "number", "bool": "true | false"}[kind.__name__]
+    return {
+        "str": "string",
+        "int": "integer",
+        "float": "number",
+        "bool": "true | false",
+    }[kind.__name__]
 
 
 def _range(limits: Sequence[Any]) -> str:
     """`0 to 1`, `above 0 to 10^6`, `0 to below 1`."""
     kinds = ("ge", "gt", "le", "lt")
-    bounds = {kind: getattr(limit, kind) for limit in limits for kind in kinds if hasattr(limit, kind)}
+    bounds = {
+        kind: getattr(limit, kind) for limit in limits for kind in kinds if hasattr(limit, kind)
+    }
     low = _bound(bounds["ge"]) if "ge" in bounds else f"above {_bound(bounds['gt'])}"
     high = _bound(bounds["le"]) if "le" in bounds else f"below {_bound(bounds['lt'])}"
     return f"{low} to {high}"
@@ -81,7 +91,9 @@ def _lists_of_tables(fields: list[tuple[str, Any]]) -> Iterator[tuple[str, type[
 
 
 def _documented() -> Iterator[tuple[str, str, type[BaseModel], list[tuple[str, Any]]]]:
-    """(name, header in TOML, class, keys) of every section and of every list of tables, which follows its section."""
+    """(name, header in TOML, class, keys) of every section and of every list of tables, which
+    follows its section.
+    """
     for name, (model, fields) in _sections().items():
         yield name, f"[{name}]", model, fields
         for key, element in _lists_of_tables(fields):
@@ -105,8 +117,14 @@ def help_text(section: str | None = None) -> str:
     sections = [name for name, *_ in _documented()]
     if section is not None and section not in sections:
         hint = did_you_mean(section, sections)
-        raise ConfigError([f"--help: no section {section!r} (sections: {', '.join(sections)}){hint}"])
-    lines = ["Flags are --section.key value or --section.key=value; - and _ are the same; a bare flag is true.", ""]
+        raise ConfigError(
+            [f"--help: no section {section!r} (sections: {', '.join(sections)}){hint}"]
+        )
+    lines = [
+        "Flags are --section.key value or --section.key=value; - and _ are the same; a "
+        "bare flag is true.",
+        "",
+    ]
     lines += ["--config FILE (or --job.config_file) reads a TOML file; flags override it.", ""]
     lines += ["--help SECTION shows one section.", ""]
     for name, header, model, fields in _documented():
@@ -114,7 +132,10 @@ def help_text(section: str | None = None) -> str:
             lines += [f"{header}  {model.__doc__}"]
             for key, info in fields:
                 flag = f"--{key}" if "." in key else key
-                lines += [f"  {flag}  {type_name(info.annotation, info.metadata)}  (default: {_default(info)})"]
+                lines += [
+                    f"  {flag}  {type_name(info.annotation, info.metadata)}  (default: "
+                    f"{_default(info)})"
+                ]
                 lines += [f"      {line.strip()}" for line in info.description.splitlines()]
             lines += [""]
     return "\n".join(lines)
@@ -145,18 +166,22 @@ def json_schema() -> str:
     """A JSON Schema of the TOML files, for completion and checks in editors."""
     schema = Config.model_json_schema()
     schema["properties"]["extends"] = {
-        "description": "TOML file or files to extend: their values apply unless this file sets the key.",
+        "description": "TOML file or files to extend: their values apply "
+        "unless this file sets the key.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps(schema, indent=1) + "\n"
 
 
-def to_toml(config: Config, *, only_changed: bool = False, comments: Mapping[str, str] | None = None) -> str:
+def to_toml(
+    config: Config, *, only_changed: bool = False, comments: Mapping[str, str] | None = None
+) -> str:
     """The configuration as TOML, which `load_config` reads back unchanged. Leaves out unset keys.
 
     Args:
         only_changed: also leave out keys at their default, and sections without other keys.
-        comments: dotted key to what stands behind its value or, if that makes the line too long, above it.
+        comments: dotted key to what stands behind its value or, if that makes the line too long,
+        above it.
     """
     lines: list[str] = []
     comments = comments or {}
@@ -187,7 +212,9 @@ def to_toml(config: Config, *, only_changed: bool = False, comments: Mapping[str
     for name, table in config.custom.tables.items():
         lines += [f"[custom.{_toml_key(name)}]"]
         entries = dict(table) if isinstance(table, BaseModel | dict) else {}
-        lines += [f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in entries.items() if v is not None]
+        lines += [
+            f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in entries.items() if v is not None
+        ]
         lines += [""]
     return "\n".join(lines)
 
@@ -201,13 +228,17 @@ def _commented(line: str, comment: str | None) -> list[str]:
 
 
 def to_toml_value(value: Any) -> str:
-    """One value in TOML. JSON strings are valid TOML, except that TOML requires DEL to be escaped."""
+    """One value in TOML. JSON strings are valid TOML, except that TOML requires DEL to be
+    escaped.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_none=True)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_toml_key(k)} = {to_toml_value(v)}" for k, v in value.items()) + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_toml_value(v) for v in value) + "]"
     if isinstance(value, str):

@@ -17,7 +17,9 @@ from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.text import brief
 
-_TABLES = {table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]} | RENAMED_SECTIONS.keys()
+_TABLES = {
+    table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]
+} | RENAMED_SECTIONS.keys()
 
 
 # Far more than any configuration holds, and read within a second.
@@ -30,7 +32,12 @@ _MOST_NEAR = 1000
 """Files to compare with a name that is misspelt."""
 
 
-def read_toml(path: Path, named_at: str, problems: list[str], warnings: list[str]) -> dict[str, Setting]:
+def read_toml(
+    path: Path,
+    named_at: str,
+    problems: list[str],
+    warnings: list[str],
+) -> dict[str, Setting]:
     """The settings of a TOML file on top of those of the files it extends.
 
     Args:
@@ -45,11 +52,14 @@ class _Files:
     """The files of one configuration, each read once."""
 
     def __init__(self, problems: list[str], warnings: list[str]):
-        self.problems, self.warnings = problems, warnings
+        self.problems = problems
+        self.warnings = warnings
         self._done: dict[str, dict[str, Setting]] = {}
         self._bytes_left = _MOST_BYTES
 
-    def settings(self, path: Path, named_at: str, above: tuple[str, ...] = ()) -> dict[str, Setting]:
+    def settings(
+        self, path: Path, named_at: str, above: tuple[str, ...] = ()
+    ) -> dict[str, Setting]:
         """As `read_toml`.
 
         Args:
@@ -64,7 +74,9 @@ class _Files:
             self.problems.append(f"{path}: extends itself: {' -> '.join(names)}")
             return {}
         if len(above) > _DEEPEST_EXTENDS:
-            self.problems.append(f"{named_at}: more than {_DEEPEST_EXTENDS} files extend each other; merge some")
+            self.problems.append(
+                f"{named_at}: more than {_DEEPEST_EXTENDS} files extend each other; merge some"
+            )
             return {}
         if real not in self._done:
             self._done[real] = self._read(path, named_at, (*above, real))
@@ -83,7 +95,9 @@ class _Files:
         bases = [bases] if isinstance(bases, str) else bases
         at = f"{place('extends')}: extends"
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-            self.problems.append(f"{at}: got {brief(bases)}, must be the name of a TOML file or a list of names")
+            self.problems.append(
+                f"{at}: got {brief(bases)}, must be the name of a TOML file or a list of names"
+            )
             bases = []
         given: dict[str, Setting] = {}
         for base in bases:
@@ -101,8 +115,14 @@ class _Files:
             hint = _suggestion(path) if isinstance(error, FileNotFoundError) else ""
             self.problems.append(f"{named_at}: can't read {path}: {error.strerror or error}{hint}")
         except UnicodeDecodeError as error:
-            self.problems.append(f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: {error.reason})")
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nested too deeply
+            self.problems.append(
+                f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: "
+                f"{error.reason})"
+            )
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # an integer of thousands of digits, or nested too deeply
             self.problems.append(f"{path}: not valid TOML: {error}")
         else:
             if problem := excess(tables):
@@ -113,7 +133,9 @@ class _Files:
 
 
 def _suggestion(path: Path) -> str:
-    """The end of a message about a missing file: a shipped configuration, or a file beside it, of nearly that name."""
+    """The end of a message about a missing file: a shipped configuration, or a file beside it, of
+    nearly that name.
+    """
     beside = sorted(file.stem for file in islice(path.parent.glob("*.toml"), _MOST_NEAR))
     if path.suffix == ".toml" and (hint := did_you_mean(path.stem, beside)):
         return hint.replace("'?", ".toml'?")
@@ -121,7 +143,9 @@ def _suggestion(path: Path) -> str:
 
 
 def excess(tables: dict[str, Any]) -> str | None:
-    """Why TOML tables hold more than any configuration, and would take long to check or to report."""
+    """Why TOML tables hold more than any configuration, and would take long to check or to
+    report.
+    """
     level: list[Any] = [tables]
     values = 0
     for _ in range(_DEEPEST_TABLE):
@@ -151,10 +175,14 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 _HEADER = re.compile(r"[ \t]*\[{1,2}([^\[\]\n]+)\]")
-_KEY = re.compile(r"""[ \t]*((?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*'))*)[ \t]*=""")
-# Strings (multi-line ones first) and comments, which can hide a line end or a bracket; brackets; line ends.
+_KEY = re.compile(
+    r"""[ \t]*((?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*'))*)[ \t]*="""  # noqa: E501
+)
+# Strings (multi-line ones first) and comments, which can hide a line end or a bracket; brackets;
+# line ends.
 _TOKEN = re.compile(
-    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''', re.DOTALL
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''',
+    re.DOTALL,
 )
 
 
@@ -162,9 +190,11 @@ def line_numbers(text: str) -> dict[str, int]:
     """Line of each key and table header of a valid TOML text (tomli keeps no positions)."""
     numbers: dict[str, int] = {}
     table = ""
-    number, counted = 1, 0
+    number = 1
+    counted = 0
     for start in _statements(text):
-        number, counted = number + text.count("\n", counted, start), start
+        number = number + text.count("\n", counted, start)
+        counted = start
         if header := _HEADER.match(text, start):
             table = _unquoted(header[1]) + "."
             numbers.setdefault(table[:-1], number)
@@ -174,7 +204,9 @@ def line_numbers(text: str) -> dict[str, int]:
 
 
 def _statements(text: str) -> Iterator[int]:
-    """Offsets of the lines that don't continue a string, list or inline table from an earlier line."""
+    """Offsets of the lines that don't continue a string, list or inline table from an earlier
+    line.
+    """
     depth = 0
     yield 0
     for token in _TOKEN.finditer(text):

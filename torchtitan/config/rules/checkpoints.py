@@ -10,15 +10,21 @@ from torchtitan.utils.text import brief
 def retention_is_safe(config: Config, world: int) -> Iterator[str]:
     if config.checkpoint.keep_latest_k == 1:
         yield (
-            "checkpoint.keep_latest_k: with 1, a failure while the next checkpoint is written could lose the only one; "
+            "checkpoint.keep_latest_k: with 1, a failure while the next checkpoint is "
+            "written could lose the only one; "
             "set 2 or more, or 0 to keep all"
         )
-    every, interval = config.checkpoint.keep_every_n, config.checkpoint.interval
+    every = config.checkpoint.keep_every_n
+    interval = config.checkpoint.interval
     if every and not config.checkpoint.keep_latest_k:
-        yield "checkpoint.keep_every_n: keep_latest_k = 0 keeps all checkpoints; set keep_latest_k = 2 or more"
+        yield (
+            "checkpoint.keep_every_n: keep_latest_k = 0 keeps all checkpoints; set "
+            "keep_latest_k = 2 or more"
+        )
     elif every % interval:
         yield (
-            f"checkpoint.keep_every_n: {every} is not a multiple of checkpoint.interval = {interval}, so few or no "
+            f"checkpoint.keep_every_n: {every} is not a multiple of checkpoint.interval "
+            f"= {interval}, so few or no "
             f"checkpoints are made at its multiples; set {-(-every // interval) * interval}"
         )
 
@@ -26,7 +32,8 @@ def retention_is_safe(config: Config, world: int) -> Iterator[str]:
 def storage_is_shared(config: Config, world: int) -> Iterator[str]:
     if config.checkpoint.enable and config.checkpoint.folder.startswith("memory://") and world > 1:
         yield (
-            f"checkpoint.folder: each of {world} ranks has its own memory://; set a folder or URL that all can access"
+            f"checkpoint.folder: each of {world} ranks has its own memory://; set a "
+            "folder or URL that all can access"
         )
 
 
@@ -37,20 +44,28 @@ def uploads_go_elsewhere(config: Config, world: int) -> Iterator[str]:
     if not c.enable:
         yield "checkpoint.upload_folder has no effect without checkpoint.enable = true"
     elif not is_url(c.upload_folder):
-        yield f"checkpoint.upload_folder: {brief(c.upload_folder)} is a local folder; set a URL such as s3://bucket/run"
+        yield (
+            f"checkpoint.upload_folder: {brief(c.upload_folder)} is a local folder; set a "
+            "URL such as s3://bucket/run"
+        )
     elif is_url(c.folder):
         yield (
-            "checkpoint.upload_folder: checkpoint.folder is a URL already; remove upload_folder, or set folder to a "
+            "checkpoint.upload_folder: checkpoint.folder is a URL already; remove "
+            "upload_folder, or set folder to a "
             "local one, from which checkpoints are copied to upload_folder"
         )
     elif c.upload_folder.startswith("memory://") and world > 1:
-        yield f"checkpoint.upload_folder: each of {world} ranks has its own memory://; set a URL that all can access"
+        yield (
+            f"checkpoint.upload_folder: each of {world} ranks has its own memory://; set a "
+            "URL that all can access"
+        )
 
 
 def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
     """Loading weights or exporting them must not be skipped silently.
 
-    Keys that say how to save have no effect and are allowed: convention files set `last_save_model_only` with
+    Keys that say how to save have no effect and are allowed: convention files set
+    `last_save_model_only` with
     `enable = false`.
     """
     c = config.checkpoint
@@ -69,7 +84,8 @@ def hf_weights_have_no_optimizer(config: Config, world: int) -> Iterator[str]:
     c = config.checkpoint
     if c.initial_load_in_hf and not c.initial_load_model_only:
         yield (
-            "checkpoint.initial_load_model_only = false needs optimizer state, which Hugging Face weights "
+            "checkpoint.initial_load_model_only = false needs optimizer state, which "
+            "Hugging Face weights "
             "(checkpoint.initial_load_in_hf) don't have; change one of the two"
         )
 
@@ -77,8 +93,10 @@ def hf_weights_have_no_optimizer(config: Config, world: int) -> Iterator[str]:
 def hf_weights_have_no_expert_bias(config: Config, world: int) -> Iterator[str]:
     if config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate:
         yield (
-            "checkpoint.last_save_in_hf: Hugging Face's format has no place for the biases that moe.balance_bias_rate "
-            "trains, without which the model chooses other experts; set checkpoint.last_save_in_hf = false, or "
+            "checkpoint.last_save_in_hf: Hugging Face's format has no place for the "
+            "biases that moe.balance_bias_rate "
+            "trains, without which the model chooses other experts; set "
+            "checkpoint.last_save_in_hf = false, or "
             "moe.balance_bias_rate = 0 and balance by moe.global_balance_loss"
         )
 

@@ -31,7 +31,11 @@ def _warmup(config: Config, world: int) -> Derived | None:
     s = config.lr_scheduler
     if s.total_steps is None or s.warmup_steps <= s.total_steps:
         return None
-    return "lr_scheduler.warmup_steps", s.total_steps, f"{s.warmup_steps} cut to total_steps {s.total_steps}"
+    return (
+        "lr_scheduler.warmup_steps",
+        s.total_steps,
+        f"{s.warmup_steps} cut to total_steps {s.total_steps}",
+    )
 
 
 def _decay_type(config: Config, world: int) -> Derived | None:
@@ -40,14 +44,22 @@ def _decay_type(config: Config, world: int) -> Derived | None:
         return None
     if s.name in SHAPES:
         return "lr_scheduler.decay_type", s.name, "lr_scheduler.name"
-    return ("lr_scheduler.decay_type", "linear", "the default shape") if s.name in (None, "wsd") else None
+    return (
+        ("lr_scheduler.decay_type", "linear", "the default shape")
+        if s.name in (None, "wsd")
+        else None
+    )
 
 
 def _decay_ratio(config: Config, world: int) -> Derived | None:
     s = config.lr_scheduler
     if s.decay_ratio is not None or s.name not in ("wsd", "constant"):
         return None
-    return "lr_scheduler.decay_ratio", _WSD_DECAY if s.name == "wsd" else 0.0, f"lr_scheduler.name {s.name}"
+    return (
+        "lr_scheduler.decay_ratio",
+        _WSD_DECAY if s.name == "wsd" else 0.0,
+        f"lr_scheduler.name {s.name}",
+    )
 
 
 def _decay_after_warmup(config: Config, world: int) -> Derived | None:
@@ -58,7 +70,10 @@ def _decay_after_warmup(config: Config, world: int) -> Derived | None:
     left = s.total_steps - s.warmup_steps
     if round(s.total_steps * s.decay_ratio) <= left:
         return None
-    text = f"{s.decay_ratio:g} cut to {left} steps, which {s.warmup_steps} warmup_steps leave of {s.total_steps}"
+    text = (
+        f"{s.decay_ratio:g} cut to {left} steps, which {s.warmup_steps} warmup_steps leave "
+        f"of {s.total_steps}"
+    )
     return "lr_scheduler.decay_ratio", left / s.total_steps, text
 
 
@@ -83,7 +98,9 @@ def cuts(given: Config, formulas: dict[str, str], sources: dict[str, str]) -> It
 
 
 def keys_agree(config: Config, world: int) -> Iterator[str]:
-    """Keys that `lr_scheduler.name` rules out. Values that it stands for are accepted: `config.toml` has them."""
+    """Keys that `lr_scheduler.name` rules out. Values that it stands for are accepted:
+    `config.toml` has them.
+    """
     s = config.lr_scheduler
     if s.name is None or s.name == "wsd":
         return
@@ -91,12 +108,14 @@ def keys_agree(config: Config, world: int) -> Iterator[str]:
     if s.name in SHAPES:
         if s.decay_type != s.name:
             yield (
-                f'lr_scheduler.decay_type: "{s.decay_type}" contradicts {name}; remove one of the two, or set '
+                f'lr_scheduler.decay_type: "{s.decay_type}" contradicts {name}; remove '
+                "one of the two, or set "
                 'lr_scheduler.name = "wsd"'
             )
         if s.decay_ratio is not None:
             yield (
-                f"lr_scheduler.decay_ratio: {name} decays from the end of warm-up on; remove decay_ratio, or set "
+                f"lr_scheduler.decay_ratio: {name} decays from the end of warm-up on; "
+                "remove decay_ratio, or set "
                 f'lr_scheduler.name = "wsd" and decay_type = "{s.name}"'
             )
         return
@@ -106,4 +125,6 @@ def keys_agree(config: Config, world: int) -> Iterator[str]:
         asked["min_lr_factor"] = s.min_lr_factor or None
     for key, value in asked.items():
         if value is not None:
-            yield f'lr_scheduler.{key}: {name} {what}; remove {key}, or set lr_scheduler.name = "wsd"'
+            yield (
+                f'lr_scheduler.{key}: {name} {what}; remove {key}, or set lr_scheduler.name = "wsd"'
+            )

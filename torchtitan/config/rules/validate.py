@@ -1,4 +1,6 @@
-"""Rules across keys. Each is a small function that yields what is wrong and which values are legal."""
+"""Rules across keys. Each is a small function that yields what is wrong and which values are
+legal.
+"""
 
 import math
 import re
@@ -24,11 +26,19 @@ from torchtitan.utils.text import brief, listed
 
 
 def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
-    p, degrees = config.parallelism, axis_degrees(config.parallelism)
+    p = config.parallelism
+    degrees = axis_degrees(config.parallelism)
     if p.data_parallel_shard_degree == 0:
-        yield "parallelism.data_parallel_shard_degree: got 0; set 1 for no sharding, or -1 for all ranks left"
+        yield (
+            "parallelism.data_parallel_shard_degree: got 0; set 1 for no sharding, or -1 for "
+            "all ranks left"
+        )
     elif not degrees_fill(config, world):
-        used = {f"parallelism.{DEGREE_KEYS[a]}": d for a, d in degrees.items() if d > 1 or a == "dp_shard"}
+        used = {
+            f"parallelism.{DEGREE_KEYS[a]}": d
+            for a, d in degrees.items()
+            if d > 1 or a == "dp_shard"
+        }
         others = math.prod(degrees.values()) // degrees["dp_shard"]
         if world % others == 0:
             fits = f"set data_parallel_shard_degree = {world // others}"
@@ -36,25 +46,33 @@ def degrees_fill_the_world(config: Config, world: int) -> Iterator[str]:
             (key,) = used.keys() - {"parallelism.data_parallel_shard_degree"}
             fits = f"{key} must divide {world}: {listed(divisors(world))}"
         else:
-            fits = f"the product of the degrees other than data_parallel_shard_degree, {others}, must divide {world}"
+            fits = (
+                "the product of the degrees other than data_parallel_shard_degree, "
+                f"{others}, must divide {world}"
+            )
         product = " x ".join(f"{key} {degree}" for key, degree in used.items())
         yield f"{product} is {math.prod(degrees.values())}, but there are {world} ranks; {fits}"
 
 
 def expert_degree_divides(config: Config, world: int) -> Iterator[str]:
     p = config.parallelism
-    degree, ranks = p.expert_parallel_degree, expert_ranks(p)
+    degree = p.expert_parallel_degree
+    ranks = expert_ranks(p)
     if degrees_fill(config, world) and ranks % degree:
         yield (
-            f"parallelism.expert_parallel_degree: {degree} does not divide data_parallel_shard_degree "
-            f"{p.data_parallel_shard_degree} x context_parallel_degree {p.context_parallel_degree} x "
-            f"tensor_parallel_degree {p.tensor_parallel_degree} = {ranks}, whose ranks it shares; set it to one of "
+            f"parallelism.expert_parallel_degree: {degree} does not divide "
+            "data_parallel_shard_degree "
+            f"{p.data_parallel_shard_degree} x context_parallel_degree "
+            f"{p.context_parallel_degree} x "
+            f"tensor_parallel_degree {p.tensor_parallel_degree} = {ranks}, whose ranks "
+            "it shares; set it to one of "
             f"{listed(divisors(ranks))}"
         )
 
 
 def batch_divides(config: Config, world: int) -> Iterator[str]:
-    t, dp = config.training, data_parallel_degree(config)
+    t = config.training
+    dp = data_parallel_degree(config)
     unit = t.local_batch_size * dp
     # With wrong degrees the unit, and so the advice, would be wrong too.
     if config.fault_tolerance.elastic or not degrees_fill(config, world):
@@ -63,7 +81,8 @@ def batch_divides(config: Config, world: int) -> Iterator[str]:
         below = t.global_batch_size // unit * unit
         legal = " or ".join(str(n) for n in (below, below + unit) if n > 0)
         yield (
-            f"training.global_batch_size: {t.global_batch_size} is not a multiple of local_batch_size "
+            f"training.global_batch_size: {t.global_batch_size} is not a multiple of "
+            "local_batch_size "
             f"{t.local_batch_size} x data-parallel degree {dp} = {unit}; set it to {legal}"
         )
 
@@ -72,24 +91,44 @@ def elastic_run_can_resume(config: Config, world: int) -> Iterator[str]:
     """A restart on other ranks must continue the same run, with the same command."""
     if not config.fault_tolerance.elastic:
         return
-    c, batch, dp = config.checkpoint, config.training.global_batch_size, data_parallel_degree(config)
+    c = config.checkpoint
+    batch = config.training.global_batch_size
+    dp = data_parallel_degree(config)
     why = "fault_tolerance.elastic"
     if batch <= 0:
-        yield f"training.global_batch_size: {why} keeps it fixed on any number of ranks; set it to {dp} or more"
+        yield (
+            f"training.global_batch_size: {why} keeps it fixed on any number of ranks; set "
+            f"it to {dp} or more"
+        )
     elif degrees_fill(config, world) and batch < dp:
-        yield f"training.global_batch_size: {batch} rows are too few for {dp} data-parallel ranks; set {dp} or more"
+        yield (
+            f"training.global_batch_size: {batch} rows are too few for {dp} data-parallel "
+            f"ranks; set {dp} or more"
+        )
     if not c.enable or c.load_only:
-        yield f"checkpoint.enable: {why} resumes from checkpoints; set enable = true and load_only = false"
+        yield (
+            f"checkpoint.enable: {why} resumes from checkpoints; set enable = true and "
+            "load_only = false"
+        )
     if c.load_step >= 0:
-        yield f"checkpoint.load_step: with {why} every restart would go back to step {c.load_step}; set -1"
+        yield (
+            f"checkpoint.load_step: with {why} every restart would go back to step "
+            f"{c.load_step}; set -1"
+        )
     if c.exclude_from_loading:
-        yield f"checkpoint.exclude_from_loading: with {why} every restart would lose these parts; set []"
+        yield (
+            f"checkpoint.exclude_from_loading: with {why} every restart would lose these "
+            "parts; set []"
+        )
 
 
 def sequence_divides(config: Config, world: int) -> Iterator[str]:
-    """Context parallelism splits a row into one or two chunks per rank, sequence parallelism each rank's part."""
+    """Context parallelism splits a row into one or two chunks per rank, sequence parallelism each
+    rank's part.
+    """
     p = config.parallelism
-    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+    cp = p.context_parallel_degree
+    tp = p.tensor_parallel_degree
     if cp * tp == 1 or not degrees_fill(config, world):
         return
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
@@ -97,17 +136,22 @@ def sequence_divides(config: Config, world: int) -> Iterator[str]:
     for name, seq_len in _seq_lens(config).items():
         if seq_len % unit:
             below = seq_len // unit * unit
-            reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+            reasons = {
+                "parallelism.context_parallel_degree": cp,
+                "parallelism.tensor_parallel_degree": tp,
+            }
             why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
             yield (
-                f"{name}.seq_len: {seq_len} can't be split by {why}; it must be a multiple of {unit}: "
+                f"{name}.seq_len: {seq_len} can't be split by {why}; it must be a "
+                f"multiple of {unit}: "
                 f"set it to {' or '.join(str(n) for n in (below, below + unit) if n)}"
             )
 
 
 def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
     """Each rank splits its own part of the sequence."""
-    p, chunks = config.parallelism, config.training.loss_chunks
+    p = config.parallelism
+    chunks = config.training.loss_chunks
     ranks = p.context_parallel_degree * p.tensor_parallel_degree
     for name, seq_len in _seq_lens(config).items():
         part = seq_len // ranks
@@ -116,7 +160,8 @@ def loss_chunks_divide(config: Config, world: int) -> Iterator[str]:
             below = max(n for n in legal if n < chunks)
             above = next((n for n in legal if n > chunks), part)
             yield (
-                f"training.loss_chunks: {chunks} does not divide the {part} positions of {name}.seq_len on each rank; "
+                f"training.loss_chunks: {chunks} does not divide the {part} positions of "
+                f"{name}.seq_len on each rank; "
                 f"set it to {' or '.join(str(n) for n in sorted({below, above}))}"
             )
 
@@ -132,24 +177,34 @@ def checkpointing_option_is_known(config: Config, world: int) -> Iterator[str]:
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not re.fullmatch(r"0*[1-9][0-9]{0,3}", option):
         yield (
-            f'activation_checkpoint.selective_ac_option: got {brief(option)}, must be "op" or a positive number k '
+            f"activation_checkpoint.selective_ac_option: got {brief(option)}, must be "
+            '"op" or a positive number k '
             "below 10000 (every k-th block)"
         )
 
 
 def low_precision_blocks_are_full(config: Config, world: int) -> Iterator[str]:
-    """Weight gradients sum over the tokens of a rank, in blocks of 32 (MXFP8) or multiples of 16 (Float8 kernels)."""
-    p, training = config.parallelism, config.training
-    size = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
+    """Weight gradients sum over the tokens of a rank, in blocks of 32 (MXFP8) or multiples of 16
+    (Float8 kernels).
+    """
+    p = config.parallelism
+    training = config.training
+    size = (
+        p.pipeline_parallel_microbatch_size
+        if p.pipeline_parallel_degree > 1
+        else training.local_batch_size
+    )
     tokens = size * training.seq_len // p.context_parallel_degree
     if uses(config, MX) and tokens % 32:
         yield (
-            f"model.converters: MXFP8 needs a multiple of 32 tokens per rank and microbatch, got {tokens}; set "
+            "model.converters: MXFP8 needs a multiple of 32 tokens per rank and "
+            f"microbatch, got {tokens}; set "
             "training.seq_len so that each rank's part is a multiple of 32"
         )
     if uses(config, FLOAT8) and not config.quantize.linear.float8.emulate and tokens % 16:
         yield (
-            f"model.converters: Float8 needs a multiple of 16 tokens per rank and microbatch, got {tokens}; set "
+            "model.converters: Float8 needs a multiple of 16 tokens per rank and "
+            f"microbatch, got {tokens}; set "
             "training.seq_len so that each rank's part is a multiple of 16"
         )
 
@@ -175,7 +230,8 @@ def storage_is_no_narrower_than_compute(config: Config, world: int) -> Iterator[
     t = config.training
     if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
         yield (
-            'training.dtype = "bfloat16" stores parameters with less precision than training.mixed_precision_param = '
+            'training.dtype = "bfloat16" stores parameters with less precision than '
+            "training.mixed_precision_param = "
             '"float32" computes in; set both to bfloat16, or dtype = "float32"'
         )
 
@@ -185,7 +241,8 @@ def profile_fits_its_period(config: Config, world: int) -> Iterator[str]:
     needed = p.profiler_warmup + p.profiler_active
     if p.enable_profiling and needed > p.profile_freq:
         yield (
-            f"profiling.profile_freq: {p.profile_freq} steps are fewer than profiler_warmup {p.profiler_warmup} + "
+            f"profiling.profile_freq: {p.profile_freq} steps are fewer than "
+            f"profiler_warmup {p.profiler_warmup} + "
             f"profiler_active {p.profiler_active}; set it to {needed} or more"
         )
 
@@ -203,19 +260,26 @@ def data_fails_before_collectives(config: Config, world: int) -> Iterator[str]:
         seconds = getattr(config, key).dataloader.timeout_seconds
         if seconds is not None and seconds >= limit:
             yield (
-                f"{key}.dataloader.timeout_seconds: the other ranks' collectives would time out first, after "
-                f"comm.train_timeout_seconds {limit}; set it to {limit / 2:g} instead of {seconds:g}, or raise that one"
+                f"{key}.dataloader.timeout_seconds: the other ranks' collectives would "
+                "time out first, after "
+                f"comm.train_timeout_seconds {limit}; set it to {limit / 2:g} instead of "
+                f"{seconds:g}, or raise that one"
             )
 
 
 def guard_can_act(config: Config, world: int) -> Iterator[str]:
-    g, c = config.guard, config.checkpoint
+    g = config.guard
+    c = config.checkpoint
     if g.policy == "rewind" and (not c.enable or c.load_only):
         key = "checkpoint.load_only = false" if c.enable else "checkpoint.enable = true"
-        yield f'guard.policy: "rewind" goes back to a checkpoint of this run; set {key}, or guard.policy = "skip"'
+        yield (
+            f'guard.policy: "rewind" goes back to a checkpoint of this run; set {key}, or '
+            'guard.policy = "skip"'
+        )
     if 0 < g.straggler_factor <= 1:
         yield (
-            f"guard.straggler_factor: {g.straggler_factor:g} would report ranks of median speed; set it above 1, for "
+            f"guard.straggler_factor: {g.straggler_factor:g} would report ranks of "
+            "median speed; set it above 1, for "
             "example 1.3, or to 0 (off)"
         )
 
@@ -236,24 +300,36 @@ def validation_sees_data(config: Config, world: int) -> Iterator[str]:
         if one.steps == 0:
             yield f"validation.sets: {brief(one.name)}: steps: {advice}, or remove the set"
     if v.global_batch_size == 0:
-        yield "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the default"
+        yield (
+            "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the "
+            "default"
+        )
 
 
 def validation_sets_are_distinct(config: Config, world: int) -> Iterator[str]:
     v = config.validation
     names = [one.name for one in v.sets]
     for name in {name for name in names if not name or names.count(name) > 1}:
-        yield f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of its own"
+        yield (
+            f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a "
+            "name of its own"
+        )
     single = {key: getattr(v, key) for key in ("dataset", "dataset_path", "text_column")}
     for key in single if v.sets else ():
         if single[key] != getattr(Validation(), key):
-            yield f"validation.{key} and validation.sets can't both be set; move {key} to a [[validation.sets]] table"
+            yield (
+                f"validation.{key} and validation.sets can't both be set; move {key} to a "
+                "[[validation.sets]] table"
+            )
 
 
 def datasets_are_known(config: Config, world: int) -> Iterator[str]:
     """With a path, the name of a data set is only a name."""
-    t, v = config.training, config.validation
-    named: list[tuple[str, Training | Source | Validation | ValidationSet]] = [("training.dataset", t)]
+    t = config.training
+    v = config.validation
+    named: list[tuple[str, Training | Source | Validation | ValidationSet]] = [
+        ("training.dataset", t)
+    ]
     named += [(f"training.sources: {brief(source.name)}: dataset", source) for source in t.sources]
     if v.enable:
         named += [(f"validation.sets: {brief(one.name)}: dataset", one) for one in v.sets]
@@ -269,7 +345,9 @@ def evals_have_tasks(config: Config, world: int) -> Iterator[str]:
 
 
 def average_has_a_use(config: Config, world: int) -> Iterator[str]:
-    ema, c, steps = config.ema, config.checkpoint, config.training.steps
+    ema = config.ema
+    c = config.checkpoint
+    steps = config.training.steps
     for key in ("validation", "export"):
         if getattr(ema, key) and not ema.enable:
             yield f"ema.{key} has no effect without ema.enable = true"
@@ -277,21 +355,33 @@ def average_has_a_use(config: Config, world: int) -> Iterator[str]:
         yield "ema.validation has no effect without validation.enable = true"
     if ema.export and not (c.enable and (c.last_save_model_only or c.last_save_in_hf)):
         yield (
-            "ema.export: nothing is exported; set checkpoint.enable = true, and checkpoint.last_save_model_only or "
-            "last_save_in_hf, or ema.export = false (`torchtitan ckpt to-hf --ema` exports any step)"
+            "ema.export: nothing is exported; set checkpoint.enable = true, and "
+            "checkpoint.last_save_model_only or "
+            "last_save_in_hf, or ema.export = false (`torchtitan ckpt to-hf --ema` "
+            "exports any step)"
         )
     if ema.enable and ema.start_step > steps:
-        yield f"ema.start_step: {ema.start_step} is after the last step; set it to at most training.steps {steps}"
+        yield (
+            f"ema.start_step: {ema.start_step} is after the last step; set it to at most "
+            f"training.steps {steps}"
+        )
 
 
 def metrics_are_served(config: Config, world: int) -> Iterator[str]:
-    own, chosen = config.metrics.prometheus, "prometheus" in config.metrics.sinks
+    own = config.metrics.prometheus
+    chosen = "prometheus" in config.metrics.sinks
     if not chosen and own != Prometheus():
         yield '[metrics.prometheus] has no effect without "prometheus" in metrics.sinks'
     if chosen and not own.port and not own.textfile:
-        yield "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; set one of them"
+        yield (
+            "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; "
+            "set one of them"
+        )
     if own.textfile and not own.textfile.endswith(".prom"):
-        yield f"metrics.prometheus.textfile: {brief(own.textfile)} must end in .prom, or node_exporter doesn't read it"
+        yield (
+            f"metrics.prometheus.textfile: {brief(own.textfile)} must end in .prom, or "
+            "node_exporter doesn't read it"
+        )
 
 
 def notifications_have_a_receiver(config: Config, world: int) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Tables that name data: `[[training.sources]]`, `[[training.stages]]`, `[[validation.sets]]` and `[*.dataloader]`."""
+"""Tables that name data: `[[training.sources]]`, `[[training.stages]]`, `[[validation.sets]]` and
+`[*.dataloader]`.
+"""
 
 from typing import Annotated
 
@@ -20,24 +22,29 @@ class DataLoader(Section):
     prefetch_factor: Few | None = None
     """Batches that each worker prepares ahead. Default: 2."""
     cache_folder: LocalPath | None = None
-    """Keep the index of local files here, and the texts of those that can't be read in any order (compressed, CSV,
-    Parquet, Arrow, JSON arrays). `none`: keep nothing, and index plain JSON lines and text at every start. Default:
-    `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache folder."""
+    """Keep the index of local files here, and the texts of those that can't be read in any order
+    (compressed, CSV, Parquet, Arrow, JSON arrays). `none`: keep nothing, and index plain JSON lines
+    and text at every start. Default: `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache
+    folder.
+    """
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     """Retry a read this many times if it fails. What can't be decoded is not read again."""
     retry_pause_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """Wait this long before the first retry, then twice as long before each further one."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
-    """Fail, naming the source, after waiting this long for data. Default: half of `comm.train_timeout_seconds`, so that
-    it precedes the timeouts of other ranks' collectives. The first batch may take half of
-    `comm.init_timeout_seconds`."""
+    """Fail, naming the source, after waiting this long for data. Default: half of
+    `comm.train_timeout_seconds`, so that it precedes the timeouts of other ranks' collectives. The
+    first batch may take half of `comm.init_timeout_seconds`.
+    """
 
 
 class Source(Section):
     """A part of a mixture."""
 
     name: Name
-    """What logs, metrics and checkpoints call the source. A resumed run finds its position by this name."""
+    """What logs, metrics and checkpoints call the source. A resumed run finds its position by this
+    name.
+    """
     dataset: Name = "demo"
     """As `training.dataset`."""
     dataset_path: LocalPath | None = None
@@ -47,7 +54,8 @@ class Source(Section):
     weight: Annotated[float, Field(ge=0, le=10**9)] = 1.0
     """The source's share of the tokens, relative to the weights of the others."""
     max_epochs: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """Read the source at most this often; then the others share its weight. Default: without end."""
+    """Read the source at most this often; then the others share its weight. Default: without end.
+    """
 
 
 class Stage(Section):
@@ -58,7 +66,8 @@ class Stage(Section):
     weights: dict[Name, Annotated[float, Field(ge=0, le=10**9)]] = {}
     """New weights of sources, by name. Those not named keep theirs."""
     lr_scale: Factor | None = None
-    """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1."""
+    """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1.
+    """
     global_batch_size: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Rows per optimizer step. Default: that of the stage before."""
 

@@ -5,11 +5,21 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from torchtitan.config.sections.section import Section
-from torchtitan.config.sections.types import Factor, FewOrZero, LocalPath, Name, Steps, Text, split_names
+from torchtitan.config.sections.types import (
+    Factor,
+    FewOrZero,
+    LocalPath,
+    Name,
+    Steps,
+    Text,
+    split_names,
+)
 
 
 class Eval(Section):
-    """Benchmarks during training, run by EleutherAI's lm-eval (`pip install titan-pretrain[eval]`)."""
+    """Benchmarks during training, run by EleutherAI's lm-eval (`pip install
+    titan-pretrain[eval]`).
+    """
 
     enable: bool = False
     """Run `tasks` every `freq` steps and after the last one."""

@@ -9,17 +9,20 @@ from torchtitan.config.sections.types import InDumpFolder, LocalPath, Name, Seco
 
 
 class Prometheus(Section):
-    """The metric sink `prometheus`, which serves the newest values to a Prometheus server. Needs the extra
-    `prometheus`."""
+    """The metric sink `prometheus`, which serves the newest values to a Prometheus server. Needs
+    the extra `prometheus`.
+    """
 
     port: Annotated[int, Field(ge=0, le=65535)] = 9464
     """Serve `/metrics` on this port, on rank 0. 0: don't listen, only write `textfile`."""
     host: Name = "127.0.0.1"
-    """Listen on this address. The default is reachable only from this machine; `0.0.0.0` is reachable from any, without
-    a password."""
+    """Listen on this address. The default is reachable only from this machine; `0.0.0.0` is
+    reachable from any, without a password.
+    """
     textfile: LocalPath = ""
-    """Also write the values to this file, for the textfile collector of `node_exporter`. Its name must end in
-    `.prom`."""
+    """Also write the values to this file, for the textfile collector of `node_exporter`. Its name
+    must end in `.prom`.
+    """
 
 
 class Metrics(Section):
@@ -36,11 +39,13 @@ class Metrics(Section):
     save_for_all_ranks: bool = False
     """Write TensorBoard and W&B records on every rank instead of only rank 0."""
     enable_wandb: bool = False
-    """Log to Weights & Biases. The same as `wandb` in `sinks`. Needs the extra `wandb`; set the project and entity with
-    `WANDB_PROJECT` and `WANDB_TEAM`."""
+    """Log to Weights & Biases. The same as `wandb` in `sinks`. Needs the extra `wandb`; set the
+    project and entity with `WANDB_PROJECT` and `WANDB_TEAM`.
+    """
     sinks: Annotated[list[Name], Field(max_length=100)] = []
-    """Also send all records to these: `tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus`, and what
-    `experimental.custom_import` registers. All but the last need the extra of that name."""
+    """Also send all records to these: `tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus`,
+    and what `experimental.custom_import` registers. All but the last need the extra of that name.
+    """
     prometheus: Prometheus = Prometheus()
 
 
@@ -48,13 +53,19 @@ NotifiedEvent = Literal["failed", "preempted", "resumed", "spike", "straggler", 
 
 
 class Notifications(Section):
-    """Messages about events of the run, to a webhook and to a command. They never stop or delay the run."""
+    """Messages about events of the run, to a webhook and to a command. They never stop or delay the
+    run.
+    """
 
     webhook_env: Name = ""
-    """POST each message as JSON to the URL in the environment variable of this name, which Slack and compatible
-    services show. The URL itself is no key, because it is a secret, and configurations are recorded in checkpoints."""
+    """POST each message as JSON to the URL in the environment variable of this name, which Slack
+    and compatible services show. The URL itself is no key, because it is a secret, and
+    configurations are recorded in checkpoints.
+    """
     command: Annotated[list[Name], Field(max_length=100)] = []
-    """Run this program with these arguments, without a shell. It gets the event as JSON on standard input."""
+    """Run this program with these arguments, without a shell. It gets the event as JSON on standard
+    input.
+    """
     events: Annotated[list[NotifiedEvent], Field(min_length=1)] = [
         "failed",
         "preempted",
@@ -65,8 +76,11 @@ class Notifications(Section):
     ]
     """Which events to send."""
     interval_seconds: Seconds = 300
-    """Send at most one message of each kind in this time. The next one says how many were left out."""
+    """Send at most one message of each kind in this time. The next one says how many were left out.
+    """
     max_per_hour: Annotated[int, Field(ge=1, le=10**6)] = 20
-    """Send at most this many messages in an hour, of all kinds together; `failed` and `finished` are always sent."""
+    """Send at most this many messages in an hour, of all kinds together; `failed` and `finished`
+    are always sent.
+    """
     timeout_seconds: Seconds = 10
     """Give up on the webhook, and kill the command, after this time."""

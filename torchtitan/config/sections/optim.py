@@ -6,14 +6,25 @@ from pydantic import Field
 
 from torchtitan.config.registry import optimizers, schedules
 from torchtitan.config.sections.section import Section
-from torchtitan.config.sections.types import Decay, Dtype, Factor, Fraction, LearningRate, Name, Steps, StepsOrZero
+from torchtitan.config.sections.types import (
+    Decay,
+    Dtype,
+    Factor,
+    Fraction,
+    LearningRate,
+    Name,
+    Steps,
+    StepsOrZero,
+)
 
 
 class ParamGroup(Section):
     """A group of parameters with its own learning rate or weight decay."""
 
     pattern: Name
-    """Names of parameters, with `*` and `?` as wildcards: `layers.*.attention.wq.weight`. Must match at least one."""
+    """Names of parameters, with `*` and `?` as wildcards: `layers.*.attention.wq.weight`. Must
+    match at least one.
+    """
     lr_scale: Factor = 1.0
     """Multiply the group's learning rate by this."""
     weight_decay: Factor | None = None
@@ -24,8 +35,9 @@ class Optimizer(Section):
     """The optimizer. Norm weights and biases get no weight decay."""
 
     name: Annotated[Name, Field(examples=[*optimizers.built_in])] = "AdamW"
-    """`Adam`, `AdamW`, `Muon` (trains the blocks' matrices, and AdamW the other parameters), or an optimizer that
-    `experimental.custom_import` registers."""
+    """`Adam`, `AdamW`, `Muon` (trains the blocks' matrices, and AdamW the other parameters), or an
+    optimizer that `experimental.custom_import` registers.
+    """
     lr: LearningRate = 8e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
@@ -33,41 +45,52 @@ class Optimizer(Section):
     beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Added to the denominator of the update. With zero, a parameter whose gradient is always zero becomes NaN."""
+    """Added to the denominator of the update. With zero, a parameter whose gradient is always zero
+    becomes NaN.
+    """
     weight_decay: Factor = 0.1
     """Weight decay of matrices: decoupled in AdamW and Muon, an L2 penalty in Adam."""
     state_dtype: Dtype = "float32"
-    """Type of Adam's and AdamW's two running means. `bfloat16` halves their memory, but with beta2 above 0.99 rounding
-    loses small changes."""
+    """Type of Adam's and AdamW's two running means. `bfloat16` halves their memory, but with beta2
+    above 0.99 rounding loses small changes.
+    """
     muon_momentum: Decay = 0.95
-    """Decay of Muon's running mean of the gradient. Muon's updates are scaled to the size of AdamW's, so both share
-    `lr` and `weight_decay`."""
+    """Decay of Muon's running mean of the gradient. Muon's updates are scaled to the size of
+    AdamW's, so both share `lr` and `weight_decay`.
+    """
     muon_ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Newton-Schulz iterations that orthogonalize each of Muon's updates."""
     param_groups: Annotated[list[ParamGroup], Field(max_length=300)] = []
     """Give parameters their own learning rate or weight decay: a list of tables `{pattern =
-    "layers.*.attention.wq.weight", lr_scale = 0.5, weight_decay = 0.0}`. The first match applies."""
+    "layers.*.attention.wq.weight", lr_scale = 0.5, weight_decay = 0.0}`. The first match applies.
+    """
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the update runs: one kernel for all tensors (`fused`), one per operation (`foreach`), or one per tensor."""
+    """How the update runs: one kernel for all tensors (`fused`), one per operation (`foreach`), or
+    one per tensor.
+    """
     early_step_in_backward: bool = False
-    """Update each parameter in the backward and free its gradient at once. Saves the memory of all gradients, but rules
-    out clipping, gradient accumulation and skipping bad steps."""
+    """Update each parameter in the backward and free its gradient at once. Saves the memory of all
+    gradients, but rules out clipping, gradient accumulation and skipping bad steps.
+    """
 
 
 class LRScheduler(Section):
     """Learning rate schedule: linear warm-up, constant, decay."""
 
     name: Annotated[Name, Field(examples=[*schedules.built_in])] | None = None
-    """`cosine`, `linear` or `sqrt`: decay in this shape from the end of warm-up on. `wsd`: stay constant, then decay
-    over the last `decay_ratio` of the steps (default 0.2). `constant`: never decay. Or a schedule that
-    `experimental.custom_import` registers. Default: as `decay_ratio` and `decay_type` say."""
+    """`cosine`, `linear` or `sqrt`: decay in this shape from the end of warm-up on. `wsd`: stay
+    constant, then decay over the last `decay_ratio` of the steps (default 0.2). `constant`: never
+    decay. Or a schedule that `experimental.custom_import` registers. Default: as `decay_ratio` and
+    `decay_type` say.
+    """
     warmup_steps: StepsOrZero = 200
     """Steps of linear warm-up from zero. Cut to `total_steps`, with a warning, if longer."""
     total_steps: Steps | None = None
     """Length of the schedule in steps. Default: `training.steps`."""
     decay_ratio: Fraction | None = None
-    """Fraction of the steps that decay, at the end; before them the rate is constant. Cut to the steps after warm-up,
-    with a warning, if longer. Default: every step after warm-up."""
+    """Fraction of the steps that decay, at the end; before them the rate is constant. Cut to the
+    steps after warm-up, with a warning, if longer. Default: every step after warm-up.
+    """
     decay_type: Literal["linear", "sqrt", "cosine"] | None = None
     """Shape of the decay. Default: that of `name`, or `linear`."""
     min_lr_factor: Fraction = 0.0

@@ -1,5 +1,6 @@
-"""Types of keys. Each bounds one kind of quantity far above any machine, so that nothing computed from it overflows or
-takes long, and text so that it can be printed and used as a path."""
+"""Types of keys. Each bounds one kind of quantity far above any machine, so that nothing computed
+from it overflows or takes long, and text so that it can be printed and used as a path.
+"""
 
 import os
 import re
@@ -78,7 +79,10 @@ def _path(path: str) -> str:
         raise ValueError(problem)
     expanded = os.path.expanduser(path)
     if expanded.startswith("~") and "/" in expanded:
-        raise ValueError(f"got {brief(path)}, but there is no user {path.partition('/')[0][1:]!r}; write ./~ for a ~")
+        raise ValueError(
+            f"got {brief(path)}, but there is no user {path.partition('/')[0][1:]!r}; "
+            "write ./~ for a ~"
+        )
     return expanded
 
 
@@ -86,7 +90,9 @@ def _inside(path: str) -> str:
     if problem := path_problem(path):
         raise ValueError(problem)
     if path.startswith(("/", "~")) or "://" in path or ".." in PurePosixPath(path).parts:
-        raise ValueError(f"got {brief(path)}, must be below job.dump_folder: a relative path without ..")
+        raise ValueError(
+            f"got {brief(path)}, must be below job.dump_folder: a relative path without .."
+        )
     return path
 
 
@@ -110,4 +116,8 @@ FilePrefix = Annotated[str, Field(max_length=100), AfterValidator(_file_name)]
 
 def split_names(value: Any) -> Any:
     """A string is a list of names with commas between them."""
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+    return (
+        [name.strip() for name in value.split(",") if name.strip()]
+        if isinstance(value, str)
+        else value
+    )

@@ -1,17 +1,19 @@
 """The one global order of rows, whichever rank reads them.
 
-A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows of a source overlap by one
-id, so every id is predicted once. Missing ids at the end of finite data are `IGNORE_INDEX`. `mixture` says which rows
-of a step come from which source; a source's reader delivers those that its rank reads. The contents of a row depend
-neither on the other rows that a rank reads nor on the layout.
+A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows of a
+source overlap by one id, so every id is predicted once. Missing ids at the end of finite data are
+`IGNORE_INDEX`. `mixture` says which rows of a step come from which source; a source's reader
+delivers those that its rank reads. The contents of a row depend neither on the other rows that a
+rank reads nor on the layout.
 
     token files   the source's k-th row is window permutation(k); the position is one number
-    text          the source has L lanes; a lane reads its own documents, one after another, and cuts rows from
+    text          the source has L lanes; a lane reads its own documents, one after another, and
+    cuts rows from
                   [bos] text [eos] [bos] text [eos] ...; the position is one small record per lane
 
-The place of a row in its step decides its lane, so a rank needs only the lanes of its own places; of a lane that it
-shares with another rank, it reads past the other's rows. Random-access text has as many lanes as the batch has rows, a
-stream as many as its shards allow.
+The place of a row in its step decides its lane, so a rank needs only the lanes of its own places;
+of a lane that it shares with another rank, it reads past the other's rows. Random-access text has
+as many lanes as the batch has rows, a stream as many as its shards allow.
 """
 
 import itertools
@@ -40,7 +42,9 @@ IGNORE_INDEX = -100
 
 Row = NDArray[np.int64]
 Share = tuple[tuple[int, int], ...]
-"""Which rows of a step a reader delivers: part `index` of `count` equal ones, and of that part, again, a part."""
+"""Which rows of a step a reader delivers: part `index` of `count` equal ones, and of that part,
+again, a part.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class SourceReader(ABC):
 
     @abstractmethod
     def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
-        """The step's rows at those of the places `slots` that this reader delivers; without those after the end.
+        """The step's rows at those of the places `slots` that this reader delivers; without those
+        after the end.
 
         Args:
             slots: all places of the step whose rows come from this source.
@@ -88,7 +93,15 @@ class SourceReader(ABC):
 class TokenReader(SourceReader):
     """Rows of token files."""
 
-    def __init__(self, files: TokenFiles, seed: int, epochs: int | None, retry: Retry, *, shuffled: bool):
+    def __init__(
+        self,
+        files: TokenFiles,
+        seed: int,
+        epochs: int | None,
+        retry: Retry,
+        *,
+        shuffled: bool,
+    ):
         """
         Args:
             epochs: read the files this often; None: without end.
@@ -112,7 +125,9 @@ class TokenReader(SourceReader):
     def _row(self, index: int) -> Row:
         epoch, slot = divmod(index, len(self.files))
         window = permute(slot, len(self.files), self.seed, epoch) if self.shuffled else slot
-        return _padded(self.retry(f"window {window}", lambda: self.files.window(window)), self.files.seq_len)
+        return _padded(
+            self.retry(f"window {window}", lambda: self.files.window(window)), self.files.seq_len
+        )
 
     @property
     def left(self) -> int | None:
@@ -145,9 +160,19 @@ class Cursor(Protocol):
 
 
 class DocumentCursor:
-    """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled differently."""
+    """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled
+    differently.
+    """
 
-    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int, infinite: bool, retry: Retry):
+    def __init__(
+        self,
+        documents: Documents,
+        lane: int,
+        lanes: int,
+        seed: int,
+        infinite: bool,
+        retry: Retry,
+    ):
         self.documents = documents
         self.lane = lane
         self.lanes = lanes
@@ -183,9 +208,9 @@ class DocumentCursor:
 class Lane:
     """Cuts rows from a cursor's documents.
 
-    Its position is the cursor's before the current document and the offset in that document, which is tokenized again.
-    A long document is tokenized in pieces: then the offset counts from the current piece, and where that starts is part
-    of the position, too.
+    Its position is the cursor's before the current document and the offset in that document, which
+    is tokenized again. A long document is tokenized in pieces: then the offset counts from the
+    current piece, and where that starts is part of the position, too.
     """
 
     def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
@@ -237,7 +262,11 @@ class Lane:
     def position(self) -> LanePosition:
         if self.document is None:
             return LanePosition(cursor=self.before, offset=-1)
-        return LanePosition(cursor=self.before, offset=self.offset, position=self.start)
+        return LanePosition(
+            cursor=self.before,
+            offset=self.offset,
+            position=self.start,
+        )
 
     def seek(self, position: LanePosition) -> None:
         self.cursor.seek(position.cursor)
@@ -280,7 +309,12 @@ class LaneReader(SourceReader):
 
     def position(self) -> SourcePosition:
         lanes = {str(index): lane.position() for index, lane in self.lanes.items()}
-        return SourcePosition(contents=self.contents, rows=self.consumed, lane_count=self.count, lanes=lanes)
+        return SourcePosition(
+            contents=self.contents,
+            rows=self.consumed,
+            lane_count=self.count,
+            lanes=lanes,
+        )
 
     def seek(self, position: SourcePosition) -> None:
         saved = position.lanes or {}
@@ -292,8 +326,9 @@ class LaneReader(SourceReader):
 def lanes_of(slots: Slots, step: StepRows, lanes: int) -> Slots:
     """The lane of each place of a step.
 
-    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If the number of rows
-    isn't a multiple of that of lanes, the lanes take turns, and over some steps all give the same number of rows.
+    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If the
+    number of rows isn't a multiple of that of lanes, the lanes take turns, and over some steps all
+    give the same number of rows.
     """
     unit = math.gcd(step.count, lanes)
     turn = step.index % (lanes // unit) * unit
@@ -304,7 +339,10 @@ def lanes_within(own: range, count: int, lanes: int) -> range:
     """Lanes that any of the places `own` of steps of `count` rows may have."""
     if not own:
         return range(0)
-    return range(own.start * lanes // count, ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count + 1)
+    return range(
+        own.start * lanes // count,
+        ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count + 1,
+    )
 
 
 def own_rows(count: int, share: Share) -> range:

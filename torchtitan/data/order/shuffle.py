@@ -9,7 +9,9 @@ _64_BITS = 2**64 - 1
 
 
 def _mix(x: int, key: int) -> int:
-    """splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    """splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators",
+    2014).
+    """
     x = (x + key) * _GOLDEN & _64_BITS
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _64_BITS
@@ -27,11 +29,18 @@ def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def permute(index: int, size: int, seed: int, epoch: int) -> int:
-    """Where position `index` of epoch `epoch` lies in a data set of `size` items: a bijection of `[0, size)`.
+def permute(
+    index: int,
+    size: int,
+    seed: int,
+    epoch: int,
+) -> int:
+    """Where position `index` of epoch `epoch` lies in a data set of `size` items: a bijection of
+    `[0, size)`.
 
-    A balanced Feistel network over the smallest even number of bits that holds `size`, applied again while the result
-    lies outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A balanced Feistel network over the smallest even number of bits that holds `size`, applied
+    again while the result lies outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
+    finite domains", 2002).
     """
     if size <= 1:
         return 0
@@ -40,7 +49,8 @@ def permute(index: int, size: int, seed: int, epoch: int) -> int:
     base = (seed * 0x10001 + epoch * 0x9E3779B1 + 1) & _64_BITS
     keys = [_mix(number, base) for number in range(_ROUNDS)]
     while True:
-        left, right = index >> half, index & mask
+        left = index >> half
+        right = index & mask
         for key in keys:
             left, right = right, left ^ (_mix(right, key) & mask)
         index = (left << half) | right

@@ -2,15 +2,18 @@
 
 <key>.ranges        first byte of each sound document and the one after its last, two int64 each
 <key>.texts         a copy of the texts, only of a file that can't be read at any place
-<key>.json          what the file holds (`FileIndex`); written last, so the others are complete if it exists
-<key>.corpus.json   the same of all files of a source, so that a run opens thousands of files by reading one
+<key>.json          what the file holds (`FileIndex`); written last, so the others are complete if
+it exists
+<key>.corpus.json   the same of all files of a source, so that a run opens thousands of files by
+reading one
 
-Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes share a folder: each
-makes the index of a file that no other is making, and waits for those of the others.
+Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes
+share a folder: each makes the index of a file that no other is making, and waits for those of the
+others.
 
-`<key>.json` has the size, time, inode and hash of the other two. While these keep time and inode, they are taken for
-what was written; else their contents are compared with the hash: all of `.ranges`, samples of `.texts`. A file is
-indexed again if they differ.
+`<key>.json` has the size, time, inode and hash of the other two. While these keep time and inode,
+they are taken for what was written; else their contents are compared with the hash: all of
+`.ranges`, samples of `.texts`. A file is indexed again if they differ.
 """
 
 import errno
@@ -60,7 +63,8 @@ class Cache:
         Args:
             key: the configuration key that sets the folder, for messages.
         """
-        self.folder, self.key = folder, key
+        self.folder = folder
+        self.key = key
         self._reported = time.monotonic()
 
     def ranges(self, index: FileIndex) -> "Kept":
@@ -99,7 +103,9 @@ class Cache:
                     write_whole(corpus, _record([index.model_dump() for index in found]))
         return found
 
-    def _read_corpus(self, corpus: Path, stamps: Sequence[FileStamp], column: str) -> list[FileIndex] | None:
+    def _read_corpus(
+        self, corpus: Path, stamps: Sequence[FileStamp], column: str
+    ) -> list[FileIndex] | None:
         try:
             entries = json.loads(read_regular(corpus, _LARGEST))
             found = [FileIndex.model_validate(entry) for entry in entries]
@@ -112,16 +118,23 @@ class Cache:
     def _read(self, new: FileIndex) -> FileIndex | None:
         """The index of a file, if it was made."""
         try:
-            index = FileIndex.model_validate(json.loads(read_regular(self._path(new, "json"), _LARGEST)))
+            index = FileIndex.model_validate(
+                json.loads(read_regular(self._path(new, "json"), _LARGEST))
+            )
         except (OSError, ValueError, RecursionError):
             return None
         return self._sound(index, new.stamp)
 
     def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
-        """An index that was read; None if it isn't of this file, or its files aren't as they were written."""
+        """An index that was read; None if it isn't of this file, or its files aren't as they were
+        written.
+        """
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None
-        if index.key != key_of([stamp], index.column) or index.ranges.size != index.documents * RANGE:
+        if (
+            index.key != key_of([stamp], index.column)
+            or index.ranges.size != index.documents * RANGE
+        ):
             return None
         if index.inode != stamp.inode:
             index = index.model_copy(update={"inode": stamp.inode})
@@ -137,7 +150,8 @@ class Cache:
     def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
         if again := [index for index in missing if self._path(index, "json").exists()]:
             logger.warning(
-                f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or deleted; indexing again: "
+                f"{self.folder}: what was kept of {plural(len(again), 'file')} was "
+                "changed or deleted; indexing again: "
                 f"{listed((index.path for index in again), 6)}"
             )
 
@@ -149,30 +163,43 @@ class Cache:
         free = shutil.disk_usage(self.folder).free
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
-            f"Indexing {plural(len(missing), 'file')} ({gigabytes(sum(index.size for index in missing))}) once: {what}"
-            f"the documents' positions go to {self.folder}, about {gigabytes(size)} of {gigabytes(free)} free there. "
+            f"Indexing {plural(len(missing), 'file')} "
+            f"({gigabytes(sum(index.size for index in missing))}) once: {what}"
+            f"the documents' positions go to {self.folder}, about {gigabytes(size)} of "
+            f"{gigabytes(free)} free there. "
             f"{self.key} names another place"
         )
         if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
             raise UserError(
-                f"{self.key}: {self.folder} has {gigabytes(free)} free, too little for {what}the documents' positions: "
-                f"about {gigabytes(size)}. Name a folder with more space, or tokenize the files ahead (torchtitan "
+                f"{self.key}: {self.folder} has {gigabytes(free)} free, too little for "
+                f"{what}the documents' positions: "
+                f"about {gigabytes(size)}. Name a folder with more space, or tokenize "
+                "the files ahead (torchtitan "
                 "tokenize), which needs no copy"
             )
         if size > free:
-            logger.warning(f"{self.key}: {self.folder} may be too small for about {gigabytes(size)}")
+            logger.warning(
+                f"{self.key}: {self.folder} may be too small for about {gigabytes(size)}"
+            )
 
-    def _make_all(self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool) -> None:
+    def _make_all(
+        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
+    ) -> None:
         left = list(missing)
         while left:
             before = len(left)
             for index in list(left):
-                found = self._make(index, stop, f"{len(missing) - len(left)} of {plural(len(missing), 'file')}")
+                found = self._make(
+                    index, stop, f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
+                )
                 if found is not None:
                     done[index.key] = found
                     left.remove(index)
             if len(left) == before:
-                self._report(f"waiting for other processes to index {plural(len(left), 'file')}, as {left[0].path}")
+                self._report(
+                    f"waiting for other processes to index {plural(len(left), 'file')}, "
+                    f"as {left[0].path}"
+                )
                 time.sleep(_WAIT_SECONDS)
 
     def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
@@ -216,12 +243,20 @@ class Cache:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+            if error.errno not in (
+                errno.ENOSPC,
+                errno.EDQUOT,
+                errno.EROFS,
+                errno.EACCES,
+                errno.EPERM,
+                errno.ENOTDIR,
+            ):
                 raise
             if error.filename is not None and not str(error.filename).startswith(str(self.folder)):
                 raise  # an input
             raise UserError(
-                f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a folder with space, or tokenize "
+                f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a "
+                "folder with space, or tokenize "
                 "the files ahead (torchtitan tokenize), which needs none"
             ) from error
 
@@ -262,7 +297,11 @@ class Kept:
 
     def _has_kept(self, now: os.stat_result) -> bool:
         about = self.about
-        return (about.size, about.mtime_ns, about.inode) == (now.st_size, now.st_mtime_ns, now.st_ino)
+        return (about.size, about.mtime_ns, about.inode) == (
+            now.st_size,
+            now.st_mtime_ns,
+            now.st_ino,
+        )
 
 
 def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
@@ -270,14 +309,20 @@ def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
     with open_data(temporary) as file:
         handle = file.fileno()
         status = os.fstat(handle)
-        about = KeptFile(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=hash(handle))
+        about = KeptFile(
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            inode=status.st_ino,
+            sum=hash(handle),
+        )
     temporary.replace(path)
     return about
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
-    """Take the lock, which ends with the process: yields an ending for temporary files, None if another has it.
+    """Take the lock, which ends with the process: yields an ending for temporary files, None if
+    another has it.
 
     On a file system without locks every process does the work, in files of its own.
     """

@@ -1,7 +1,9 @@
-"""What a data source holds: a fingerprint for every checkpoint's manifest, and the list of files behind it.
+"""What a data source holds: a fingerprint for every checkpoint's manifest, and the list of files
+behind it.
 
-A checkpoint keeps the lists of all its sources in one file (`CONTENTS`), so that a resume can name the file that has
-changed. Files may move and be renamed as long as they are read in the same order. Imports no torch.
+A checkpoint keeps the lists of all its sources in one file (`CONTENTS`), so that a resume can name
+the file that has changed. Files may move and be renamed as long as they are read in the same order.
+Imports no torch.
 """
 
 import hashlib
@@ -42,7 +44,9 @@ class DataFile(NamedTuple):
     """Hash of all contents, if `torchtitan tokenize` noted it down."""
 
     def same_as(self, other: "DataFile") -> bool:
-        """Whether the other file is read in the same way and has the same contents, as far as is known of both."""
+        """Whether the other file is read in the same way and has the same contents, as far as is
+        known of both.
+        """
         known = self.whole == other.whole or not (self.whole and other.whole)
         same = known and self.size == other.size and self.sample == other.sample
         return same and (self.name == other.name or _kind(self.name) == _kind(other.name))
@@ -82,7 +86,13 @@ def _kind(name: str) -> str:
     return kind
 
 
-def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> DataFile:
+def data_file(
+    path: str,
+    base: str,
+    size: int,
+    sample: str,
+    whole: str = "",
+) -> DataFile:
     """
     Args:
         path: absolute.
@@ -94,7 +104,9 @@ def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> 
     return DataFile(name, size, sample, whole)
 
 
-def sampled(stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()) -> list[DataFile]:
+def sampled(
+    stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()
+) -> list[DataFile]:
     """Files of which nothing is kept from run to run, sampled now.
 
     Args:
@@ -110,25 +122,37 @@ def sampled(stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str]
     with ThreadPoolExecutor(_READERS) as pool:
         samples = list(pool.map(one, stamps))
     known = wholes or [""] * len(stamps)
-    return [data_file(s.path, folder, s.size, own, all_) for s, own, all_ in zip(stamps, samples, known, strict=True)]
+    return [
+        data_file(s.path, folder, s.size, own, all_)
+        for s, own, all_ in zip(stamps, samples, known, strict=True)
+    ]
 
 
 def base_of(path: str | Sequence[str]) -> str:
     """The folder that the names of the files that `path` names are relative to."""
-    paths = [os.path.abspath(os.path.expanduser(one)) for one in ([path] if isinstance(path, str) else path)]
+    paths = [
+        os.path.abspath(os.path.expanduser(one))
+        for one in ([path] if isinstance(path, str) else path)
+    ]
     folders = []
     for one in paths:
         if not os.path.isdir(one):
             parts = one.split("/")[:-1]
-            fixed = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts))
+            fixed = next(
+                (i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts)
+            )
             one = "/".join(parts[:fixed]) or "/"
         folders.append(one)
     return os.path.commonpath(folders)
 
 
 def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
-    """What has happened to files, in words; nothing if the same contents are read in the same order."""
-    if len(old) == len(new) and all(before.same_as(now) for before, now in zip(old, new, strict=True)):
+    """What has happened to files, in words; nothing if the same contents are read in the same
+    order.
+    """
+    if len(old) == len(new) and all(
+        before.same_as(now) for before, now in zip(old, new, strict=True)
+    ):
         return []
     before = {file.name: file for file in old}
     now = {file.name: file for file in new}
@@ -140,7 +164,10 @@ def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
             name = held.get((file.size, file.sample))
             if name in gone:
                 gone.remove(name)
-                found.append(f"{name} is now called {file.name}, and files are read in the order of their names")
+                found.append(
+                    f"{name} is now called {file.name}, and files are read in the order "
+                    "of their names"
+                )
             else:
                 found.append(f"{file.name} is new")
     found += [f"{name} is missing" for name in gone]
@@ -168,7 +195,9 @@ def in_words(found: Sequence[str]) -> str:
 Lists = Mapping[str, Mapping[str, Sequence[DataFile]]]
 """The files of each source, by section and name: `lists["training"]["books"]`."""
 
-_LISTS = TypeAdapter(dict[str, dict[str, list[DataFile]]], config={"strict": True, "hide_input_in_errors": True})
+_LISTS = TypeAdapter(
+    dict[str, dict[str, list[DataFile]]], config={"strict": True, "hide_input_in_errors": True}
+)
 
 
 def render_lists(lists: Lists) -> bytes:

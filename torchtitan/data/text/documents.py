@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from torchtitan.data.text.cache import open_cache
 from torchtitan.data.text.contents import Contents, base_of, data_file, sampled
-from torchtitan.data.text.files import FileStamp, OpenFiles, find_text_files, is_compressed, open_data
+from torchtitan.data.text.files import (
+    FileStamp,
+    OpenFiles,
+    find_text_files,
+    is_compressed,
+    open_data,
+)
 from torchtitan.data.text.index import RANGE, FileIndex, find_documents, new_index
 from torchtitan.data.text.records import SKIP_ADVICE, FileText, decode, place
 from torchtitan.data.text.retry import DataError
@@ -26,7 +32,16 @@ from torchtitan.utils.text import plural
 OnBad = Literal["stop", "skip"]
 
 # Tests differ between distributions, and tables of encodings are not text.
-_NOT_DEMO = {"test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip", "turtledemo", "__pycache__"}
+_NOT_DEMO = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "ensurepip",
+    "turtledemo",
+    "__pycache__",
+}
 _HELD_OUT_EVERY = 20
 
 
@@ -47,7 +62,8 @@ class Documents(Protocol):
 
 
 class DemoDocuments:
-    """The source files of Python's standard library: real text on every machine, without a download.
+    """The source files of Python's standard library: real text on every machine, without a
+    download.
 
     Every 20th file is held out, for `demo_validation`.
     """
@@ -56,13 +72,19 @@ class DemoDocuments:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = []
         for folder, subfolders, names in os.walk(root):
-            subfolders[:] = sorted(d for d in subfolders if d not in _NOT_DEMO and not d.endswith("-packages"))
+            subfolders[:] = sorted(
+                d for d in subfolders if d not in _NOT_DEMO and not d.endswith("-packages")
+            )
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
         self.files = [f for i, f in enumerate(files) if (i % _HELD_OUT_EVERY == 0) == validation]
         stamps = [FileStamp.of(file) for file in self.files]
-        listing = "".join(f"{f.relative_to(root)}:{s.size};" for f, s in zip(self.files, stamps, strict=True))
-        self.contents = Contents.of(sampled(stamps, root), hashlib.sha256(listing.encode()).hexdigest()[:16])
+        listing = "".join(
+            f"{f.relative_to(root)}:{s.size};" for f, s in zip(self.files, stamps, strict=True)
+        )
+        self.contents = Contents.of(
+            sampled(stamps, root), hashlib.sha256(listing.encode()).hexdigest()[:16]
+        )
         self.text_bytes = sum(stamp.size for stamp in stamps)
         self.skipped: Counter[str] = Counter()
 
@@ -75,9 +97,11 @@ class DemoDocuments:
 
 
 class LocalDocuments:
-    """Files of the formats that `files.FORMATS` names: one document per JSON line, array entry, row or text file.
+    """Files of the formats that `files.FORMATS` names: one document per JSON line, array entry, row
+    or text file.
 
-    Where each is in its file is found out once and kept in the cache folder; without one, at every start.
+    Where each is in its file is found out once and kept in the cache folder; without one, at every
+    start.
     """
 
     def __init__(
@@ -98,25 +122,35 @@ class LocalDocuments:
         files = find_text_files(path, key)
         stop = on_bad_document == "stop"
         cache = open_cache(cache_folder, cache_key)
-        self._files, self._held = OpenFiles(), list[NDArray[np.int64]]()
-        self._cache, self._column = cache, text_column
+        self._files = OpenFiles()
+        self._held = list[NDArray[np.int64]]()
+        self._cache = cache
+        self._column = text_column
         try:
             stamps = [FileStamp.of(file) for file in files]
-            self.indexes = cache.open(stamps, text_column, stop) if cache else self._hold(stamps, stop, cache_key)
+            self.indexes = (
+                cache.open(stamps, text_column, stop)
+                if cache
+                else self._hold(stamps, stop, cache_key)
+            )
             self._stop_at_bad(stop)
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
         self._ends = np.cumsum([index.documents for index in self.indexes], dtype=np.int64)
         self.text_bytes = sum(index.text_bytes for index in self.indexes)
         self.skipped = sum((Counter(index.bad) for index in self.indexes), Counter[str]())
-        listing = "".join(f"{file.name}:{stamp.size};" for file, stamp in zip(files, stamps, strict=True))
+        listing = "".join(
+            f"{file.name}:{stamp.size};" for file, stamp in zip(files, stamps, strict=True)
+        )
         reading = ""
         if text_column != "text" or self.skipped:
             reading = f"{text_column}: {sorted(self.skipped.items())}"
         base = base_of(path)
         found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
         self.contents = Contents.of(
-            found, hashlib.sha256((listing + reading).encode(errors="surrogateescape")).hexdigest()[:16], reading
+            found,
+            hashlib.sha256((listing + reading).encode(errors="surrogateescape")).hexdigest()[:16],
+            reading,
         )
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
@@ -125,14 +159,22 @@ class LocalDocuments:
 
     def _hold(self, stamps: Sequence[FileStamp], stop: bool, cache_key: str) -> list[FileIndex]:
         """Index files in memory."""
-        logger.info(f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder")
+        logger.info(
+            f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder"
+        )
         indexes = [new_index(stamp, self._column) for stamp in stamps]
         for index in indexes:
             if index.copied:
-                what = "compressed" if is_compressed(Path(index.path)) else f"of the format {index.kind}"
+                what = (
+                    "compressed"
+                    if is_compressed(Path(index.path))
+                    else f"of the format {index.kind}"
+                )
                 raise DataError(
-                    f'{index.path} is {what} and can\'t be read in any order without a copy. With {cache_key} = "none" '
-                    "only plain JSON lines and text can; name a folder, or tokenize ahead, which needs no copy"
+                    f"{index.path} is {what} and can't be read in any order without a "
+                    f'copy. With {cache_key} = "none" '
+                    "only plain JSON lines and text can; name a folder, or tokenize "
+                    "ahead, which needs no copy"
                 )
         self._held = [find_documents(index, stop) for index in indexes]
         return indexes
@@ -148,13 +190,18 @@ class LocalDocuments:
 
     def __getitem__(self, index: int) -> Text:
         which = int(np.searchsorted(self._ends, index, side="right"))
-        file, number = self.indexes[which], index - (int(self._ends[which - 1]) if which else 0)
+        file = self.indexes[which]
+        number = index - (int(self._ends[which - 1]) if which else 0)
         start, end = self._range(which, number)
         if file.kind == "json" and not file.copied:
             try:
-                return decode(self._files.read(file.path, start, end - start, file.stamp), file.column)
+                return decode(
+                    self._files.read(file.path, start, end - start, file.stamp), file.column
+                )
             except BadDocument as error:
-                raise DataError(f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)") from None
+                raise DataError(
+                    f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)"
+                ) from None
         stamp = self._cache.texts(file) if file.copied and self._cache else file.stamp
         if end - start > LONG:
             return FileText(stamp.path, start, end, stamp)
@@ -165,7 +212,9 @@ class LocalDocuments:
             start, end = self._held[which][number]
         else:
             kept = self._cache.ranges(self.indexes[which])
-            start, end = np.frombuffer(self._files.read(kept.path, number * RANGE, RANGE, kept), np.int64)
+            start, end = np.frombuffer(
+                self._files.read(kept.path, number * RANGE, RANGE, kept), np.int64
+            )
         return int(start), int(end)
 
 
@@ -201,7 +250,10 @@ def open_documents(
         )
     elif dataset in ("demo", "c4_test", "demo_validation"):
         if dataset == "c4_test":
-            logger.info(f'{section}.dataset: "c4_test" is an alias of "demo": the source of Python\'s standard library')
+            logger.info(
+                f'{section}.dataset: "c4_test" is an alias of "demo": the source of '
+                "Python's standard library"
+            )
         documents = DemoDocuments(validation=dataset == "demo_validation")
     else:
         return None
@@ -212,10 +264,13 @@ def open_documents(
 def check_has_text(documents: Documents, key: str, name: str) -> None:
     """
     Raises:
-        UserError: there are no documents, or all are empty; training would only see begin-of-text and end-of-text.
+        UserError: there are no documents, or all are empty; training would only see begin-of-text
+        and end-of-text.
     """
     if len(documents) == 0:
         skipped = f" but {counted(documents.skipped)}" if documents.skipped else ""
         raise UserError(f"{key}: {name} holds no documents{skipped}")
     if documents.text_bytes == 0:
-        raise UserError(f"{key}: {name} holds no text: all its documents are empty ({len(documents):,} of them)")
+        raise UserError(
+            f"{key}: {name} holds no text: all its documents are empty ({len(documents):,} of them)"
+        )

@@ -17,11 +17,21 @@ from typing import IO, Any, Literal, Protocol, cast
 
 from torchtitan.data.text.identity import sample
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.saved_datasets import in_one_split, saved_files, saved_splits, without_caches
+from torchtitan.data.text.saved_datasets import (
+    in_one_split,
+    saved_files,
+    saved_splits,
+    without_caches,
+)
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import regular_handle
 from torchtitan.utils.logging import logger
-from torchtitan.utils.patterns import TooManyEntriesError, files_below, matching_files, without_aliases
+from torchtitan.utils.patterns import (
+    TooManyEntriesError,
+    files_below,
+    matching_files,
+    without_aliases,
+)
 from torchtitan.utils.text import listed, plural
 
 Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
@@ -43,11 +53,27 @@ _BUFFER = 2**20
 _MOST_ENTRIES = 1_000_000
 """Files and folders that a pattern may search. They take some seconds."""
 
-_ABOUT = ("readme", "license", "licence", "copying", "notice", "changelog", "citation", "contributing", "security")
+_ABOUT = (
+    "readme",
+    "license",
+    "licence",
+    "copying",
+    "notice",
+    "changelog",
+    "citation",
+    "contributing",
+    "security",
+)
 """Beginnings of the names of files about a folder, which are no documents of it."""
 REPORT = "-report.json"
 """End of the name of what `torchtitan tokenize` writes about token files."""
-_DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "croissant.json", "state.json"}
+_DESCRIPTIONS = {
+    "dataset_infos.json",
+    "dataset_info.json",
+    "dataset_dict.json",
+    "croissant.json",
+    "state.json",
+}
 
 
 def find_files(path: str | Sequence[str], key: str) -> list[Path]:
@@ -65,24 +91,33 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     if os.path.isdir(expanded):
         found = [file for file in found if format_of(file)]
     if not found:
-        raise UserError(f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin token files)")
+        raise UserError(
+            f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin "
+            "token files)"
+        )
     return found
 
 
 def _of_saved(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
-    """`files` without what `save_to_disk` left beside a data set, and of a folder without splits other than `train`."""
+    """`files` without what `save_to_disk` left beside a data set, and of a folder without splits
+    other than `train`.
+    """
     try:
         files, chosen = in_one_split(files) if in_folder else (files, [])
         files = without_caches(files)
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
     if chosen:
-        logger.info(f"{key}: of the saved splits, reading {listed(chosen, 6)}; name another's folder to read that")
+        logger.info(
+            f"{key}: of the saved splits, reading {listed(chosen, 6)}; name another's "
+            "folder to read that"
+        )
     return list(files)
 
 
 def find_token_files(path: str, key: str) -> list[Path]:
-    """The token files that `path` names: a `.bin` file, a glob of them, or a folder that holds some, at any depth.
+    """The token files that `path` names: a `.bin` file, a glob of them, or a folder that holds
+    some, at any depth.
 
     Of a Megatron pair the `.idx` file may be named, too.
 
@@ -96,20 +131,25 @@ def find_token_files(path: str, key: str) -> list[Path]:
     files = set(_named_by(path, key))
     tokens = {file for file in files if file.suffix == ".bin"}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
-        tokens = {file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files}
+        tokens = {
+            file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files
+        }
     described = {file.with_suffix(".json") for file in tokens}
     beside = [file for file in files - described if format_of(file) and not _is_description(file)]
     if tokens and beside:
         names = listed(sorted(file.name for file in beside), 6)
         logger.warning(
-            f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what lies beside: {names}. To "
+            f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what "
+            f"lies beside: {names}. To "
             "read that, name it by itself, or as another source"
         )
     return sorted(tokens)
 
 
 def _named_by(path: str, key: str) -> list[Path]:
-    """The files in a folder, except hidden ones, or those that a pattern matches, each once, sorted."""
+    """The files in a folder, except hidden ones, or those that a pattern matches, each once,
+    sorted.
+    """
     expanded = os.path.expanduser(path)
     skipped: list[str] = []
     search = files_below if os.path.isdir(expanded) else matching_files
@@ -119,7 +159,8 @@ def _named_by(path: str, key: str) -> list[Path]:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     if links := sorted({*skipped, *again}):
         logger.info(
-            f"{key}: skipping {plural(len(links), 'link')} to what is read under another name: {listed(links, 6)}"
+            f"{key}: skipping {plural(len(links), 'link')} to what is read under another "
+            f"name: {listed(links, 6)}"
         )
     return sorted(map(Path, files))
 
@@ -152,11 +193,16 @@ def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
     return chosen
 
 
-_FORMATS_READ = f"files must be of {', '.join(FORMATS)} (but for Parquet and Arrow also {', '.join(COMPRESSED)})"
+_FORMATS_READ = (
+    f"files must be of {', '.join(FORMATS)} (but for Parquet and Arrow also "
+    f"{', '.join(COMPRESSED)})"
+)
 
 
 def path_problem(path: str) -> str | None:
-    """What is wrong with the one file or folder named `path`, as far as its name and descriptions tell; else None."""
+    """What is wrong with the one file or folder named `path`, as far as its name and descriptions
+    tell; else None.
+    """
     named = Path(path).expanduser()
     if not named.is_dir():
         known = format_of(named) or named.suffix in (".bin", ".idx")
@@ -207,7 +253,9 @@ class FileStamp:
     mtime_ns: int
     inode: int
     sample: str = ""
-    """Of its contents. It decides if only the inode differs: file systems in user space may number files anew."""
+    """Of its contents. It decides if only the inode differs: file systems in user space may number
+    files anew.
+    """
 
     @classmethod
     def of(cls, path: Path) -> "FileStamp":
@@ -221,7 +269,9 @@ class FileStamp:
             status = path.stat()
         except FileNotFoundError:
             if path.is_symlink():
-                raise DataError(f"{path} is a link to {os.readlink(path)}, which doesn't exist") from None
+                raise DataError(
+                    f"{path} is a link to {os.readlink(path)}, which doesn't exist"
+                ) from None
             raise
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -247,11 +297,14 @@ def changed(path: str) -> DataError:
     return DataError(f"{path} has changed since the run indexed it; start the run again")
 
 
-_NOT_REGULAR = "is not a regular file (a pipe, device or socket?); data is only read from regular files"
+_NOT_REGULAR = (
+    "is not a regular file (a pipe, device or socket?); data is only read from regular files"
+)
 
 
 def data_handle(path: str | Path, stamp: Stamp | None = None) -> int:
-    """The descriptor of a data file, opened to read it. Every data file of this machine is opened by this function.
+    """The descriptor of a data file, opened to read it. Every data file of this machine is opened
+    by this function.
 
     Args:
         path: may be a link.
@@ -281,7 +334,9 @@ def open_data(path: str | Path, stamp: Stamp | None = None) -> IO[bytes]:
     return open(data_handle(path, stamp), "rb")
 
 
-def open_plain(file: Path, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None) -> IO[bytes]:
+def open_plain(
+    file: Path, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None
+) -> IO[bytes]:
     """The bytes of a data file, decompressed by the ending of its name; see `data_handle`.
 
     Args:
@@ -294,8 +349,14 @@ def open_plain(file: Path, advance: Callable[[int], None] | None = None, stamp: 
     if ending == ".zst":
         import pyarrow
 
-        return cast(IO[bytes], io.BufferedReader(pyarrow.CompressedInputStream(buffered, "zstd"), _BUFFER))
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+        return cast(
+            IO[bytes], io.BufferedReader(pyarrow.CompressedInputStream(buffered, "zstd"), _BUFFER)
+        )
+    openers: dict[str, Any] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+    }
     return cast(IO[bytes], openers[ending](buffered) if ending in openers else buffered)
 
 
@@ -313,7 +374,9 @@ class _Counted(io.FileIO):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether reading failed because a compressed file is damaged or cut off, not because a disk did."""
+    """Whether reading failed because a compressed file is damaged or cut off, not because a disk
+    did.
+    """
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return error.errno is None
     return isinstance(error, EOFError | zlib.error | lzma.LZMAError | gzip.BadGzipFile)
@@ -324,8 +387,9 @@ class EndOfFileError(OSError):
 
 
 class OpenFiles:
-    """Reads anywhere in many files, of which the last used stay open. Not memory-mapped: a failing disk would kill the
-    process."""
+    """Reads anywhere in many files, of which the last used stay open. Not memory-mapped: a failing
+    disk would kill the process.
+    """
 
     def __init__(self, most: int = 128):
         self.most = most
@@ -333,7 +397,13 @@ class OpenFiles:
         """Descriptors, with the size and time of the file when it was opened."""
         self._lock = threading.Lock()
 
-    def read(self, path: str, start: int, size: int, stamp: Stamp | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        start: int,
+        size: int,
+        stamp: Stamp | None = None,
+    ) -> bytes:
         """`size` bytes from `start` on.
 
         Args:
@@ -355,11 +425,14 @@ class OpenFiles:
             handle, before = opened
             parts = []
             while size:
-                part = os.pread(handle, min(size, 2**30), start)  # Linux reads at most 2 GiB at once
+                part = os.pread(
+                    handle, min(size, 2**30), start
+                )  # Linux reads at most 2 GiB at once
                 if not part:
                     raise EndOfFileError(f"{path} ends before byte {start + size} (truncated?)")
                 parts.append(part)
-                start, size = start + len(part), size - len(part)
+                start = start + len(part)
+                size = size - len(part)
             if stamp is not None and _times(handle) != before:
                 raise changed(path)
         return parts[0] if len(parts) == 1 else b"".join(parts)

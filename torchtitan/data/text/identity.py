@@ -14,7 +14,9 @@ _READ = 2**20
 
 
 def sample(handle: int) -> str:
-    """A hash of the size and contents of an open file; of a large one, of 16 blocks from its beginning to its end."""
+    """A hash of the size and contents of an open file; of a large one, of 16 blocks from its
+    beginning to its end.
+    """
     size = os.fstat(handle).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     if size <= WHOLE:
@@ -32,7 +34,12 @@ def whole(handle: int) -> str:
     return digest.hexdigest()
 
 
-def _add(digest: "hashlib.blake2b", handle: int, start: int, size: int) -> None:
+def _add(
+    digest: "hashlib.blake2b",
+    handle: int,
+    start: int,
+    size: int,
+) -> None:
     end = start + size
     while start < end:
         part = os.pread(handle, min(_READ, end - start), start)

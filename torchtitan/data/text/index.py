@@ -1,7 +1,8 @@
-"""Where the sound documents of a local file are: the range of bytes of each, so that they can be read in any order.
+"""Where the sound documents of a local file are: the range of bytes of each, so that they can be
+read in any order.
 
-A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as plain text at the
-same time. Documents that can't be decoded are left out and counted.
+A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as
+plain text at the same time. Documents that can't be decoded are left out and counted.
 """
 
 import array
@@ -74,11 +75,15 @@ def new_index(stamp: FileStamp, column: str) -> FileIndex:
     """The index of a file, before its documents are looked for."""
     kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
-    return FileIndex(key=key_of([stamp], column), kind=kind, copied=copied, column=column, **vars(stamp))
+    return FileIndex(
+        key=key_of([stamp], column), kind=kind, copied=copied, column=column, **vars(stamp)
+    )
 
 
 def key_of(stamps: Sequence[FileStamp], column: str) -> str:
-    """Names what is kept of files: it changes when they do. The inode is left out, see `FileStamp.sample`."""
+    """Names what is kept of files: it changes when they do. The inode is left out, see
+    `FileStamp.sample`.
+    """
     named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
     name = json.dumps([named, column, _VERSION])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -118,7 +123,9 @@ def find_documents(
             length = _utf8_bytes(text) if texts is None else _copy(text, texts, written)
         except BadDocument as error:
             if stop:
-                raise BadDocument(error.kind, f"{place(file, record.number)}: {error}{SKIP_ADVICE}") from None
+                raise BadDocument(
+                    error.kind, f"{place(file, record.number)}: {error}{SKIP_ADVICE}"
+                ) from None
             if bad.total() < _PLACES:
                 index.places.append((record.number, str(error)))
             bad[error.kind] += 1
@@ -130,7 +137,8 @@ def find_documents(
             found.extend((index.size - length, index.size))
         else:
             found.extend((record.start, record.start + len(record.content)))
-        index.documents, index.text_bytes = index.documents + 1, index.text_bytes + length
+        index.documents = index.documents + 1
+        index.text_bytes = index.text_bytes + length
         if ranges is not None and len(found) > 2**18:
             found.tofile(ranges)
             del found[:]

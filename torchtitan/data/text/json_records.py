@@ -11,14 +11,17 @@ from torchtitan.data.text.texts import BLOCK, LONGEST, BadDocument, Record, not_
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"
 _UNFINISHED = 16
-"""Characters before the end of what has been read where an error may only mean that more follows."""
+"""Characters before the end of what has been read where an error may only mean that more follows.
+"""
 
 
 def records_of(file: IO[bytes], array: bool | None = None) -> Iterator[Record]:
-    """The records of an open JSON file: of lines, or of an `array` (None: as the first character says).
+    """The records of an open JSON file: of lines, or of an `array` (None: as the first character
+    says).
 
     Raises:
-        DataError: something else than a comma separates an array's entries, or something follows the array.
+        DataError: something else than a comma separates an array's entries, or something follows
+        the array.
     """
     if array is None:
         file = buffered = io.BufferedReader(cast(io.RawIOBase, file), BLOCK)
@@ -34,10 +37,12 @@ def is_array(beginning: bytes) -> bool:
 def _lines(file: IO[bytes]) -> Iterator[Record]:
     start = number = 0
     while line := file.readline(LONGEST + 1):
-        number, begin = number + 1, start
+        number = number + 1
+        begin = start
         start += len(line)
         if number == 1 and line.startswith(_BOM):
-            line, begin = line[len(_BOM) :], len(_BOM)
+            line = line[len(_BOM) :]
+            begin = len(_BOM)
         if len(line) > LONGEST:
             while not line.endswith(b"\n") and (line := file.readline(LONGEST)):
                 start += len(line)
@@ -53,8 +58,9 @@ def _too_long() -> BadDocument:
 class _Array:
     """Reads the entries of a JSON array, of which only one and a block are held.
 
-    An entry that can't be parsed is a bad document, and what follows it can't be read. What stands between the entries
-    and after the array is the file's structure: a fault there is an error about the file.
+    An entry that can't be parsed is a bad document, and what follows it can't be read. What stands
+    between the entries and after the array is the file's structure: a fault there is an error about
+    the file.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -85,7 +91,10 @@ class _Array:
                 return
             after = self._next()
             if not after:
-                yield Record(number + 1, BadDocument("not JSON", "not JSON (cut off?): the array doesn't end"))
+                yield Record(
+                    number + 1,
+                    BadDocument("not JSON", "not JSON (cut off?): the array doesn't end"),
+                )
                 return
             if after == "]":
                 break
@@ -139,13 +148,18 @@ class _Array:
         """Whether parsing failed only because the entry hasn't been read to its end."""
         if not isinstance(error, json.JSONDecodeError):
             return False
-        return error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - _UNFINISHED
+        return (
+            error.msg.startswith("Unterminated string")
+            or error.pos > len(self.buffer) - _UNFINISHED
+        )
 
     def _damage(self, problem: str) -> DataError:
         used = self.buffer[: self.at]
         line = self.line + used.count("\n")
         found = self.buffer[self.at : self.at + 20]
-        return DataError(f"line {line}, byte {self.bytes + _size(used) + 1}: {problem}, got {found!r}")
+        return DataError(
+            f"line {line}, byte {self.bytes + _size(used) + 1}: {problem}, got {found!r}"
+        )
 
 
 def _size(text: str) -> int:

@@ -1,7 +1,7 @@
 """Long strings of a JSON line, decoded block by block.
 
-Python's parser would hold such a line, its characters and the string at once: up to nine times the line's size, because
-one emoji makes every character of a Python string take four bytes.
+Python's parser would hold such a line, its characters and the string at once: up to nine times the
+line's size, because one emoji makes every character of a Python string take four bytes.
 """
 
 import codecs
@@ -47,7 +47,9 @@ class JsonString(LongText):
                 raw = decoder.decode(self.line[place:end], final=end == self.end)
             except UnicodeDecodeError as error:
                 at = end - len(error.object) + error.start
-                raise BadDocument("not UTF-8", f"not UTF-8: {describe_byte(error)} at byte {at + 1}") from None
+                raise BadDocument(
+                    "not UTF-8", f"not UTF-8: {describe_byte(error)} at byte {at + 1}"
+                ) from None
             text = _unescaped(raw, place)
             place = end
             if start < len(text):
@@ -63,14 +65,25 @@ def _unescaped(raw: str, place: int) -> str:
         text: str = json.loads(f'"{raw}"')
         text.encode()
     except json.JSONDecodeError as error:
-        raise BadDocument("not JSON", f"not JSON: {error.msg} in the string, after byte {place}") from None
+        raise BadDocument(
+            "not JSON", f"not JSON: {error.msg} in the string, after byte {place}"
+        ) from None
     except UnicodeEncodeError:
-        raise BadDocument("lone surrogate", f"half a surrogate pair in the string, after byte {place}") from None
+        raise BadDocument(
+            "lone surrogate", f"half a surrogate pair in the string, after byte {place}"
+        ) from None
     return text
 
 
-def _whole_escapes(line: bytes, place: int, end: int, last: int) -> int:
-    """Where to end the block from `place` on, at or before `end`, so that no escape or pair of them is cut."""
+def _whole_escapes(
+    line: bytes,
+    place: int,
+    end: int,
+    last: int,
+) -> int:
+    """Where to end the block from `place` on, at or before `end`, so that no escape or pair of them
+    is cut.
+    """
     if end == last:
         return end
     at = line.rfind(b"\\", max(place, end - _ESCAPE), end)
@@ -79,7 +92,11 @@ def _whole_escapes(line: bytes, place: int, end: int, last: int) -> int:
         if at + length > end:
             end = at
     first = end - _ESCAPE
-    if first >= place and _FIRST_HALF.fullmatch(line, first, end) and not _is_escaped(line, place, first):
+    if (
+        first >= place
+        and _FIRST_HALF.fullmatch(line, first, end)
+        and not _is_escaped(line, place, first)
+    ):
         end = first
     return end
 
@@ -93,7 +110,9 @@ def _is_escaped(line: bytes, begin: int, at: int) -> bool:
 
 
 def without_long_strings(line: bytes, longest: int) -> tuple[bytes, dict[str, JsonString]]:
-    """A line in which names stand for the strings of more than `longest` bytes, and these strings by name."""
+    """A line in which names stand for the strings of more than `longest` bytes, and these strings
+    by name.
+    """
     held: dict[str, JsonString] = {}
     kept = []
     place = 0

@@ -1,7 +1,9 @@
-"""JSON of the Hugging Face hub, which `datasets` streams through this module line by line, not yet parsed.
+"""JSON of the Hugging Face hub, which `datasets` streams through this module line by line, not yet
+parsed.
 
-Its own reader infers a type for everything in a line, which recurses in C++: brackets nested 100,000 deep overflow the
-stack and kill the process. And what one line holds should not decide whether the others can be read.
+Its own reader infers a type for everything in a line, which recurses in C++: brackets nested
+100,000 deep overflow the stack and kill the process. And what one line holds should not decide
+whether the others can be read.
 """
 
 import json
@@ -35,14 +37,19 @@ class JsonTexts(Json):
         self.info.features = None  # of the parsed lines, from the data set's card
         return super()._split_generators(dl_manager)
 
-    def _generate_tables(self, files_iterables: Iterable[Any], **_: Any) -> Iterator[tuple[Key, pyarrow.Table]]:
+    def _generate_tables(
+        self, files_iterables: Iterable[Any], **_: Any
+    ) -> Iterator[tuple[Key, pyarrow.Table]]:
         for shard, files in enumerate(files_iterables):
             # `open`, in this module, is replaced by `datasets`: it decompresses, and reads URLs.
             for name in files:
                 with open(name, "rb") as file:
                     try:
                         for part, rows in enumerate(_batches(records_of(file), str(name))):
-                            yield Key(shard, part), pyarrow.Table.from_pylist(rows, pyarrow.schema(_COLUMNS))
+                            yield (
+                                Key(shard, part),
+                                pyarrow.Table.from_pylist(rows, pyarrow.schema(_COLUMNS)),
+                            )
                     except DataError as error:
                         raise DataError(f"{name}: {error}") from None
 
@@ -51,15 +58,24 @@ def _batches(records: Iterable[Record], name: str) -> Iterator[list[dict[str, An
     rows: list[dict[str, Any]] = []
     size = 0
     for record in records:
-        content, row = record.content, {"number": record.number, "file": name}
+        content = record.content
+        row = {"number": record.number, "file": name}
         if isinstance(content, BadDocument):
             rows.append(row | {"kind": content.kind, "problem": str(content)})
         else:
-            rows.append(row | {"json_line": content if isinstance(content, bytes) else json.dumps(content).encode()})
+            rows.append(
+                row
+                | {
+                    "json_line": content
+                    if isinstance(content, bytes)
+                    else json.dumps(content).encode()
+                }
+            )
             size += len(rows[-1]["json_line"])
         if size > _BATCH:
             yield rows
-            rows, size = [], 0
+            rows = []
+            size = 0
     if rows:
         yield rows
 

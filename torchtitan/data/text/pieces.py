@@ -1,8 +1,10 @@
-"""Long texts in pieces, so that encoding one needs memory for a piece, and with the same ids as in one go.
+"""Long texts in pieces, so that encoding one needs memory for a piece, and with the same ids as in
+one go.
 
-A tokenizer splits a text into words with a regular expression and encodes each word by itself. A piece ends where the
-expressions below end a word in any text: none of their alternatives matches a cut's two characters one after the
-other, and the only one that looks ahead, from a blank, never ends at a cut. Imports no torch.
+A tokenizer splits a text into words with a regular expression and encodes each word by itself. A
+piece ends where the expressions below end a word in any text: none of their alternatives matches a
+cut's two characters one after the other, and the only one that looks ahead, from a blank, never
+ends at a cut. Imports no torch.
 """
 
 import json
@@ -11,23 +13,28 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"  # noqa: E501
     r"|\s+(?!\S)|\s+"
 )
 """How Llama 3 splits text before byte-pair merging."""
 
 _PATTERNS = (LLAMA3_PATTERN, LLAMA3_PATTERN.replace("{1,3}", ""))
-"""Expressions with words that end at every `_CUT`: those of Llama 3 and Qwen 2. GPT-2's is built into `ByteLevel`."""
+"""Expressions with words that end at every `_CUT`: those of Llama 3 and Qwen 2. GPT-2's is built
+into `ByteLevel`.
+"""
 
-# Before a space that follows no blank, and between a letter or digit and a newline or a punctuation mark. Only
-# characters that every version of Unicode has, and no marks that are usual within added tokens, as in <tool_call>.
+# Before a space that follows no blank, and between a letter or digit and a newline or a punctuation
+# mark. Only characters that every version of Unicode has, and no marks that are usual within added
+# tokens, as in <tool_call>.
 _CUT = re.compile(
     r"(?<=\S)(?= )"
     r"|(?<=[A-Za-z0-9\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
     r"(?=[\n!\"(),.;=+?{}\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
 )
 PIECE = 100_000
-"""Characters of a piece, up to twice as many. A run of so many without a cut, for example of blanks, is cut anyway."""
+"""Characters of a piece, up to twice as many. A run of so many without a cut, for example of
+blanks, is cut anyway.
+"""
 
 
 def pieces(text: str | Iterable[str]) -> Iterator[str]:
@@ -47,19 +54,29 @@ def pieces(text: str | Iterable[str]) -> Iterator[str]:
 
 
 def separable(backend: Any) -> bool:
-    """Whether a tokenizer of the `tokenizers` library has the same words in pieces as in a whole text."""
-    normalizer, words = (backend_state(part) for part in (backend.normalizer, backend.pre_tokenizer))
+    """Whether a tokenizer of the `tokenizers` library has the same words in pieces as in a whole
+    text.
+    """
+    normalizer, words = (
+        backend_state(part) for part in (backend.normalizer, backend.pre_tokenizer)
+    )
     parts = words.get("pretokenizers", [words])
     for token in backend.get_added_tokens_decoder().values():
         # It is found in a text before the words are, unless it is a special one.
         looks_around = token.lstrip or token.rstrip or token.single_word
         if not token.special and (looks_around or _CUT.search(token.content)):
             return False
-    return normalizer.get("type") in (None, "NFC") and all(map(_local, parts)) and any(map(_splits, parts))
+    return (
+        normalizer.get("type") in (None, "NFC")
+        and all(map(_local, parts))
+        and any(map(_splits, parts))
+    )
 
 
 def backend_state(part: Any) -> dict[str, Any]:
-    """The settings of a part of a tokenizer of the `tokenizers` library, as in its file; none, if it lacks the part."""
+    """The settings of a part of a tokenizer of the `tokenizers` library, as in its file; none, if
+    it lacks the part.
+    """
     return json.loads(part.__getstate__()) if part is not None else {}
 
 

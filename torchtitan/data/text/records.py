@@ -1,6 +1,7 @@
 """The documents of one file, in sequence: first as they lie there, cheap to find, then decoded.
 
-    read_records(file, column)  ->  Record(number, content), ...      one JSON line, array entry, row or text
+    read_records(file, column)  ->  Record(number, content), ...      one JSON line, array entry,
+    row or text
     decode(content, column)     ->  its text; or `BadDocument`, with the kind of its fault
 
 Only the column asked for is read. One process may find the records and others decode them.
@@ -15,7 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchtitan.data.text.files import Format, Stamp, format_of, is_compressed, is_damage, open_plain
+from torchtitan.data.text.files import (
+    Format,
+    Stamp,
+    format_of,
+    is_compressed,
+    is_damage,
+    open_plain,
+)
 from torchtitan.data.text.json_records import is_array, records_of
 from torchtitan.data.text.json_strings import without_long_strings
 from torchtitan.data.text.retry import DataError
@@ -40,12 +48,20 @@ _BOM = b"\xef\xbb\xbf"
 class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
-    def __init__(self, path: str, start: int = 0, end: int | None = None, stamp: Stamp | None = None):
+    def __init__(
+        self,
+        path: str,
+        start: int = 0,
+        end: int | None = None,
+        stamp: Stamp | None = None,
+    ):
         """
         Args:
             stamp: what the file was when its documents were found.
         """
-        self.path, self.start, self.end = path, start, end
+        self.path = path
+        self.start = start
+        self.end = end
         self.stamp = stamp
         self.attempt: Callable[[Callable[[], Any]], Any] = operator.call
         """Opens the file or reads from it, again if that fails."""
@@ -56,7 +72,8 @@ class FileText(LongText):
             BadDocument: it isn't UTF-8.
             DataError: the file has changed.
         """
-        decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        line = 1
         with self.attempt(lambda: open_plain(Path(self.path), stamp=self.stamp)) as file:
             place = file.seek(self.start + start) if self.start + start else 0
             while True:
@@ -65,8 +82,11 @@ class FileText(LongText):
                     block = self.attempt(partial(_read_at, file, place, wanted))
                     if self.stamp is not None and not is_compressed(Path(self.path)):
                         self.stamp.check(file.fileno())
-                    first, place = not place, place + len(block)
-                    text = decoder.decode(block.removeprefix(_BOM) if first else block, final=not block)
+                    first = not place
+                    place = place + len(block)
+                    text = decoder.decode(
+                        block.removeprefix(_BOM) if first else block, final=not block
+                    )
                 except UnicodeDecodeError as error:
                     at = place - len(error.object) + error.start
                     line += error.object[: error.start].count(b"\n")
@@ -92,7 +112,14 @@ def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
     return file.read(size)
 
 
-_NOUNS = {"json": "line", "array": "entry", "csv": "line", "tsv": "line", "parquet": "row", "arrow": "row"}
+_NOUNS = {
+    "json": "line",
+    "array": "entry",
+    "csv": "line",
+    "tsv": "line",
+    "parquet": "row",
+    "arrow": "row",
+}
 
 
 def place(file: Path, number: int) -> str:
@@ -124,7 +151,10 @@ def kind_of(file: Path, stamp: Stamp | None = None) -> Kind:
 
 
 def read_records(
-    file: Path, column: str, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None
+    file: Path,
+    column: str,
+    advance: Callable[[int], None] | None = None,
+    stamp: Stamp | None = None,
 ) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 
@@ -134,7 +164,8 @@ def read_records(
 
     Raises:
         OSError: reading fails.
-        DataError: the file's structure is damaged, so that its records can't be told apart; or it is not a regular
+        DataError: the file's structure is damaged, so that its records can't be told apart; or it
+        is not a regular
             file, or has changed since `stamp`.
     """
     kind = kind_of(file, stamp)
@@ -145,7 +176,10 @@ def read_records(
         return
     tabular = kind in _TABULAR
     if tabular and is_compressed(file):
-        raise DataError(f"{file}: decompress it; {kind} files are read at many places, and can be compressed inside")
+        raise DataError(
+            f"{file}: decompress it; {kind} files are read at many places, and can be "
+            "compressed inside"
+        )
     number = 0
     try:
         with open_plain(file, None if tabular else advance, stamp) as content:
@@ -161,7 +195,12 @@ def read_records(
         yield Record(number + 1, _damaged(error))
 
 
-def _records(file: IO[bytes], kind: Kind, column: str, advance: Callable[[int], None] | None) -> Iterator[Record]:
+def _records(
+    file: IO[bytes],
+    kind: Kind,
+    column: str,
+    advance: Callable[[int], None] | None,
+) -> Iterator[Record]:
     if kind in ("csv", "tsv"):
         return csv_rows(file, column, "," if kind == "csv" else "\t")
     if kind in _TABULAR:
@@ -178,7 +217,9 @@ def decode(content: Any, column: str) -> Text:
     if isinstance(content, BadDocument):
         raise content
     if isinstance(content, FileText):
-        parts, texts, length = content.parts(), [], 0
+        parts = content.parts()
+        texts = []
+        length = 0
         for part in parts:
             texts.append(part)
             if (length := length + len(part)) > LONG:
@@ -199,12 +240,14 @@ def _json(line: bytes, column: str) -> Any:
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
             raise not_json(error) from None
-        # Too deep, or a number of too many digits. Arrow skips these beside the column, without recursion.
+        # Too deep, or a number of too many digits. Arrow skips these beside the column, without
+        # recursion.
         import pyarrow
         import pyarrow.json
 
         options = pyarrow.json.ParseOptions(
-            explicit_schema=pyarrow.schema({column: pyarrow.string()}), unexpected_field_behavior="ignore"
+            explicit_schema=pyarrow.schema({column: pyarrow.string()}),
+            unexpected_field_behavior="ignore",
         )
         blocks = pyarrow.json.ReadOptions(block_size=len(line), use_threads=False)
         try:
@@ -218,7 +261,9 @@ def _row_text(row: Any, column: str) -> Text:
     if isinstance(row, str):  # an array of texts
         text: Any = row
     elif not isinstance(row, dict):
-        raise BadDocument("not an object", f'must be an object with a "{column}", got {type(row).__name__}')
+        raise BadDocument(
+            "not an object", f'must be an object with a "{column}", got {type(row).__name__}'
+        )
     elif column not in row:
         raise missing_column(column, row)
     else:
@@ -233,16 +278,24 @@ def _row_text(row: Any, column: str) -> Text:
         except UnicodeDecodeError as error:
             raise not_json(error) from None
     if not isinstance(text, str):
-        raise BadDocument("not a string", f"column {column!r} holds {type(text).__name__}, not text")
+        raise BadDocument(
+            "not a string", f"column {column!r} holds {type(text).__name__}, not text"
+        )
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             escaped = 0xDC80 <= ord(text[error.start]) <= 0xDCFF  # by `json_records` and `csv_rows`
-            kind, problem = ("not UTF-8", "not UTF-8") if escaped else ("lone surrogate", "half a surrogate pair")
+            kind, problem = (
+                ("not UTF-8", "not UTF-8")
+                if escaped
+                else ("lone surrogate", "half a surrogate pair")
+            )
             raise BadDocument(kind, f"{problem} at character {error.start + 1}") from None
     return text
 
 
 def _damaged(error: BaseException) -> BadDocument:
-    return BadDocument("damaged compression", f"can't be decompressed from here on (cut off?): {error}")
+    return BadDocument(
+        "damaged compression", f"can't be decompressed from here on (cut off?): {error}"
+    )

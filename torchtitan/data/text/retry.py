@@ -4,7 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import (
+    RetryCallState,
+    RetryError,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential,
+)
 
 from torchtitan.config.sections.data import DataLoader
 from torchtitan.utils.errors import UserError
@@ -18,13 +25,16 @@ class DataError(ValueError):
 
 
 _LASTING = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
-"""Errors of decoding and of formats, which another attempt would repeat. Those that are also an OSError, such as a web
-page in place of JSON, may pass."""
+"""Errors of decoding and of formats, which another attempt would repeat. Those that are also an
+OSError, such as a web page in place of JSON, may pass.
+"""
 
 
 @dataclass
 class Retry:
-    """Retries the reads of one data source, with growing pauses, unless its contents are at fault."""
+    """Retries the reads of one data source, with growing pauses, unless its contents are at
+    fault.
+    """
 
     section: str
     """`training`, `validation`, or a table of sources below one of them."""
@@ -34,7 +44,9 @@ class Retry:
     doing: str = field(default="opening it", init=False)
     """The read in progress, for the error about a stall."""
 
-    def __call__(self, what: str, read: Callable[[], T], reset: Callable[[], None] = lambda: None) -> T:
+    def __call__(
+        self, what: str, read: Callable[[], T], reset: Callable[[], None] = lambda: None
+    ) -> T:
         """Return `read()`.
 
         Args:
@@ -54,7 +66,9 @@ class Retry:
             assert state.outcome is not None
             cause = first_line(state.outcome.exception())
             self.doing = f"reading {what}, which failed {state.attempt_number} times ({cause})"
-            logger.warning(f"{self.section}.dataset: {what} of {self.source}: {cause}; trying again")
+            logger.warning(
+                f"{self.section}.dataset: {what} of {self.source}: {cause}; trying again"
+            )
 
         attempt = Retrying(
             retry=retry_if_exception(_may_pass),
@@ -66,11 +80,14 @@ class Retry:
         try:
             return attempt(read)
         except _LASTING as error:
-            raise UserError(f"{self.section}.dataset: {what} of {self.source}: {first_line(error)}") from error
+            raise UserError(
+                f"{self.section}.dataset: {what} of {self.source}: {first_line(error)}"
+            ) from error
         except RetryError as error:
             last = error.last_attempt
             raise UserError(
-                f"{self.section}.dataset: reading failed: {what} of {self.source}: {first_line(last.exception())} "
+                f"{self.section}.dataset: reading failed: {what} of {self.source}: "
+                f"{first_line(last.exception())} "
                 f"({last.attempt_number} attempts). Repair the source, or raise "
                 f"{self.section.split('.')[0]}.dataloader.retries."
             ) from last.exception()
@@ -82,6 +99,8 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException | None) -> str:
-    """The type of an error and the first line of its message; of a `DataError` the message alone."""
+    """The type of an error and the first line of its message; of a `DataError` the message
+    alone.
+    """
     text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
     return text.splitlines()[0]

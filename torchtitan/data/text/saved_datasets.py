@@ -1,6 +1,7 @@
 """Folders that `save_to_disk` of the library `datasets` wrote.
 
-state.json          of a data set: names its Arrow files. Others beside them are caches of `map` and the like
+state.json          of a data set: names its Arrow files. Others beside them are caches of `map` and
+the like
 dataset_dict.json   of several splits: names the folders of each
 """
 
@@ -60,14 +61,16 @@ def saved_files(folder: Path) -> set[str] | None:
         return None
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
-            f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices (select, shuffle, "
+            f"{folder} is a saved data set whose rows are chosen or ordered by a table "
+            "of indices (select, shuffle, "
             "filter); call flatten_indices() on it before save_to_disk()"
         )
     names = _names(state["_data_files"], folder)
     for name in names:
         if not (folder / name).is_file():
             raise DataError(
-                f"{folder} is a saved data set without its file {name}, which {_STATE} names; save it again"
+                f"{folder} is a saved data set without its file {name}, which {_STATE} "
+                "names; save it again"
             )
     return set(names)
 
@@ -78,7 +81,8 @@ def _names(files: Any, folder: Path) -> list[str]:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name != Path(name).name:
             raise DataError(
-                f"{folder / _STATE}: _data_files must be a list of files beside it; save the data set again"
+                f"{folder / _STATE}: _data_files must be a list of files beside it; save "
+                "the data set again"
             )
         names.append(name)
     return names
@@ -93,18 +97,25 @@ def saved_splits(folder: Path) -> list[str]:
     about = _read(folder / _SPLITS)
     if about is None or "splits" not in about:
         return []
-    splits = [name for name in about["splits"] if isinstance(name, str)] if isinstance(about["splits"], list) else []
+    splits = (
+        [name for name in about["splits"] if isinstance(name, str)]
+        if isinstance(about["splits"], list)
+        else []
+    )
     if _DEFAULT_SPLIT in splits:
         return splits
     example = f", such as {folder / splits[0]}" if splits else ""
     raise DataError(
-        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, and none is "
+        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, "
+        "and none is "
         f"{_DEFAULT_SPLIT!r}; name the folder of one{example}"
     )
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The contents of a description; None if it isn't there, or is no JSON object and no Arrow file is beside it."""
+    """The contents of a description; None if it isn't there, or is no JSON object and no Arrow file
+    is beside it.
+    """
     try:
         return read_json_object(file) if file.exists() else None
     except (OSError, ValueError) as error:

@@ -30,13 +30,16 @@ def import_datasets() -> Any:
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     reader = Path(__file__).with_name("json_texts.py")
-    version = hashlib.sha256(reader.read_bytes()).hexdigest()  # names its folder in the library's cache
+    version = hashlib.sha256(
+        reader.read_bytes()
+    ).hexdigest()  # names its folder in the library's cache
     _PACKAGED_DATASETS_MODULES["json"] = (f"{__package__}.{reader.stem}", version)
     return datasets
 
 
 def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
-    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column `text_column`.
+    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column
+    `text_column`.
 
     Raises:
         UserError: it can't be found or read.
@@ -58,13 +61,17 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
         raise UserError(f"{section}.dataset: {error}") from None
     except Exception as error:
         raise UserError(
-            f"{section}.dataset: can't open {path} on the Hugging Face hub: {type(error).__name__}: {error}\n"
-            f"Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set {section}.dataset_path to local files."
+            f"{section}.dataset: can't open {path} on the Hugging Face hub: "
+            f"{type(error).__name__}: {error}\n"
+            "Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set "
+            f"{section}.dataset_path to local files."
         ) from error
 
 
 class StreamCursor:
-    """The documents of one lane of a stream: every `lanes`-th shard, or document if there are too few shards."""
+    """The documents of one lane of a stream: every `lanes`-th shard, or document if there are too
+    few shards.
+    """
 
     def __init__(
         self,
@@ -79,8 +86,11 @@ class StreamCursor:
         from datasets.distributed import split_dataset_by_node
 
         self.stream = split_dataset_by_node(stream, lane, lanes)
-        self.infinite, self.retry, self.lane = infinite, retry, lane
-        self.text_column, self.stop = text_column, on_bad_document == "stop"
+        self.infinite = infinite
+        self.retry = retry
+        self.lane = lane
+        self.text_column = text_column
+        self.stop = on_bad_document == "stop"
         self.skipped: Counter[str] = Counter()
         """Bad documents passed over since the first step, by kind."""
         self.key = f"{retry.section}.dataset"
@@ -89,7 +99,9 @@ class StreamCursor:
         self.loaded: StreamPosition | None = None
         """The position that was sought; None after the next read."""
         self.has_text = False
-        """Whether any document of this epoch has text, as far as it was read; assumed after a resume within it."""
+        """Whether any document of this epoch has text, as far as it was read; assumed after a
+        resume within it.
+        """
 
     @property
     def epochs(self) -> float:
@@ -104,15 +116,22 @@ class StreamCursor:
             self.loaded = None
             if isinstance(text, BadDocument):
                 if not self.skipped:
-                    logger.warning(f"{self.key}: skipping bad documents of {self.retry.source}; the first is {text}")
+                    logger.warning(
+                        f"{self.key}: skipping bad documents of {self.retry.source}; the "
+                        f"first is {text}"
+                    )
                 self.skipped[text.kind] += 1
                 continue
             self.has_text |= bool(text)
             if text is not None or not self.infinite:
                 return text
             if not self.has_text:
-                raise UserError(f"{self.key}: lane {self.lane} of the dataset has no text; lower the batch size")
-            self.epoch, self.iterator, self.has_text = self.epoch + 1, None, False
+                raise UserError(
+                    f"{self.key}: lane {self.lane} of the dataset has no text; lower the batch size"
+                )
+            self.epoch = self.epoch + 1
+            self.iterator = None
+            self.has_text = False
 
     def _read(self) -> Text | BadDocument | None:
         from torchtitan.data.text.json_texts import content_of, place_of
@@ -134,7 +153,11 @@ class StreamCursor:
         """The stream's own state in words, as far as `datasets` gives it."""
         words = [f"lane {self.lane}, epoch {self.epoch}"]
         while isinstance(inner, dict):
-            words += [f"{k.removesuffix('_idx').replace('_', ' ')} {x}" for k, x in inner.items() if k.endswith("_idx")]
+            words += [
+                f"{k.removesuffix('_idx').replace('_', ' ')} {x}"
+                for k, x in inner.items()
+                if k.endswith("_idx")
+            ]
             inner = inner.get("examples_iterable")
         return ", ".join(words)
 
@@ -145,7 +168,11 @@ class StreamCursor:
         if self.iterator is not None:
             state = self.stream.state_dict()
             check_state(state, self.key, self.retry.source)
-        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skipped))
+        return StreamPosition(
+            epoch=self.epoch,
+            stream=state,
+            skipped=dict(self.skipped),
+        )
 
     def seek(self, position: StreamPosition) -> None:
         self.epoch = position.epoch
@@ -169,10 +196,15 @@ def check_state(state: Any, key: str, name: str) -> None:
         UserError: a checkpoint, which is JSON, couldn't hold it.
     """
     if not isinstance(state, dict):
-        raise UserError(f"{key}: the state_dict() of {name!r} is a value of type {type(state).__name__}, not a dict")
+        raise UserError(
+            f"{key}: the state_dict() of {name!r} is a value of type "
+            f"{type(state).__name__}, not a dict"
+        )
     if fault := json_fault(state):
         place, what = fault
         raise UserError(
-            f"{key}: the state_dict() of {name!r} has {what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a "
-            "checkpoint can't hold; use only dicts with string keys, lists, strings, finite numbers, bools and None"
+            f"{key}: the state_dict() of {name!r} has "
+            f"{what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a "
+            "checkpoint can't hold; use only dicts with string keys, lists, strings, "
+            "finite numbers, bools and None"
         )

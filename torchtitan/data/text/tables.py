@@ -2,7 +2,8 @@
 
     parquet_rows(file, column)  ->  Record(row, {column: value}), ...
 
-Values are Python's; strings are bytes, because Arrow doesn't check UTF-8 (`records.decode` does), and long ones
+Values are Python's; strings are bytes, because Arrow doesn't check UTF-8 (`records.decode` does),
+and long ones
 `HeldBytes`, without a copy. At most a batch of rows is held.
 """
 
@@ -15,7 +16,15 @@ from typing import IO, Any
 import numpy as np
 
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BLOCK, LONG, LONGEST, BadDocument, HeldBytes, Record, missing_column
+from torchtitan.data.text.texts import (
+    BLOCK,
+    LONG,
+    LONGEST,
+    BadDocument,
+    HeldBytes,
+    Record,
+    missing_column,
+)
 
 _ROWS = 256
 """Rows of Parquet, or of a dictionary's indices, read at once."""
@@ -24,7 +33,9 @@ _BATCH = 16 * 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None] | None = None) -> Iterator[Record]:
+def parquet_rows(
+    file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
+) -> Iterator[Record]:
     """
     Raises:
         DataError: it is no Parquet file, or damaged.
@@ -39,10 +50,16 @@ def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None] | 
             bad = missing_column(column, table.schema_arrow.names)
             yield from (Record(i + 1, bad) for i in range(metadata.num_rows))
             return
-        number, read = 0, 0
+        number = 0
+        read = 0
         for group in range(metadata.num_row_groups):
             rows = _rows_at_once(metadata.row_group(group), column)
-            for batch in table.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
+            for batch in table.iter_batches(
+                rows,
+                row_groups=[group],
+                columns=[column],
+                use_threads=False,
+            ):
                 # `columns` also selects `text` in a struct `meta` for "meta.text".
                 for value in _values(batch.column(_index(batch.schema, column))):
                     number += 1
@@ -57,14 +74,18 @@ def _rows_at_once(group: Any, column: str) -> int:
     return max(1, min(_ROWS, int(_BATCH / max(mean, 1))))
 
 
-def arrow_rows(file: IO[bytes], column: str, advance: Callable[[int], None] | None = None) -> Iterator[Record]:
-    """The rows of an Arrow file or stream. A record batch is held at a time: its text, or of a stream all of it.
+def arrow_rows(
+    file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
+) -> Iterator[Record]:
+    """The rows of an Arrow file or stream. A record batch is held at a time: its text, or of a
+    stream all of it.
 
     Raises:
         DataError: it is neither, or damaged.
     """
     with _damage("an Arrow file"):
-        number, read = 0, 0
+        number = 0
+        read = 0
         for values, names in _arrow_batches(file, column):
             for value in values:
                 number += 1
@@ -82,12 +103,18 @@ def _arrow_batches(file: IO[bytes], column: str) -> Iterator[tuple[Iterator[Any]
 
     magic = file.read(6)
     if magic.startswith(b"FEA1"):
-        raise DataError("Feather version 1 isn't read; write version 2 (the default of pyarrow and pandas), or Parquet")
+        raise DataError(
+            "Feather version 1 isn't read; write version 2 (the default of pyarrow and "
+            "pandas), or Parquet"
+        )
     is_file = magic == b"ARROW1"
     if not is_file:
         file.seek(max(file.seek(0, io.SEEK_END) - len(_END_OF_STREAM), 0))
         if file.read() != _END_OF_STREAM:
-            raise DataError("not an Arrow file (damaged or cut off?): it doesn't end with the mark of a stream's end")
+            raise DataError(
+                "not an Arrow file (damaged or cut off?): it doesn't end with the mark "
+                "of a stream's end"
+            )
     open_reader = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
     file.seek(0)
     schema = open_reader(file).schema
@@ -105,7 +132,9 @@ def _index(schema: Any, column: str) -> int | None:
     """Place of the column with exactly this name; None if there is none."""
     found = schema.get_all_field_indices(column)
     if len(found) > 1:
-        raise DataError(f"has {len(found)} columns {column!r}; the one of the text must have a name of its own")
+        raise DataError(
+            f"has {len(found)} columns {column!r}; the one of the text must have a name of its own"
+        )
     return found[0] if found else None
 
 
@@ -121,7 +150,10 @@ def _values(values: Any) -> Iterator[Any]:
             yield from _values(coded.slice(first, _ROWS).dictionary_decode())
         return
     values = _as_binary(values)
-    if not (types.is_binary(values.type) or types.is_large_binary(values.type)) or values.nbytes <= LONG:
+    if (
+        not (types.is_binary(values.type) or types.is_large_binary(values.type))
+        or values.nbytes <= LONG
+    ):
         yield from values.to_pylist()
         return
     # A scalar would copy the value.
@@ -137,7 +169,9 @@ def _values(values: Any) -> Iterator[Any]:
 
 
 def _as_binary(values: Any) -> Any:
-    """Strings as binary values, with places that lie within the array's bytes; a wrong one would end the process."""
+    """Strings as binary values, with places that lie within the array's bytes; a wrong one would
+    end the process.
+    """
     import pyarrow
     from pyarrow import types
 
@@ -182,7 +216,8 @@ def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
     """The rows below the header, numbered by the first of their lines. Blank lines are left out.
 
     Raises:
-        DataError: a quote is opened and not closed, or stands where none may; rows can't be told apart from there on.
+        DataError: a quote is opened and not closed, or stands where none may; rows can't be told
+        apart from there on.
     """
     csv.field_size_limit(LONGEST)
     # Bytes that aren't UTF-8 become lone surrogates, so that only their row is bad.
@@ -194,7 +229,9 @@ def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
         try:
             row = next(rows, None)
         except csv.Error as error:
-            raise DataError(f"line {line}: not CSV: {error} (is a quote not closed, or not doubled?)") from None
+            raise DataError(
+                f"line {line}: not CSV: {error} (is a quote not closed, or not doubled?)"
+            ) from None
         if row is None:
             return
         if not row:
@@ -211,6 +248,9 @@ def _csv_content(row: list[str], header: list[str], column: str) -> Any:
     if column not in header:
         return missing_column(column, header)
     if len(row) != len(header):
-        problem = f"{len(row)} fields instead of the header's {len(header)} (a delimiter or line break not in quotes?)"
+        problem = (
+            f"{len(row)} fields instead of the header's {len(header)} (a delimiter or line "
+            "break not in quotes?)"
+        )
         return BadDocument("wrong number of fields", problem)
     return {column: row[header.index(column)]}

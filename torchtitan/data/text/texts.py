@@ -46,7 +46,9 @@ Text = str | LongText
 
 
 class HeldText(LongText):
-    """A long text in memory. What is made of it, such as its tokens, would take many times its size."""
+    """A long text in memory. What is made of it, such as its tokens, would take many times its
+    size.
+    """
 
     def __init__(self, text: str):
         self.text = text
@@ -65,7 +67,8 @@ class HeldBytes(LongText):
     def __init__(self, content: Any):
         """
         Args:
-            content: an object with the buffer protocol, such as `bytes` or a `pyarrow.Buffer`. It isn't copied.
+            content: an object with the buffer protocol, such as `bytes` or a `pyarrow.Buffer`. It
+            isn't copied.
         """
         self.content = content
 
@@ -85,7 +88,9 @@ class HeldBytes(LongText):
                 text = decoder.decode(content[begin:end], final=end == len(content))
             except UnicodeDecodeError as error:
                 at = end - len(error.object) + error.start
-                raise BadDocument("not UTF-8", f"not UTF-8: {describe_byte(error)} at byte {at + 1}") from None
+                raise BadDocument(
+                    "not UTF-8", f"not UTF-8: {describe_byte(error)} at byte {at + 1}"
+                ) from None
             if text:
                 yield text
 
@@ -99,7 +104,9 @@ class Record(NamedTuple):
     number: int
     """Number of its line, entry or row, counted from 1."""
     content: Any
-    """A JSON line (bytes), an array's entry or a row (dict), a text file (`FileText`), or what is wrong."""
+    """A JSON line (bytes), an array's entry or a row (dict), a text file (`FileText`), or what is
+    wrong.
+    """
     start: int = -1
     """First byte of a JSON line in the decompressed file."""
 
@@ -122,7 +129,9 @@ def not_json(error: Exception, start: int = 0) -> BadDocument:
         start: where the document begins in the text that was parsed.
     """
     if isinstance(error, UnicodeDecodeError):
-        return BadDocument("not UTF-8", f"not UTF-8: {describe_byte(error)} at byte {error.start + 1}")
+        return BadDocument(
+            "not UTF-8", f"not UTF-8: {describe_byte(error)} at byte {error.start + 1}"
+        )
     if isinstance(error, RecursionError):
         return BadDocument("not JSON", "nested too deeply")
     message = getattr(error, "msg", None)

@@ -32,7 +32,9 @@ LLAMA3_SPECIAL = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-"""The named ones of Llama 3's 256 special tokens, counted from the end of the ranks; the others are reserved."""
+"""The named ones of Llama 3's 256 special tokens, counted from the end of the ranks; the others are
+reserved.
+"""
 
 _WHOLE = 10_000_000
 """Characters of the longest text that is encoded whole, which takes about 0.6 KB of memory each."""
@@ -44,9 +46,10 @@ _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    One that a module of the user registers as `model.tokenizer` implements `_ids` and `decode`, and sets `vocab_size`,
-    `bos_id`, `eos_id` and, unless it calls `super().__init__(path)` with its file, `fingerprint`. It is made again, by
-    the same call, in every process that needs it.
+    One that a module of the user registers as `model.tokenizer` implements `_ids` and `decode`, and
+    sets `vocab_size`,
+    `bos_id`, `eos_id` and, unless it calls `super().__init__(path)` with its file, `fingerprint`.
+    It is made again, by the same call, in every process that needs it.
     """
 
     vocab_size: int
@@ -58,7 +61,8 @@ class Tokenizer(ABC):
     fingerprint: str
     """Equal for two tokenizers only if they give the same ids. By default a hash of the file."""
     separable = False
-    """Whether a long text gets the same ids when it is encoded in the pieces of `data.text.pieces`."""
+    """Whether a long text gets the same ids when it is encoded in the pieces of `data.text.pieces`.
+    """
     _origin: tuple[str, Callable[[Path], "Tokenizer"]] | None = None
     """`model.hf_assets_path` and what made a registered tokenizer from it."""
 
@@ -67,19 +71,26 @@ class Tokenizer(ABC):
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of `text`, between the special tokens asked for. A long text is encoded in pieces, with the same ids.
+        """Ids of `text`, between the special tokens asked for. A long text is encoded in pieces,
+        with the same ids.
 
         Raises:
-            UserError: the tokenizer fails on this text, or the text is too long for one that can't encode pieces.
+            UserError: the tokenizer fails on this text, or the text is too long for one that can't
+            encode pieces.
         """
         if not self.separable and len(text) > _WHOLE:
             raise UserError(
-                f"model.hf_assets_path: {self.name} needs whole texts in memory, and one has {len(text):,} characters "
+                f"model.hf_assets_path: {self.name} needs whole texts in memory, and one "
+                f"has {len(text):,} characters "
                 f"({_WHOLE:,} at most); split it into several documents"
             )
         start = [self.bos_id] if bos and self.bos_id is not None else []
         with _rust_errors(self.name, "can't encode a text"):
-            ids = [i for piece in (pieces(text) if self.separable else [text]) for i in self._ids(piece)]
+            ids = [
+                i
+                for piece in (pieces(text) if self.separable else [text])
+                for i in self._ids(piece)
+            ]
         return [*start, *ids, *([self.eos_id] if eos else [])]
 
     @property
@@ -98,8 +109,8 @@ class Tokenizer(ABC):
     def byte_lengths(self) -> NDArray[np.int32]:
         """How many UTF-8 bytes of text each token stands for, `[vocab_size]`; special tokens, none.
 
-        The sum over the ids of a text is its length in bytes, exactly for byte-level tokenizers. Tokenizers that
-        normalize text or prefix it with a space count the text they made of it.
+        The sum over the ids of a text is its length in bytes, exactly for byte-level tokenizers.
+        Tokenizers that normalize text or prefix it with a space count the text they made of it.
         """
         lengths = np.zeros(self.vocab_size, np.int32)
         for token, length in self._byte_lengths().items():
@@ -111,16 +122,24 @@ class Tokenizer(ABC):
         return self._decoded_lengths(set(range(self.vocab_size)) - {self.bos_id, self.eos_id})
 
     def _decoded_lengths(self, tokens: Collection[int]) -> dict[int, int]:
-        """Bytes that each token adds to the text of a word before it: some decoders drop a space that begins a text."""
-        word = next((id for id in tokens if self.decode([id]).strip().isalpha()), next(iter(tokens), 0))
+        """Bytes that each token adds to the text of a word before it: some decoders drop a space
+        that begins a text.
+        """
+        word = next(
+            (id for id in tokens if self.decode([id]).strip().isalpha()), next(iter(tokens), 0)
+        )
         before = len(self.decode([word]).encode())
         return {id: len(self.decode([word, id]).encode()) - before for id in tokens}
 
     def encode_document(self, text: str) -> list[int]:
-        """A document as training sees it: begin-of-text (if the tokenizer has it), text, end-of-text."""
+        """A document as training sees it: begin-of-text (if the tokenizer has it), text,
+        end-of-text.
+        """
         return self.encode(text, bos=self.bos_id is not None, eos=True)
 
-    def encode_in_pieces(self, text: Text, start: int = 0) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def encode_in_pieces(
+        self, text: Text, start: int = 0
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """The ids of a document, of a long one piece by piece, each with its position in the text.
 
         Args:
@@ -143,7 +162,11 @@ class Tokenizer(ABC):
         with _rust_errors(self.name, "can't encode a text"):
             for ids in self._batch_ids(texts):
                 document = np.empty(first + len(ids) + 1, dtype)
-                document[:first], document[first:-1], document[-1] = self.bos_id or 0, ids, self.eos_id
+                document[:first], document[first:-1], document[-1] = (
+                    self.bos_id or 0,
+                    ids,
+                    self.eos_id,
+                )
                 out.append(document)
         return out
 
@@ -160,7 +183,9 @@ class Tokenizer(ABC):
         return [self.path, *(p for n in names if (p := self.path.with_name(n)).is_file())]
 
     def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[Any, ...]]:
-        return build_tokenizer, self._origin or (str(self.path),)  # worker processes read the file again
+        return build_tokenizer, self._origin or (
+            str(self.path),
+        )  # worker processes read the file again
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -178,13 +203,16 @@ class HuggingFaceTokenizer(Tokenizer):
         self.backend.no_truncation()
         self.backend.no_padding()
         self.separable = separable(self.backend)
-        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = (
+            max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         about = path.with_name("tokenizer_config.json")
         self.bos_id = self._special(about, "bos_token", _BOS_NAMES)
         eos = self._special(about, "eos_token", _EOS_NAMES)
         if eos is None:
             raise UserError(
-                f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in tokenizer_config.json"
+                f"model.hf_assets_path: {path} has no end-of-text token; name it as "
+                "eos_token in tokenizer_config.json"
             )
         self.eos_id = eos
 
@@ -192,7 +220,9 @@ class HuggingFaceTokenizer(Tokenizer):
         name = _read_json(about).get(key)
         name = name.get("content") if isinstance(name, dict) else name
         if not isinstance(name, str | None):
-            raise UserError(f"model.hf_assets_path: {about}: {key} is {type(name).__name__}, must be a string")
+            raise UserError(
+                f"model.hf_assets_path: {about}: {key} is {type(name).__name__}, must be a string"
+            )
         ids = (self.backend.token_to_id(n) for n in ((name,) if name else usual))
         return next((i for i in ids if i is not None), None)
 
@@ -210,7 +240,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def _byte_lengths(self) -> dict[int, int]:
         added = self.backend.get_added_tokens_decoder()
         special = {id for id, token in added.items() if token.special} | {self.bos_id, self.eos_id}
-        plain = {id: name for name, id in self.backend.get_vocab(with_added_tokens=False).items() if id not in added}
+        plain = {
+            id: name
+            for name, id in self.backend.get_vocab(with_added_tokens=False).items()
+            if id not in added
+        }
         parts = [backend_state(part) for part in (self.backend.decoder, self.backend.pre_tokenizer)]
         kinds = {part.get("type") for whole in parts for part in (whole, *_steps(whole))}
         if "ByteLevel" in kinds:
@@ -219,7 +253,9 @@ class HuggingFaceTokenizer(Tokenizer):
         else:
             lengths = self._decoded_lengths(plain)
             if "ByteFallback" in kinds:  # single bytes, which may be no text alone
-                lengths |= {id: 1 for id, name in plain.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)}
+                lengths |= {
+                    id: 1 for id, name in plain.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)
+                }
         lengths |= {id: len(token.content.encode()) for id, token in added.items()}
         return {id: length for id, length in lengths.items() if id not in special}
 
@@ -238,10 +274,14 @@ class TiktokenTokenizer(Tokenizer):
         names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
         special = {name: len(ranks) + i for i, name in enumerate(names)}
         self.backend = tiktoken.Encoding(
-            path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            path.stem,
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=special,
         )
         self.vocab_size = self.backend.n_vocab
-        self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
+        self.bos_id = special["<|begin_of_text|>"]
+        self.eos_id = special["<|end_of_text|>"]
 
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, disallowed_special=())
@@ -256,7 +296,9 @@ class TiktokenTokenizer(Tokenizer):
         return {id: len(token) for token, id in self.ranks.items()}
 
 
-def build_tokenizer(hf_assets_path: str, make: Callable[[Path], Tokenizer] | None = None) -> Tokenizer:
+def build_tokenizer(
+    hf_assets_path: str, make: Callable[[Path], Tokenizer] | None = None
+) -> Tokenizer:
     """Open the tokenizer in a folder or its `original/`, or the file that the path names.
 
     Args:
@@ -274,18 +316,29 @@ def build_tokenizer(hf_assets_path: str, make: Callable[[Path], Tokenizer] | Non
         return made
     if file := tokenizer_file(path):
         return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
-    reason = "holds neither tokenizer.json nor a tiktoken .model file" if path.is_dir() else "does not exist"
+    reason = (
+        "holds neither tokenizer.json nor a tiktoken .model file"
+        if path.is_dir()
+        else "does not exist"
+    )
     raise UserError(
         f"model.hf_assets_path: {hf_assets_path} {reason}; "
-        "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; ./tests/assets/tokenizer ships "
+        "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; "
+        "./tests/assets/tokenizer ships "
         "with the package"
     )
 
 
 def tokenizer_file(path: Path) -> Path | None:
-    """The tokenizer's file in a folder or its `original/`, or the file at `path`; None if there is none."""
+    """The tokenizer's file in a folder or its `original/`, or the file at `path`; None if there is
+    none.
+    """
     folders = [path, path / "original"] if path.is_dir() else []
-    found = [path] if path.is_file() else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
+    found = (
+        [path]
+        if path.is_file()
+        else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
+    )
     return next((file for file in found if file.is_file()), None)
 
 
@@ -293,10 +346,18 @@ def _incomplete(made: Any) -> str | None:
     """What a registered tokenizer lacks."""
     if not isinstance(made, Tokenizer):
         return "must be a subclass of torchtitan.data.text.tokenizer.Tokenizer"
-    kinds: dict[str, Any] = {"vocab_size": int, "bos_id": int | None, "eos_id": int, "fingerprint": str}
+    kinds: dict[str, Any] = {
+        "vocab_size": int,
+        "bos_id": int | None,
+        "eos_id": int,
+        "fingerprint": str,
+    }
     for name, kind in kinds.items():
         if not hasattr(made, name) or not isinstance(getattr(made, name), kind):
-            return f"must set {name}, {getattr(kind, '__name__', kind)}; got {getattr(made, name, 'nothing')!r}"
+            return (
+                f"must set {name}, {getattr(kind, '__name__', kind)}; got "
+                f"{getattr(made, name, 'nothing')!r}"
+            )
     ids = [i for i in (made.bos_id, made.eos_id) if i is not None]
     if not all(0 <= i < made.vocab_size for i in ids):
         return f"has the special ids {ids}, which must be below its vocab_size {made.vocab_size}"
@@ -304,7 +365,9 @@ def _incomplete(made: Any) -> str | None:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and ranks of a tiktoken file. (tiktoken's own reader caches by path and would miss a changed file.)"""
+    """Tokens and ranks of a tiktoken file. (tiktoken's own reader caches by path and would miss a
+    changed file.)
+    """
     try:
         pairs = (line.split() for line in path.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -331,7 +394,9 @@ def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def _rust_errors(path: Path | str, problem: str) -> Iterator[None]:
-    """Turn errors of a tokenizer's library into a `UserError`: bare Exceptions, and Rust's panics, which are none."""
+    """Turn errors of a tokenizer's library into a `UserError`: bare Exceptions, and Rust's panics,
+    which are none.
+    """
     try:
         yield
     except BaseException as error:

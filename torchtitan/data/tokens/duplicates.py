@@ -1,7 +1,7 @@
 """Exact duplicates among documents, by 64-bit hashes of their texts.
 
-The hashes of each token file lie sorted beside it, so that any number of them are compared one range at a time. Among a
-billion documents, about 0.03 pairs share a hash by chance.
+The hashes of each token file lie sorted beside it, so that any number of them are compared one
+range at a time. Among a billion documents, about 0.03 pairs share a hash by chance.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,13 @@
 """Token files of Megatron: flat ids in `X.bin`, described by `X.idx`.
 
-X.idx   "MMIDIDX\\0\\0", version (uint64), code of the ids' type (uint8), number of sequences (uint64) and of document
-        boundaries (uint64); then the sequences' lengths (int32), their first bytes in X.bin (int64), and the
+X.idx   "MMIDIDX\\0\\0", version (uint64), code of the ids' type (uint8), number of sequences
+(uint64) and of document
+        boundaries (uint64); then the sequences' lengths (int32), their first bytes in X.bin
+        (int64), and the
         boundaries: the first sequence of each document, and the number of sequences (int64)
 
-The ids are read as one sequence, as of our own token files: begin-of-text and end-of-text are those in the file.
+The ids are read as one sequence, as of our own token files: begin-of-text and end-of-text are those
+in the file.
 """
 
 import struct
@@ -19,7 +22,14 @@ from torchtitan.data.text.retry import DataError
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
-_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_TYPES = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    8: "uint16",
+}
 _NOT_IDS = {6: "float64", 7: "float32"}
 _AT_ONCE = 2**20
 """Sequences that are checked at once."""
@@ -39,23 +49,32 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
     dtype, sequences, boundaries = _read_header(index, header)
     expected = _HEADER.size + 12 * sequences + 8 * boundaries
     if size == expected + sequences and sequences:
-        raise DataError(f"{index} gives modes to its sequences (multimodal data), which can't be read")
+        raise DataError(
+            f"{index} gives modes to its sequences (multimodal data), which can't be read"
+        )
     if size != expected:
         raise DataError(
-            f"{index} has {size:,} bytes instead of the {expected:,} of its {sequences:,} sequences and {boundaries:,} "
+            f"{index} has {size:,} bytes instead of the {expected:,} of its "
+            f"{sequences:,} sequences and {boundaries:,} "
             "document boundaries (cut off?)"
         )
     count = _check_sequences(files, index, sequences, dtype.itemsize)
     _check_documents(files, index, sequences, boundaries)
     needed = count * dtype.itemsize
     if tokens.size != needed:
-        raise DataError(f"{tokens.path} has {tokens.size:,} bytes instead of the {needed:,} of {index.name} (cut off?)")
+        raise DataError(
+            f"{tokens.path} has {tokens.size:,} bytes instead of the {needed:,} of "
+            f"{index.name} (cut off?)"
+        )
     return dtype.name, count
 
 
 def _read_header(index: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
     if header.startswith(_OLD_MAGIC):
-        raise DataError(f"{index} is an index of Megatron's older kind; preprocess the text with --dataset-impl mmap")
+        raise DataError(
+            f"{index} is an index of Megatron's older kind; preprocess the text with "
+            "--dataset-impl mmap"
+        )
     if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
         raise DataError(f"{index} is no index of a Megatron token file (cut off?)")
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
@@ -67,26 +86,39 @@ def _read_header(index: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(_TYPES[code]), sequences, boundaries
 
 
-def _check_sequences(files: OpenFiles, index: Path, sequences: int, itemsize: int) -> int:
+def _check_sequences(
+    files: OpenFiles,
+    index: Path,
+    sequences: int,
+    itemsize: int,
+) -> int:
     """The number of ids; they must lie one after another."""
     lengths_at = _HEADER.size
     pointers_at = lengths_at + 4 * sequences
     total = 0
     for first in range(0, sequences, _AT_ONCE):
         count = min(_AT_ONCE, sequences - first)
-        lengths = np.frombuffer(files.read(str(index), lengths_at + 4 * first, 4 * count), "<i4").astype(np.int64)
+        lengths = np.frombuffer(
+            files.read(str(index), lengths_at + 4 * first, 4 * count), "<i4"
+        ).astype(np.int64)
         pointers = np.frombuffer(files.read(str(index), pointers_at + 8 * first, 8 * count), "<i8")
         starts = total + np.cumsum(lengths) - lengths
         wrong = np.flatnonzero((lengths < 0) | (pointers != starts * itemsize))
         if len(wrong):
             raise DataError(
-                f"{index}: sequence {first + int(wrong[0])} doesn't begin where the one before it ends (damaged?)"
+                f"{index}: sequence {first + int(wrong[0])} doesn't begin where the one "
+                "before it ends (damaged?)"
             )
         total += int(lengths.sum())
     return total
 
 
-def _check_documents(files: OpenFiles, index: Path, sequences: int, boundaries: int) -> None:
+def _check_documents(
+    files: OpenFiles,
+    index: Path,
+    sequences: int,
+    boundaries: int,
+) -> None:
     begin = _HEADER.size + 12 * sequences
     last = 0
     for first in range(0, boundaries, _AT_ONCE):

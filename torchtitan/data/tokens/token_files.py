@@ -1,7 +1,9 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
-corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read, too)
-corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
+corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read,
+too)
+corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash",
+...}
 
 Those of Megatron, which have an `.idx` file beside them instead, are read, too (`megatron.py`).
 """
@@ -49,9 +51,13 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def write_token_file(
-    path: Path, documents: Iterable[Sequence[int] | NDArray[Any]], tokenizer: Tokenizer, about: dict[str, Any]
+    path: Path,
+    documents: Iterable[Sequence[int] | NDArray[Any]],
+    tokenizer: Tokenizer,
+    about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are complete.
+    """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are
+    complete.
 
     Args:
         about: further entries of the JSON file, read when `documents` is exhausted.
@@ -69,7 +75,8 @@ def write_token_file(
                 content = np.ascontiguousarray(ids, dtype).data
                 file.write(content)
                 digest.update(content)
-                tokens, count = tokens + len(ids), count + 1
+                tokens = tokens + len(ids)
+                count = count + 1
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -90,9 +97,17 @@ def write_token_file(
 
 
 class TokenFiles:
-    """Token files as one sequence of windows of `seq_len + 1` ids, each overlapping the next by one."""
+    """Token files as one sequence of windows of `seq_len + 1` ids, each overlapping the next by
+    one.
+    """
 
-    def __init__(self, files: Sequence[Path], seq_len: int, tokenizer: Tokenizer, key: str):
+    def __init__(
+        self,
+        files: Sequence[Path],
+        seq_len: int,
+        tokenizer: Tokenizer,
+        key: str,
+    ):
         self.seq_len = seq_len
         self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
         """(what it was when opened, dtype, number of tokens)"""
@@ -115,7 +130,8 @@ class TokenFiles:
             stamp = _stamp(file, key)
             if stamp.size != size:
                 raise UserError(
-                    f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); tokenize the text again"
+                    f"{key}: {file} has {stamp.size} bytes instead of {size} "
+                    "(truncated?); tokenize the text again"
                 )
             stamps.append(stamp)
             wholes.append(meta.hash)
@@ -126,13 +142,17 @@ class TokenFiles:
                 self.files.append((stamp, dtype, meta.tokens))
         if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
             logger.info(
-                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be checked: ids must be "
+                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that "
+                "can't be checked: ids must be "
                 f"those of model.hf_assets_path, and below {self.vocab_size}"
             )
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
-            raise UserError(f"{key}: no tokens in {files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}")
+            raise UserError(
+                f"{key}: no tokens in "
+                f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
+            )
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
         earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
         found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
@@ -144,7 +164,9 @@ class TokenFiles:
     def _check_has_text(self, special: list[int | None], key: str) -> None:
         ids = [i for i in special if i is not None]
         try:
-            if all(np.isin(self.window(i), ids).all() for i in range(len(self))):  # seldom reads more than one
+            if all(
+                np.isin(self.window(i), ids).all() for i in range(len(self))
+            ):  # seldom reads more than one
                 folder = Path(self.files[0][0].path).parent
                 raise DataError(f"{folder} holds no tokens but begin-of-text and end-of-text")
         except DataError as error:
@@ -155,21 +177,25 @@ class TokenFiles:
 
         Raises:
             OSError: the file can't be read, or has been truncated since it was opened.
-            DataError: it has changed since it was opened, or holds ids that the tokenizer doesn't have.
+            DataError: it has changed since it was opened, or holds ids that the tokenizer doesn't
+            have.
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
         stamp, dtype, tokens = self.files[which]
         count = min(self.seq_len + 1, tokens - start)
         try:
-            content = self._open.read(stamp.path, start * dtype.itemsize, count * dtype.itemsize, stamp)
+            content = self._open.read(
+                stamp.path, start * dtype.itemsize, count * dtype.itemsize, stamp
+            )
         except EndOfFileError:
             raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
         if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
             first = int(wrong[0])
             raise DataError(
-                f"{stamp.path} has id {ids[first]} at token {start + first}, but the tokenizer has only "
+                f"{stamp.path} has id {ids[first]} at token {start + first}, but the "
+                "tokenizer has only "
                 f"{self.vocab_size}"
             )
         return ids
@@ -183,14 +209,22 @@ def _stamp(file: Path, key: str) -> FileStamp:
 
 
 def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
-    """What Megatron's index says of a file, which doesn't name a tokenizer; None if there is no index."""
+    """What Megatron's index says of a file, which doesn't name a tokenizer; None if there is no
+    index.
+    """
     if not os.path.lexists(file.with_suffix(".idx")):
         return None
     try:
         dtype, tokens = read_index(FileStamp.of(file))
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
-    return _Meta.model_validate({"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint})
+    return _Meta.model_validate(
+        {
+            "dtype": dtype,
+            "tokens": tokens,
+            "tokenizer": tokenizer.fingerprint,
+        }
+    )
 
 
 def _read_meta(file: Path, key: str) -> _Meta:

@@ -1,6 +1,8 @@
-"""Text to token files: one process finds the documents, others decode and encode them, in order. Imports no torch.
+"""Text to token files: one process finds the documents, others decode and encode them, in order.
+Imports no torch.
 
-records (lines, rows, texts) -> batches -> encode, in any process -> parts of equally many records -> token files
+records (lines, rows, texts) -> batches -> encode, in any process -> parts of equally many records
+-> token files
 """
 
 import hashlib
@@ -88,12 +90,16 @@ class Encoder:
             except BadDocument as error:
                 problem = f"{place(Path(file), number)}: {error}"
                 if self.stop:
-                    raise UserError(f"--input: {problem}. --on-bad-document skip leaves such documents out") from None
+                    raise UserError(
+                        f"--input: {problem}. --on-bad-document skip leaves such documents out"
+                    ) from None
                 bad.append((error.kind, problem))
             except DataError as error:
                 raise UserError(f"--input: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
-        return Encoded(np.concatenate(ids) if ids else np.empty(0, dtype), np.array(hashes, HASH), bad)
+        return Encoded(
+            np.concatenate(ids) if ids else np.empty(0, dtype), np.array(hashes, HASH), bad
+        )
 
 
 _OPENED: dict[str, Tokenizer] = {}
@@ -109,7 +115,8 @@ def _tokenizer(path: str) -> Tokenizer:
 
 def _hash(parts: Iterable[str]) -> tuple[int, int]:
     """64 bits that equal texts share, and the bytes of the text."""
-    digest, size = hashlib.blake2b(digest_size=8), 0
+    digest = hashlib.blake2b(digest_size=8)
+    size = 0
     for part in parts:
         data = part.encode()
         digest.update(data)
@@ -117,7 +124,9 @@ def _hash(parts: Iterable[str]) -> tuple[int, int]:
     return int.from_bytes(digest.digest(), "little"), size
 
 
-def read_items(stamps: Iterable[FileStamp], column: str, advance: Callable[[int], None]) -> Iterator[Item]:
+def read_items(
+    stamps: Iterable[FileStamp], column: str, advance: Callable[[int], None]
+) -> Iterator[Item]:
     """The documents of files.
 
     Args:
@@ -144,7 +153,8 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         size += _size(item.content)
         if size >= _BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -190,14 +200,19 @@ class Output:
             return None
         if any(meta.get(key) != value for key, value in self.common.items()):
             raise UserError(
-                f"--output: {file} was made from another input, tokenizer, column or --part; choose an empty folder or "
+                f"--output: {file} was made from another input, tokenizer, column or "
+                "--part; choose an empty folder or "
                 "another --name"
             )
         return meta if file.is_file() and file.with_suffix(".hashes").is_file() else None
 
 
 def tokenize(
-    items: Iterator[Item], encoder: Encoder, output: Output, workers: int, advance: Callable[[int, int], None]
+    items: Iterator[Item],
+    encoder: Encoder,
+    output: Output,
+    workers: int,
+    advance: Callable[[int, int], None],
 ) -> int:
     """Write the token files that are missing.
 
@@ -216,7 +231,8 @@ def tokenize(
     def todo() -> Iterator[tuple[int, list[Item]]]:
         nonlocal parts
         for first in items:
-            index, parts = parts, parts + 1
+            index = parts
+            parts = parts + 1
             part = _take(chain([first], items), output.part)
             if output.meta(index) is None:
                 yield from ((index, batch) for batch in _batches(part))
@@ -235,7 +251,9 @@ def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
         yield item
 
 
-def _encode(batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int) -> Iterator[tuple[int, Encoded]]:
+def _encode(
+    batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int
+) -> Iterator[tuple[int, Encoded]]:
     """Each batch encoded, in order; by this process if there is to be one worker."""
     if workers == 1:
         for index, batch in batches:
@@ -257,7 +275,11 @@ def _encode(batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers
 
 
 def _write_part(
-    output: Output, index: int, batches: Iterator[Encoded], tokenizer: Tokenizer, advance: Callable[[int, int], None]
+    output: Output,
+    index: int,
+    batches: Iterator[Encoded],
+    tokenizer: Tokenizer,
+    advance: Callable[[int, int], None],
 ) -> None:
     hashes: list[NDArray[Any]] = []
     bad: Counter[str] = Counter()
@@ -267,12 +289,18 @@ def _write_part(
         for encoded in batches:
             hashes.append(encoded.hashes)
             bad.update(kind for kind, _ in encoded.bad)
-            about["places"] += [problem for _, problem in encoded.bad][: _PLACES - len(about["places"])]
+            about["places"] += [problem for _, problem in encoded.bad][
+                : _PLACES - len(about["places"])
+            ]
             yield encoded.ids
             advance(len(encoded.hashes), len(encoded.ids))
         # Before the description, which says that everything is complete.
         every = np.concatenate(hashes)
         save_hashes(output.file(index).with_suffix(".hashes"), every)
-        about.update(documents=len(every), bytes=int(every["bytes"].sum()), bad=dict(bad))
+        about.update(
+            documents=len(every),
+            bytes=int(every["bytes"].sum()),
+            bad=dict(bad),
+        )
 
     write_token_file(output.file(index), ids(), tokenizer, about)

@@ -15,16 +15,56 @@ class _Config(HFConfig):
     mlp_bias: Literal[False] = False
 
 
-_llama = partial(DecoderArgs, vocab_size=128256, n_kv_heads=8, rope_scaling=RopeScaling())
-_small = partial(_llama, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True)
+_llama = partial(
+    DecoderArgs,
+    vocab_size=128256,
+    n_kv_heads=8,
+    rope_scaling=RopeScaling(),
+)
+_small = partial(
+    _llama,
+    ffn_dim=8192,
+    rope_scaling=RopeScaling(factor=32.0),
+    tie_embeddings=True,
+)
 
 FLAVORS = {
-    "debugmodel": DecoderArgs(vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768),
-    "1B": _small(dim=2048, n_layers=16, n_heads=32),
-    "3B": _small(dim=3072, n_layers=28, n_heads=24),
-    "8B": _llama(dim=4096, n_layers=32, n_heads=32, ffn_dim=14336),
-    "70B": _llama(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
-    "405B": _llama(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248),
+    "debugmodel": DecoderArgs(
+        vocab_size=2048,
+        dim=256,
+        n_layers=6,
+        n_heads=16,
+        n_kv_heads=16,
+        ffn_dim=768,
+    ),
+    "1B": _small(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+    ),
+    "3B": _small(
+        dim=3072,
+        n_layers=28,
+        n_heads=24,
+    ),
+    "8B": _llama(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        ffn_dim=14336,
+    ),
+    "70B": _llama(
+        dim=8192,
+        n_layers=80,
+        n_heads=64,
+        ffn_dim=28672,
+    ),
+    "405B": _llama(
+        dim=16384,
+        n_layers=126,
+        n_heads=128,
+        ffn_dim=53248,
+    ),
 }
 
 spec = register_decoder("llama3", FLAVORS, _Config)

@@ -1,4 +1,6 @@
-"""Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825) in its versions without a sliding window."""
+"""Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825) in its versions without a sliding
+window.
+"""
 
 from functools import partial
 
@@ -15,13 +17,44 @@ class _Config(HFConfig):
     sliding_window: None
 
 
-_mistral = partial(DecoderArgs, n_heads=32, n_kv_heads=8, rope_theta=1e6)
+_mistral = partial(
+    DecoderArgs,
+    n_heads=32,
+    n_kv_heads=8,
+    rope_theta=1e6,
+)
 
 FLAVORS = {
-    "debugmodel": _mistral(vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64, ffn_dim=768),
-    "7B-v0.3": _mistral(vocab_size=32768, dim=4096, n_layers=32, ffn_dim=14336),
-    "Nemo-12B": _mistral(vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=14336),
-    "Small-24B": _mistral(vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=32768, rope_theta=1e8),
+    "debugmodel": _mistral(
+        vocab_size=2048,
+        dim=256,
+        n_layers=6,
+        n_heads=8,
+        n_kv_heads=4,
+        head_size=64,
+        ffn_dim=768,
+    ),
+    "7B-v0.3": _mistral(
+        vocab_size=32768,
+        dim=4096,
+        n_layers=32,
+        ffn_dim=14336,
+    ),
+    "Nemo-12B": _mistral(
+        vocab_size=131072,
+        dim=5120,
+        n_layers=40,
+        head_size=128,
+        ffn_dim=14336,
+    ),
+    "Small-24B": _mistral(
+        vocab_size=131072,
+        dim=5120,
+        n_layers=40,
+        head_size=128,
+        ffn_dim=32768,
+        rope_theta=1e8,
+    ),
 }
 
 spec = register_decoder("mistral", FLAVORS, _Config)

@@ -10,7 +10,9 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.text import cut
 
 QUEUED = 10_000
-"""Calls that wait for a tracker, for example while its service is down. Of more, the oldest are dropped."""
+"""Calls that wait for a tracker, for example while its service is down. Of more, the oldest are
+dropped.
+"""
 RETRY_SECONDS = 300.0
 """After it could not be started."""
 CLOSE_SECONDS = 30.0
@@ -18,9 +20,11 @@ CLOSE_SECONDS = 30.0
 
 
 class Background:
-    """A sink whose methods are called in a thread, in order. Its first failure is a warning, others are silent.
+    """A sink whose methods are called in a thread, in order. Its first failure is a warning, others
+    are silent.
 
-    A tracker that can't be started, because its service is down, is tried again; what was recorded meanwhile follows.
+    A tracker that can't be started, because its service is down, is tried again; what was recorded
+    meanwhile follows.
     """
 
     def __init__(self, name: str, make: Callable[[], Any]):
@@ -29,11 +33,16 @@ class Background:
             name: of the sink, in messages.
             make: makes the sink, in the thread.
         """
-        self.name, self.make = name, make
+        self.name = name
+        self.make = make
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED)
         self._closing = threading.Event()
         self._warned = False
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name=f"tracker-{name}",
+            daemon=True,
+        )
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -83,7 +92,10 @@ class Background:
 
     def _warn(self, problem: str, *, always: bool = False) -> None:
         if not self._warned or always:
-            logger.warning(f"metrics.sinks: {self.name}: {problem}. The run continues; metrics.jsonl has every record")
+            logger.warning(
+                f"metrics.sinks: {self.name}: {problem}. The run continues; "
+                "metrics.jsonl has every record"
+            )
         self._warned = True
 
 

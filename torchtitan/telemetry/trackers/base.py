@@ -11,9 +11,9 @@ Record = dict[str, Any]
 class Sink(Protocol):
     """Where records go.
 
-    One that a module of the user registers is made by `make(dump_folder, start_step[, keys])`, on rank 0, or on all
-    with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the checkpoint. Its methods are called in a
-    thread of its own, one at a time. These are optional:
+    One that a module of the user registers is made by `make(dump_folder, start_step[, keys])`, on
+    rank 0, or on all with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the
+    checkpoint. Its methods are called in a thread of its own, one at a time. These are optional:
 
     - `rewind(step)`: the steps after `step` will be trained again.
     - `log_samples(step, samples)`: texts of the model, each with `prompt` and `text`.
@@ -23,7 +23,9 @@ class Sink(Protocol):
     """
 
     def log(self, record: Record) -> None:
-        """Take a record: names to numbers, with `step` and `time`. Those of a validation have other names."""
+        """Take a record: names to numbers, with `step` and `time`. Those of a validation have other
+        names.
+        """
 
     def close(self) -> None:
         """The run ends."""
@@ -50,5 +52,7 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder, unless the tracker is told another one; of a rank, if each has its own."""
+        """The name of the run's folder, unless the tracker is told another one; of a rank, if each
+        has its own.
+        """
         return self.folder.resolve().name + ("" if self.rank is None else f"-rank_{self.rank}")

@@ -29,13 +29,21 @@ class Trackers:
     """All trackers of this rank. Calls return at once and never raise."""
 
     def __init__(
-        self, config: Metrics, job: Job, settings: Mapping[str, Any], ledger: Ledger, *, start_step: int, custom: Custom
+        self,
+        config: Metrics,
+        job: Job,
+        settings: Mapping[str, Any],
+        ledger: Ledger,
+        *,
+        start_step: int,
+        custom: Custom,
     ):
         """
         Args:
             settings: the whole configuration, for trackers that show it.
         """
-        rank, each = dist.get_rank(), config.save_for_all_ranks
+        rank = dist.get_rank()
+        each = config.save_for_all_ranks
         ids = [ledger.id]
         if each and dist.get_world_size() > 1:
             dist.broadcast_object_list(ids)
@@ -76,11 +84,21 @@ class Trackers:
 
 
 def _remember(ledger: Ledger, name: str, about: Mapping[str, Any]) -> None:
-    ledger.trackers = {**ledger.trackers, name: dict(about)}  # replaced, because the main thread may be writing it
+    ledger.trackers = {
+        **ledger.trackers,
+        name: dict(about),
+    }  # replaced, because the main thread may be writing it
 
 
-def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable[[], Any]:
-    """Makes a tracker. One of the user is made here: a mistake in it should stop the run at its start."""
+def _maker(
+    name: str,
+    config: Metrics,
+    run: Tracked,
+    custom: Custom,
+) -> Callable[[], Any]:
+    """Makes a tracker. One of the user is made here: a mistake in it should stop the run at its
+    start.
+    """
     if make := metric_sinks.chosen(name, custom):
         sink = make(run.folder, run.start_step)
         return lambda: sink

@@ -18,7 +18,10 @@ PACKAGES = {
 def chosen(config: Metrics) -> dict[str, str]:
     """Names of the chosen trackers, each with the key that chooses it."""
     names = {name: "metrics.sinks" for name in config.sinks if name != "jsonl"}
-    for name, enabled in (("wandb", config.enable_wandb), ("tensorboard", config.enable_tensorboard)):
+    for name, enabled in (
+        ("wandb", config.enable_wandb),
+        ("tensorboard", config.enable_tensorboard),
+    ):
         if enabled:
             names[name] = f"metrics.enable_{name}"
     return names
@@ -30,4 +33,7 @@ def missing_packages(config: Metrics) -> Iterator[str]:
         if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
             off = "set it to false" if key != "metrics.sinks" else "remove it"
             what = key if key != "metrics.sinks" else f'{key}: "{name}"'
-            yield f"{what} needs the package {PACKAGES[name]}: pip install 'titan-pretrain[{name}]', or {off}"
+            yield (
+                f"{what} needs the package {PACKAGES[name]}: pip install "
+                f"'titan-pretrain[{name}]', or {off}"
+            )

@@ -9,7 +9,9 @@ from torchtitan.utils.files import write_whole
 
 
 class JsonlSink:
-    """One JSON object per line. After a resume the file continues as if the run had never stopped."""
+    """One JSON object per line. After a resume the file continues as if the run had never
+    stopped.
+    """
 
     def __init__(self, path: Path, start_step: int):
         self.path = path
@@ -27,12 +29,16 @@ class JsonlSink:
         self._open()
 
     def _drop_after(self, start_step: int) -> None:
-        """Drop the steps that will be trained again; set aside, don't overwrite, another run's file."""
+        """Drop the steps that will be trained again; set aside, don't overwrite, another run's
+        file.
+        """
         path = self.path
         if not path.exists():
             return
         if start_step == 0:
-            path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
+            path.rename(
+                path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}")
+            )
             return
         kept = []
         for line in path.read_text().splitlines():

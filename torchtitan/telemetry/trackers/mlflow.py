@@ -14,11 +14,16 @@ TAG = "torchtitan.run_id"
 _LONGEST_VALUE = 500
 _PARAMS = 100
 """In one request."""
-_STATUS = {"completed": "FINISHED", "preempted": "KILLED", "interrupted": "KILLED"}
+_STATUS = {
+    "completed": "FINISHED",
+    "preempted": "KILLED",
+    "interrupted": "KILLED",
+}
 
 
 class MlflowSink:
-    """A run of MLflow, in `MLFLOW_EXPERIMENT_NAME`: at `MLFLOW_TRACKING_URI`, else in the dump folder.
+    """A run of MLflow, in `MLFLOW_EXPERIMENT_NAME`: at `MLFLOW_TRACKING_URI`, else in the dump
+    folder.
 
     MLflow keeps all values of a step, so steps that are trained again appear twice.
     """
@@ -28,24 +33,35 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the log says it
-        self.metric, self.status = Metric, "FINISHED"
+        self.metric = Metric
+        self.status = "FINISHED"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or run.known.get("uri")
         self.uri = uri or f"sqlite:///{run.folder.resolve()}/mlflow.db"
         self.client = MlflowClient(tracking_uri=self.uri)
         self.id = self._find(run) or self._create(run)
         self.client.update_run(self.id, status="RUNNING")
         experiment = self.client.get_run(self.id).info.experiment_id
-        run.remember({"id": self.id, "experiment_id": experiment, "uri": self.uri})
+        run.remember(
+            {
+                "id": self.id,
+                "experiment_id": experiment,
+                "uri": self.uri,
+            }
+        )
         logger.info(f"MLflow: run {self.id} at {self.uri}")
 
     def _find(self, run: Tracked) -> str | None:
-        """The id of the run, if there is one. It may not be in the record, of a start that was killed early."""
+        """The id of the run, if there is one. It may not be in the record, of a start that was
+        killed early.
+        """
         if "id" in run.known and run.known.get("uri") == self.uri:
             return str(run.known["id"])
         experiment = self.client.get_experiment_by_name(_experiment())
         if experiment is None:
             return None
-        found = self.client.search_runs([experiment.experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1)
+        found = self.client.search_runs(
+            [experiment.experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1
+        )
         return str(found[0].info.run_id) if found else None
 
     def _create(self, run: Tracked) -> str:
@@ -56,9 +72,13 @@ class MlflowSink:
         if experiment is not None:
             experiment_id = experiment.experiment_id
         else:
-            experiment_id = self.client.create_experiment(name, artifact_location=artifact_location(self.uri))
+            experiment_id = self.client.create_experiment(
+                name, artifact_location=artifact_location(self.uri)
+            )
         tags = {TAG: run.id, "mlflow.note.content": run.description}
-        created = str(self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id)
+        created = str(
+            self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
+        )
         params = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in _leaves(run.config, "")]
         for i in range(0, len(params), _PARAMS):
             self.client.log_batch(created, params=params[i : i + _PARAMS])
@@ -66,7 +86,10 @@ class MlflowSink:
 
     def log(self, record: Record) -> None:
         at = int(1000 * record.get("time", time.time()))
-        values = [self.metric(name, float(value), at, record["step"]) for name, value in scalars(record).items()]
+        values = [
+            self.metric(name, float(value), at, record["step"])
+            for name, value in scalars(record).items()
+        ]
         self.client.log_batch(self.id, metrics=values)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
@@ -82,7 +105,8 @@ class MlflowSink:
 
 
 def artifact_location(uri: str) -> str | None:
-    """Where files belong that an SQLite store at `uri` doesn't hold: beside it. None: another kind of store decides.
+    """Where files belong that an SQLite store at `uri` doesn't hold: beside it. None: another kind
+    of store decides.
 
     MLflow itself would put them into the working directory.
     """

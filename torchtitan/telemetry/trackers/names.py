@@ -4,8 +4,14 @@ from torchtitan.telemetry.trackers.base import Record
 
 STEP = "train/step"
 _PERF = {
-    "tokens_per_second", "tflops", "mfu", "memory_gib", "memory_pct", "data_loading_pct", "step_time_s",
-}  # fmt: skip
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_gib",
+    "memory_pct",
+    "data_loading_pct",
+    "step_time_s",
+}
 _EXPERTS = {
     "expert_load_max": "load_max",
     "expert_load_max_layer": "load_max_layer",
@@ -17,8 +23,9 @@ _OF_SOURCES = ("loss/", "tokens/", "epochs/", "bytes_per_token/")
 
 
 def grouped(key: str) -> str:
-    """The name of a key of `metrics.jsonl` in trackers: below `train/`, `val/`, `perf/`, `eval/`, `experts/` or
-    `sources/`."""
+    """The name of a key of `metrics.jsonl` in trackers: below `train/`, `val/`, `perf/`, `eval/`,
+    `experts/` or `sources/`.
+    """
     if key in _PERF:
         return f"perf/{key}"
     if key in _EXPERTS:

@@ -18,15 +18,19 @@ _LABELS = {"val": "set", "sources": "source"}
 
 
 class PrometheusSink:
-    """Serves the newest value of every metric as `torchtitan_<group>_<name>`, with the run as a label."""
+    """Serves the newest value of every metric as `torchtitan_<group>_<name>`, with the run as a
+    label.
+    """
 
     def __init__(self, run: Tracked, config: Prometheus):
         from prometheus_client import CollectorRegistry
 
-        self.run, self.config = run, config
+        self.run = run
+        self.config = config
         self.values: dict[str, float] = {}
         self.events: Counter[str] = Counter()
-        self.running, self.last = 1.0, time.time()
+        self.running = 1.0
+        self.last = time.time()
         self.server: Any = None
         self._warned = False
         self.registry = CollectorRegistry()
@@ -53,29 +57,52 @@ class PrometheusSink:
         """What a scrape gets. Called in the server's thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        own, account, events = self.run.name, self.run.account(), dict(self.events)
+        own = self.run.name
+        account = self.run.account()
+        events = dict(self.events)
         for kind, name, about, value in (
             (GaugeMetricFamily, "running", "1 until the process ends", self.running),
-            (GaugeMetricFamily, "last_record_timestamp_seconds", "Time of the newest record", self.last),
-            (GaugeMetricFamily, "goodput_percent", "Time in steps that are kept, of all starts", account["goodput"]),
-            (CounterMetricFamily, "restarts", "Starts of the run after its first", account["restarts"]),
+            (
+                GaugeMetricFamily,
+                "last_record_timestamp_seconds",
+                "Time of the newest record",
+                self.last,
+            ),
+            (
+                GaugeMetricFamily,
+                "goodput_percent",
+                "Time in steps that are kept, of all starts",
+                account["goodput"],
+            ),
+            (
+                CounterMetricFamily,
+                "restarts",
+                "Starts of the run after its first",
+                account["restarts"],
+            ),
         ):
             family = kind(f"torchtitan_{name}", about, labels=["run"])
             family.add_metric([own], value)
             yield family
-        family = CounterMetricFamily("torchtitan_events", "Events since this start", labels=["run", "kind"])
+        family = CounterMetricFamily(
+            "torchtitan_events", "Events since this start", labels=["run", "kind"]
+        )
         for kind_of_event, number in events.items():
             family.add_metric([own, kind_of_event], number)
         yield family
         families: dict[str, Any] = {}
         for key, value in self.values.items():
             name, labels = _labelled(key)
-            family = families.setdefault(name, GaugeMetricFamily(name, key, labels=["run", *labels]))
+            family = families.setdefault(
+                name, GaugeMetricFamily(name, key, labels=["run", *labels])
+            )
             family.add_metric([own, *labels.values()], value)
         yield from families.values()
 
     def _publish(self) -> None:
-        """Write the file, and listen if that has not succeeded yet: a run that is just ending may hold the port."""
+        """Write the file, and listen if that has not succeeded yet: a run that is just ending may
+        hold the port.
+        """
         from prometheus_client import start_http_server, write_to_textfile
 
         if self.config.textfile:
@@ -88,14 +115,22 @@ class PrometheusSink:
             logger.info(f"Prometheus: http://{self.config.host}:{self.config.port}/metrics")
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
-            reason = "is in use; set another port" if taken else f"can't be served: {error.strerror or error}"
+            reason = (
+                "is in use; set another port"
+                if taken
+                else f"can't be served: {error.strerror or error}"
+            )
             if not self._warned:
-                logger.warning(f"metrics.prometheus.port: {self.config.port} on {self.config.host} {reason}")
+                logger.warning(
+                    f"metrics.prometheus.port: {self.config.port} on {self.config.host} {reason}"
+                )
             self._warned = True
 
 
 def _labelled(key: str) -> tuple[str, dict[str, str]]:
-    """The Prometheus name of a metric, and its labels: `val/loss/books` is `torchtitan_val_loss{set="books"}`."""
+    """The Prometheus name of a metric, and its labels: `val/loss/books` is
+    `torchtitan_val_loss{set="books"}`.
+    """
     group, _, name = key.partition("/")
     labels = {}
     if group == "eval":

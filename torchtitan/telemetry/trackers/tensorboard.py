@@ -19,7 +19,10 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary, self._distribution, self._session = Event, Summary, HistogramProto, SessionLog
+        self._event = Event
+        self._summary = Summary
+        self._distribution = HistogramProto
+        self._session = SessionLog
         self._folder = folder
         self._open: Callable[[], Any] = lambda: EventFileWriter(str(folder))
         self._writer = self._open()
@@ -28,10 +31,19 @@ class TensorBoardSink:
     def rewind(self, step: int) -> None:
         """Make TensorBoard hide what it has of later steps."""
         start = self._session(status=self._session.START)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
+        self._writer.add_event(
+            self._event(
+                wall_time=time.time(),
+                step=step + 1,
+                session_log=start,
+            )
+        )
 
     def log(self, record: Record) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(record).items()
+        ]
         self._add(record["step"], record["time"], values)
 
     def log_histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
@@ -39,7 +51,10 @@ class TensorBoardSink:
         self._add(
             step,
             time.time(),
-            [self._summary.Value(tag=tag, histo=self._histogram(np.array(of_tag))) for tag, of_tag in values.items()],
+            [
+                self._summary.Value(tag=tag, histo=self._histogram(np.array(of_tag)))
+                for tag, of_tag in values.items()
+            ],
         )
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
@@ -51,9 +66,14 @@ class TensorBoardSink:
         values = []
         for i, sample in enumerate(samples, 1):
             lines = f"{sample['prompt']}{sample['text']}".splitlines()
-            text = "\n".join(f"    {line}" for line in lines)  # as it is: TensorBoard renders Markdown
+            # as it is: TensorBoard renders Markdown
+            text = "\n".join(f"    {line}" for line in lines)
             values.append(
-                self._summary.Value(tag=f"samples/{i}", metadata=metadata, tensor=make_tensor_proto([text.encode()]))
+                self._summary.Value(
+                    tag=f"samples/{i}",
+                    metadata=metadata,
+                    tensor=make_tensor_proto([text.encode()]),
+                )
             )
         self._add(step, time.time(), values)
 
@@ -72,7 +92,13 @@ class TensorBoardSink:
     def _add(self, step: int, at: float, values: list[Any]) -> None:
         if not self._folder.exists():  # deleted
             self._writer = self._open()
-        self._writer.add_event(self._event(wall_time=at, step=step, summary=self._summary(value=values)))
+        self._writer.add_event(
+            self._event(
+                wall_time=at,
+                step=step,
+                summary=self._summary(value=values),
+            )
+        )
 
     def close(self) -> None:
         self._writer.close()

@@ -1,4 +1,6 @@
-"""Trackio: a local store, a Trackio server, or a Hugging Face Space. Every start continues the same Trackio run."""
+"""Trackio: a local store, a Trackio server, or a Hugging Face Space. Every start continues the same
+Trackio run.
+"""
 
 import os
 
@@ -8,9 +10,11 @@ from torchtitan.utils.logging import logger
 
 
 class TrackioSink:
-    """A run of Trackio, in `TRACKIO_PROJECT`; `TRACKIO_DIR`, `TRACKIO_SERVER_URL` and `TRACKIO_SPACE_ID` say where.
+    """A run of Trackio, in `TRACKIO_PROJECT`; `TRACKIO_DIR`, `TRACKIO_SERVER_URL` and
+    `TRACKIO_SPACE_ID` say where.
 
-    Trackio identifies a run by its name, so that ends with the id of the run. It keeps all values of a step.
+    Trackio identifies a run by its name, so that ends with the id of the run. It keeps all values
+    of a step.
     """
 
     def __init__(self, run: Tracked):

@@ -12,10 +12,12 @@ FINISH_SECONDS = "25"
 
 
 class WandbSink:
-    """A W&B run. The usual environment variables name its project, entity, name and id when it is created.
+    """A W&B run. The usual environment variables name its project, entity, name and id when it is
+    created.
 
-    W&B's own step only ever grows, so it would drop the steps that are trained again after a rewind or a resume. All
-    metrics are therefore shown against `train/step`, and repeated steps as a second line over the same steps.
+    W&B's own step only ever grows, so it would drop the steps that are trained again after a rewind
+    or a resume. All metrics are therefore shown against `train/step`, and repeated steps as a
+    second line over the same steps.
     """
 
     def __init__(self, run: Tracked):
@@ -44,9 +46,18 @@ class WandbSink:
         )
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
-        found = {"id": self.run.id, "project": self.run.project, "entity": self.run.entity, "name": self.run.name}
-        run.remember({key: value for key, value in (found | {"url": self.run.url}).items() if value})
-        logger.info(f"Weights & Biases: run {self.run.id}, {self.run.url or f'offline, in {self.run.dir}'}")
+        found = {
+            "id": self.run.id,
+            "project": self.run.project,
+            "entity": self.run.entity,
+            "name": self.run.name,
+        }
+        run.remember(
+            {key: value for key, value in (found | {"url": self.run.url}).items() if value}
+        )
+        logger.info(
+            f"Weights & Biases: run {self.run.id}, {self.run.url or f'offline, in {self.run.dir}'}"
+        )
 
     def log(self, record: Record) -> None:
         self.run.log({STEP: record["step"], **scalars(record)})
@@ -56,7 +67,9 @@ class WandbSink:
         import wandb
 
         rows = [[step, sample["prompt"], sample["text"]] for sample in samples]
-        self.run.log({STEP: step, "samples": wandb.Table(columns=["step", "prompt", "text"], data=rows)})
+        self.run.log(
+            {STEP: step, "samples": wandb.Table(columns=["step", "prompt", "text"], data=rows)}
+        )
 
     def ended(self, reason: str) -> None:
         """Remember how the run ended. W&B shows a preempted one as such."""

@@ -37,7 +37,8 @@ class Asker:
             interactive: somebody is at the terminal.
             accept: take all defaults instead of asking.
         """
-        self.interactive, self.accept = interactive and not accept, accept
+        self.interactive = interactive and not accept
+        self.accept = accept
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
@@ -62,14 +63,20 @@ class Asker:
         Raises:
             ConfigError: flags are missing or wrong.
         """
-        advice = "Run it in a terminal to be asked, or pass --yes to accept the defaults" if self._missing else ""
+        advice = (
+            "Run it in a terminal to be asked, or pass --yes to accept the defaults"
+            if self._missing
+            else ""
+        )
         if problems := [*self._wrong, *self._missing]:
             raise ConfigError(problems, where="on the command line", advice=advice)
 
     def _ask(self, question: Question[T]) -> T:
         print(f"\n{question.text}\n  {question.choices}")
         while True:
-            answer = _read(f"> [{question.default}] " if question.default else "> ") or question.default
+            answer = (
+                _read(f"> [{question.default}] " if question.default else "> ") or question.default
+            )
             if answer is None:
                 continue
             try:

@@ -33,7 +33,10 @@ def find_data(text: str) -> Data:
         UserError: there is none, or nothing in it can be read.
     """
     if text in _HELD_OUT:
-        kinds = {"demo": "the text of Python's standard library", "c4": "C4 (English), streamed from the hub"}
+        kinds = {
+            "demo": "the text of Python's standard library",
+            "c4": "C4 (English), streamed from the hub",
+        }
         return Data(text, held_out=_HELD_OUT[text], kind=kinds[text])
     path = os.path.expanduser(text)
     if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
@@ -44,7 +47,8 @@ def find_data(text: str) -> Data:
         return Data(text, kind="streamed from the Hugging Face hub")
     raise ConfigError(
         [
-            f"--data: {text!r} is no file or folder here; give one, {', '.join(_HELD_OUT)}, or a data set of the "
+            f"--data: {text!r} is no file or folder here; give one, "
+            f"{', '.join(_HELD_OUT)}, or a data set of the "
             f"Hugging Face hub as org/name:config@split{did_you_mean(text, _HELD_OUT)}"
         ]
     )
@@ -56,7 +60,10 @@ def _is_pattern(path: str) -> bool:
 
 def _name(path: str) -> str:
     """A name for files, which is none that the project knows."""
-    name = re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_") or "files"
+    name = (
+        re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_")
+        or "files"
+    )
     return f"my_{name}" if name in _HELD_OUT else name
 
 

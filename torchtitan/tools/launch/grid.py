@@ -21,9 +21,11 @@ from torchtitan.utils.text import brief
 
 MOST_RUNS = 1000
 """Slurm's default of `MaxArraySize` allows as many."""
-_LONGEST_VALUE, _LONGEST_NAME = 40, 120
+_LONGEST_VALUE = 40
+_LONGEST_NAME = 120
 _LARGEST_FILE = 2**20
-_DUMP, _CHECKPOINTS = "job.dump_folder", "checkpoint.folder"
+_DUMP = "job.dump_folder"
+_CHECKPOINTS = "checkpoint.folder"
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,15 @@ def parse_axis(text: str) -> list[Flags]:
     key = _today(key.strip().removeprefix("--").replace("-", "_"))
     if not equals or "." not in key:
         raise ConfigError([f"--grid: {brief(text)} is not section.key=value,value,..."])
-    words = _listed(key, values) if values.startswith("[") else [word.strip() for word in values.split(",")]
+    words = (
+        _listed(key, values)
+        if values.startswith("[")
+        else [word.strip() for word in values.split(",")]
+    )
     if "" in words or len(set(words)) < len(words):
-        raise ConfigError([f"--grid: {key} has {'an empty value' if '' in words else 'the same value twice'}"])
+        raise ConfigError(
+            [f"--grid: {key} has {'an empty value' if '' in words else 'the same value twice'}"]
+        )
     return [{key: word} for word in words]
 
 
@@ -63,7 +71,9 @@ def _listed(key: str, text: str) -> list[str]:
     try:
         values = tomli.loads(f"values = {text}")["values"]
     except (ValueError, RecursionError):
-        raise ConfigError([f"--grid: {key}: {brief(text)} is not a list of TOML; quote it for the shell"]) from None
+        raise ConfigError(
+            [f"--grid: {key}: {brief(text)} is not a list of TOML; quote it for the shell"]
+        ) from None
     return [_word(value) for value in values]
 
 
@@ -77,7 +87,8 @@ def _word(value: Any) -> str:
 
 
 def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
-    """The runs of a file: a line of flags each, or the tables `[[runs]]` of a TOML file, which may have a `name`.
+    """The runs of a file: a line of flags each, or the tables `[[runs]]` of a TOML file, which may
+    have a `name`.
 
     Raises:
         ConfigError: it can't be read, or holds something else.
@@ -100,11 +111,14 @@ def _of_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            words, wrong = [], [str(error).lower()]
+            words = []
+            wrong = [str(error).lower()]
         settings = dict(config_flags(words, wrong)) if words else {}
         problems += [f"--runs: {path}:{number}: {problem}" for problem in wrong]
         if words:
-            runs.append((None, {_today(key): _word(setting.value) for key, setting in settings.items()}))
+            runs.append(
+                (None, {_today(key): _word(setting.value) for key, setting in settings.items()})
+            )
     if problems or not runs:
         raise ConfigError(problems or [f"--runs: {path} has no line with flags"])
     return runs
@@ -112,9 +126,16 @@ def _of_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
 
 def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Flags]]:
     entries = tables.get("runs")
-    if set(tables) != {"runs"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+    if (
+        set(tables) != {"runs"}
+        or not isinstance(entries, list)
+        or not all(isinstance(e, dict) for e in entries)
+    ):
         raise ConfigError(
-            [f"--runs: {path} must hold [[runs]] tables, with keys as section.key = value, and no others"]
+            [
+                f"--runs: {path} must hold [[runs]] tables, with keys as section.key = "
+                "value, and no others"
+            ]
         )
     if problem := excess(tables):
         raise ConfigError([f"--runs: {path}: {problem}"])
@@ -132,7 +153,11 @@ def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Fla
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for key, value in table.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(_today(prefix + key), _word(value))]
+        found += (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else [(_today(prefix + key), _word(value))]
+        )
     return found
 
 
@@ -148,7 +173,12 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[Run]:
     choices: list[list[tuple[str | None, Flags]]] = [read_runs(file)] if file else []
     choices += [[(None, flags) for flags in parse_axis(axis)] for axis in axes]
     keys = [{key for _, flags in choice for key in flags} for choice in choices]
-    twice = [key for i, some in enumerate(keys) for key in sorted(some) if any(key in other for other in keys[:i])]
+    twice = [
+        key
+        for i, some in enumerate(keys)
+        for key in sorted(some)
+        if any(key in other for other in keys[:i])
+    ]
     if twice:
         raise ConfigError([f"--grid: {twice[0]} is varied twice; give all its values at once"])
     for key in (_DUMP, "job.config_file"):
@@ -158,7 +188,12 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[Run]:
     for choice in choices:
         number *= len(choice)
     if number > MOST_RUNS:
-        raise ConfigError([f"--grid: {number:,} runs are more than {MOST_RUNS:,}; give fewer values, or several grids"])
+        raise ConfigError(
+            [
+                f"--grid: {number:,} runs are more than {MOST_RUNS:,}; give fewer "
+                "values, or several grids"
+            ]
+        )
     combined = [_merged(parts) for parts in itertools.product(*choices)]
     seen = [sorted(flags.items()) for _, flags in combined]
     for i, flags in enumerate(seen):
@@ -179,7 +214,9 @@ def _merged(parts: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flag
 
 
 def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
-    """A folder's name for each run: its own, and the keys that differ between runs, as `lr=3e-4_seed=1`."""
+    """A folder's name for each run: its own, and the keys that differ between runs, as
+    `lr=3e-4_seed=1`.
+    """
     keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
     given = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
     short = _short(keys)
@@ -204,7 +241,9 @@ def _short(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         parts = key.split(".")
         endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        out[key] = next(end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+        out[key] = next(
+            end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1
+        )
     return out
 
 
@@ -218,7 +257,8 @@ def in_folder(run: Run, folder: Path, checkpoints: str) -> tuple[str, ...]:
 
     Args:
         folder: of all runs.
-        checkpoints: `checkpoint.folder` of the configuration. What isn't below the run's folder would be shared.
+        checkpoints: `checkpoint.folder` of the configuration. What isn't below the run's folder
+        would be shared.
     """
     flags = (*run.flags, f"--{_DUMP}={folder / run.name}")
     own = any(flag.startswith(f"--{_CHECKPOINTS}=") for flag in run.flags)
@@ -236,7 +276,10 @@ def together(problems: Mapping[str, Sequence[str]]) -> list[str]:
     for run, found in problems.items():
         for problem in found:
             runs.setdefault(problem, []).append(run)
-    return [f"{'run' if len(of) == 1 else 'runs'} {_some(of)}: {problem}" for problem, of in runs.items()]
+    return [
+        f"{'run' if len(of) == 1 else 'runs'} {_some(of)}: {problem}"
+        for problem, of in runs.items()
+    ]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -19,7 +19,12 @@ MARK = "# -- `torchtitan submit` writes here\n"
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """The options that become `#SBATCH` lines."""
     add = parser.add_argument
-    add("--time", type=one_line, metavar="TIME", help="time limit; the run saves and is requeued 5 minutes before it")
+    add(
+        "--time",
+        type=one_line,
+        metavar="TIME",
+        help="time limit; the run saves and is requeued 5 minutes before it",
+    )
     add("--partition", type=one_line, metavar="NAME")
     add("--account", type=one_line, metavar="NAME")
     add(
@@ -46,21 +51,26 @@ def one_line(text: str) -> str:
 
 
 def job_name(text: str) -> str:
-    """Argument type of a job's name. Slurm puts it into the name of the log, as `submit` does into the script's."""
+    """Argument type of a job's name. Slurm puts it into the name of the log, as `submit` does into
+    the script's.
+    """
     if not text or "/" in text or text[0] in ".-":
         raise argparse.ArgumentTypeError(
-            f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; --output takes a path"
+            f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; "
+            "--output takes a path"
         )
     return one_line(text)
 
 
 def check_words(config: str, overrides: Sequence[str]) -> None:
-    """Check what argparse doesn't: the configuration's flags, and the file's name, which may become the job's.
+    """Check what argparse doesn't: the configuration's flags, and the file's name, which may become
+    the job's.
 
     Raises:
         ConfigError: what can't stand in one line of the script.
     """
-    problems, flag = [], "the configuration's file"
+    problems = []
+    flag = "the configuration's file"
     for word in [config, *overrides]:
         if word.startswith("--"):
             flag = word.partition("=")[0]
@@ -72,7 +82,9 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def nodes_and_ranks(config: Config, per_node: int, nodes: tuple[int, int] | None) -> tuple[tuple[int, int], int]:
+def nodes_and_ranks(
+    config: Config, per_node: int, nodes: tuple[int, int] | None
+) -> tuple[tuple[int, int], int]:
     """Fewest and most nodes, and the ranks on each.
 
     Args:
@@ -85,14 +97,19 @@ def nodes_and_ranks(config: Config, per_node: int, nodes: tuple[int, int] | None
         return nodes, per_node
     if config.parallelism.data_parallel_shard_degree < 1:
         raise ConfigError(
-            ["--nodes: parallelism.data_parallel_shard_degree = -1 uses all ranks; give the number of nodes"]
+            [
+                "--nodes: parallelism.data_parallel_shard_degree = -1 uses all ranks; "
+                "give the number of nodes"
+            ]
         )
     world = math.prod(axis_degrees(config.parallelism).values())
     if world > per_node and world % per_node:
         raise ConfigError(
             [
-                f"--gpus-per-node: the degrees of [parallelism] make {world} ranks, which don't fill nodes of "
-                f"{per_node}; set data_parallel_shard_degree so that they do, or give a divisor of {world}"
+                f"--gpus-per-node: the degrees of [parallelism] make {world} ranks, "
+                "which don't fill nodes of "
+                f"{per_node}; set data_parallel_shard_degree so that they do, or give a "
+                f"divisor of {world}"
             ]
         )
     needed = max(1, world // per_node)
@@ -119,7 +136,12 @@ def script(job: Job, config: str, overrides: Sequence[str]) -> str:
     return _filled(job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])])
 
 
-def array_script(job: Job, config: str, runs: Sequence[Sequence[str]], at_most: int | None) -> str:
+def array_script(
+    job: Job,
+    config: str,
+    runs: Sequence[Sequence[str]],
+    at_most: int | None,
+) -> str:
     """The script of a job array with a task for each run.
 
     Args:
@@ -129,7 +151,9 @@ def array_script(job: Job, config: str, runs: Sequence[Sequence[str]], at_most: 
     file = _config_file(job, config)
     limit = f"%{at_most}" if at_most else ""
     body = ["case $SLURM_ARRAY_TASK_ID in"]
-    body += [f"    {i}) {shlex.join(['set', '--', file, *words])} ;;" for i, words in enumerate(runs)]
+    body += [
+        f"    {i}) {shlex.join(['set', '--', file, *words])} ;;" for i, words in enumerate(runs)
+    ]
     body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
     return _filled(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
 
@@ -152,7 +176,11 @@ def _filled(job: Job, header: Sequence[str], body: Sequence[str]) -> str:
         "partition": job.options.partition,
         "account": job.options.account,
     }
-    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
+    lines = [
+        f"--{name}={shlex.quote(str(value))}"
+        for name, value in settings.items()
+        if value is not None
+    ]
     lines += ["--no-kill"] if fewest < most else []
     environment = {
         "TORCHTITAN_ROOT": CHECKOUT,
@@ -161,6 +189,13 @@ def _filled(job: Job, header: Sequence[str], body: Sequence[str]) -> str:
         "NNODES": f"{fewest}:{most}" if fewest < most else most,
         "CONTAINER": job.options.container,
     }
-    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items() if value is not None]
-    inserted = [f"#SBATCH {line}" for line in [*lines, *header, *job.options.sbatch]] + [*exports, *body]
+    exports = [
+        f"export {name}={shlex.quote(str(value))}"
+        for name, value in environment.items()
+        if value is not None
+    ]
+    inserted = [f"#SBATCH {line}" for line in [*lines, *header, *job.options.sbatch]] + [
+        *exports,
+        *body,
+    ]
     return TEMPLATE.read_text().replace(MARK, "\n".join(inserted) + "\n")

@@ -21,7 +21,12 @@ _TIMEOUT = 60
 _JOB = re.compile(r"(\d+)(?:_(\d+))?")
 _QUEUED = "%i|%T|%M|%l|%N|%r|%j"
 """squeue's codes of `Entry`'s fields."""
-_PATTERNS = {"%": "%", "j": r"(\d+)", "A": r"(\d+)", "a": r"\d+"}
+_PATTERNS = {
+    "%": "%",
+    "j": r"(\d+)",
+    "A": r"(\d+)",
+    "a": r"\d+",
+}
 """Slurm's patterns in the name of a log, as regular expressions."""
 _ENDED = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode,JobName"
 
@@ -51,14 +56,23 @@ class Record:
         """Jobs that were submitted, also those by hand that have left a log; the newest last."""
         folder, _, name = self.log.rpartition("/")
         folder = folder.replace("%%", "%")
-        pattern = re.sub("%([%xjAa])", lambda m: _PATTERNS.get(m[1], re.escape(self.name)), re.escape(name))
+        pattern = re.sub(
+            "%([%xjAa])", lambda m: _PATTERNS.get(m[1], re.escape(self.name)), re.escape(name)
+        )
         files = os.listdir(folder) if os.path.isdir(folder) else []
-        return sorted({*self.jobs, *(int(m[1]) for file in files if (m := re.fullmatch(pattern, file)))})
+        return sorted(
+            {*self.jobs, *(int(m[1]) for file in files if (m := re.fullmatch(pattern, file)))}
+        )
 
     def logs(self, job: int, task: str | None = None) -> list[Path]:
         """The files that a job's output, or that of one of its tasks, goes to."""
         tasks = [task] if task else [str(i) for i in range(len(self.runs))] or [""]
-        known = {"%": "%", "x": self.name, "j": str(job), "A": str(job)}
+        known = {
+            "%": "%",
+            "x": self.name,
+            "j": str(job),
+            "A": str(job),
+        }
         paths = [re.sub("%([%xjAa])", lambda m: (known | {"a": t})[m[1]], self.log) for t in tasks]  # noqa: B023
         return [Path(path) for path in paths]
 
@@ -87,7 +101,8 @@ def read_record(folder: Path) -> Record:
     except (OSError, ValueError) as error:
         what = "is damaged" if isinstance(error, ValidationError) else str(error)
         raise UserError(
-            f"{folder} is not the folder of a submitted grid or job: {RECORD}: {what}; give the number of a job"
+            f"{folder} is not the folder of a submitted grid or job: {RECORD}: {what}; "
+            "give the number of a job"
         ) from None
 
 
@@ -97,7 +112,10 @@ def submit(script: Path, record: Record, folder: Path) -> None:
     Raises:
         UserError: there is no Slurm here, or it refuses the job.
     """
-    answer = _ask(["sbatch", "--parsable", str(script)], f"--submit: submit {script} on a machine that has Slurm")
+    answer = _ask(
+        ["sbatch", "--parsable", str(script)],
+        f"--submit: submit {script} on a machine that has Slurm",
+    )
     match = re.match(r"\d+", answer)
     if match is None:
         raise UserError(f"--submit: sbatch answered {answer[:200]!r} instead of a job's number")
@@ -124,13 +142,22 @@ def _ask(command: Sequence[str], without: str) -> str:
         UserError: there is none, or it fails.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+        )
     except FileNotFoundError:
         raise UserError(f"this machine has no {command[0]}; {without}") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"{command[0]} did not answer within {_TIMEOUT} s; try again later") from None
+        raise UserError(
+            f"{command[0]} did not answer within {_TIMEOUT} s; try again later"
+        ) from None
     if done.returncode:
-        raise UserError(f"{command[0]}: {done.stderr.strip()[:500] or f'exit status {done.returncode}'}")
+        raise UserError(
+            f"{command[0]}: {done.stderr.strip()[:500] or f'exit status {done.returncode}'}"
+        )
     return done.stdout.strip()
 
 
@@ -138,7 +165,8 @@ def _ask(command: Sequence[str], without: str) -> str:
 
 
 def find(target: str | None) -> tuple[list[int], str | None, Record | None]:
-    """The jobs that a number (`123`, `123_4`) or a folder names, the task, and the record; all jobs if None.
+    """The jobs that a number (`123`, `123_4`) or a folder names, the task, and the record; all jobs
+    if None.
 
     Raises:
         UserError: it names none.
@@ -151,15 +179,21 @@ def find(target: str | None) -> tuple[list[int], str | None, Record | None]:
     return record.known(), None, record
 
 
-def entries(jobs: Sequence[int], task: str | None, record: Record | None) -> tuple[list[Entry], str | None]:
-    """What the scheduler knows of the jobs, or of all the user's that haven't ended; and why it may not be all.
+def entries(
+    jobs: Sequence[int], task: str | None, record: Record | None
+) -> tuple[list[Entry], str | None]:
+    """What the scheduler knows of the jobs, or of all the user's that haven't ended; and why it may
+    not be all.
 
     A job that was submitted by hand from a record's script is found by its name, until it ends.
 
     Raises:
         UserError: there is no Slurm here.
     """
-    answer = _ask(["squeue", "--noheader", "--array", "--me", "-o", _QUEUED], "ask on a machine of the cluster")
+    answer = _ask(
+        ["squeue", "--noheader", "--array", "--me", "-o", _QUEUED],
+        "ask on a machine of the cluster",
+    )
     queued = [entry for line in answer.splitlines() if (entry := _entry(line))]
     wanted = {str(job) for job in jobs}
     if wanted:
@@ -177,11 +211,22 @@ def entries(jobs: Sequence[int], task: str | None, record: Record | None) -> tup
 
 def _ended(jobs: set[str]) -> tuple[list[Entry], str | None]:
     """Jobs in the accounting, which not every cluster has."""
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(sorted(jobs))}"]
+    command = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={','.join(sorted(jobs))}",
+    ]
     try:
         answer = _ask([*command, f"--format={_ENDED}"], "")
     except UserError as error:
-        return [], f"jobs that have ended are not shown, since there is no accounting ({error})".replace("; )", ")")
+        return (
+            [],
+            f"jobs that have ended are not shown, since there is no accounting ({error})".replace(
+                "; )", ")"
+            ),
+        )
     return [entry for line in answer.splitlines() if (entry := _entry(line))], None
 
 
@@ -198,7 +243,9 @@ def state_table(found: Sequence[Entry], record: Record | None) -> str:
     for entry in found:
         name = record.run(entry.job.partition("_")[2]) if record and runs else entry.name
         why = "" if entry.why in ("None", "0:0") else entry.why
-        rows.append([entry.job, name, entry.state.lower(), entry.elapsed, entry.limit, entry.nodes, why])
+        rows.append(
+            [entry.job, name, entry.state.lower(), entry.elapsed, entry.limit, entry.nodes, why]
+        )
     states = Counter(entry.state.partition(" ")[0].lower() for entry in found)
     total = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
     return f"{aligned(rows)}\n{plural(len(found), 'job')}: {total}"
@@ -214,22 +261,36 @@ def log_files(jobs: Sequence[int], task: str | None, record: Record | None) -> l
         UserError: there is none.
     """
     if not jobs:
-        raise UserError("--logs: name a job, or the folder of one that `torchtitan submit --submit` submitted")
+        raise UserError(
+            "--logs: name a job, or the folder of one that `torchtitan submit --submit` submitted"
+        )
     job = jobs[-1]
     if record:
         files = record.logs(job, task)
     else:
         name = f"{job}_{task}" if task else str(job)
         answer = _ask(["scontrol", "show", "job", name], "ask on a machine of the cluster")
-        files = [Path(path) for path in dict.fromkeys(re.findall(r"^\s*StdOut=(.+)$", answer, re.M))]
+        files = [
+            Path(path) for path in dict.fromkeys(re.findall(r"^\s*StdOut=(.+)$", answer, re.M))
+        ]
     if found := [file for file in files if file.is_file()]:
         return found
-    raise UserError(f"--logs: job {job} has no log yet (looked for {files[0] if files else 'StdOut'})")
+    raise UserError(
+        f"--logs: job {job} has no log yet (looked for {files[0] if files else 'StdOut'})"
+    )
 
 
 def show_logs(files: Sequence[Path], lines: int, *, follow: bool) -> int:
-    """Print the ends of logs, and with `follow` what is added to them until Ctrl-C. The exit status."""
-    command = ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), "--", *map(str, files)]
+    """Print the ends of logs, and with `follow` what is added to them until Ctrl-C. The exit
+    status.
+    """
+    command = [
+        "tail",
+        f"--lines={lines}",
+        *(["--follow=name", "--retry"] if follow else []),
+        "--",
+        *map(str, files),
+    ]
     if follow:
         os.execvp(command[0], command)
     return subprocess.run(command).returncode

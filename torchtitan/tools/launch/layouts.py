@@ -12,11 +12,15 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_rate, show_tokens
 
 SHOWN = 3
-_LEGEND = "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank (docs/init.md)."
+_LEGEND = (
+    "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank "
+    "(docs/init.md)."
+)
 
 
 def best_layouts(wish: Wish) -> tuple[list[Proposal], int]:
-    """The best layouts, the first of which is recommended, and how many legal ones there are; or the one given.
+    """The best layouts, the first of which is recommended, and how many legal ones there are; or
+    the one given.
 
     Raises:
         UserError: none fits.
@@ -32,13 +36,27 @@ def best_layouts(wish: Wish) -> tuple[list[Proposal], int]:
         more = f"try --devices {devices} or more, or a smaller model or --seq-len"
         if wish.on_cpu:
             more = "choose a smaller model or --seq-len"
-        raise UserError(f"{wish.model.name}: {nothing_fits(found, wish.devices, wish.hardware)}; {more}")
+        raise UserError(
+            f"{wish.model.name}: {nothing_fits(found, wish.devices, wish.hardware)}; {more}"
+        )
     return found.best[:SHOWN], found.seen
 
 
 def table(proposals: Sequence[Proposal], seen: int, wish: Wish) -> str:
     """The layouts with their predictions and reasons."""
-    rows = [["", "layout", "batch", "recomputes", "tokens/s per device", "GiB", "fits", "whole run, tokens", "why"]]
+    rows = [
+        [
+            "",
+            "layout",
+            "batch",
+            "recomputes",
+            "tokens/s per device",
+            "GiB",
+            "fits",
+            "whole run, tokens",
+            "why",
+        ]
+    ]
     for i, proposal in enumerate(proposals):
         plan = proposal.plan
         w = plan.workload
@@ -52,8 +70,11 @@ def table(proposals: Sequence[Proposal], seen: int, wish: Wish) -> str:
                 layout_name(plan.layout) + (f", {plan.schedule}" if plan.schedule else ""),
                 batch,
                 {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
-                f"{show_rate(plan.tokens_per_second)} ({show_rate(ends[0])} to {show_rate(ends[1])})",
-                "{:.1f} ({:.1f} to {:.1f})".format(plan.peak_gib, *band_ends(plan.peak_gib, plan.memory_band)),
+                f"{show_rate(plan.tokens_per_second)} ({show_rate(ends[0])} to "
+                f"{show_rate(ends[1])})",
+                "{:.1f} ({:.1f} to {:.1f})".format(
+                    plan.peak_gib, *band_ends(plan.peak_gib, plan.memory_band)
+                ),
                 likelihood(plan.chance_to_fit),
                 length,
                 proposal.why,

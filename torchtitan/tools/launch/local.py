@@ -40,20 +40,26 @@ def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder:
     Returns:
         75 if asked to stop, 130 after a second Ctrl-C, 1 if a run failed, else 0.
     """
-    stop, failed = _Stop(), []
+    stop = _Stop()
+    failed = []
     for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
         print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
         stop.run = subprocess.Popen([sys.executable, "-m", "torchtitan", *words])
         status = stop.run.wait()
         if status == INTERRUPTED:
-            print(f"Interrupted in run {i} of {len(names)}; the same command resumes", file=sys.stderr)
+            print(
+                f"Interrupted in run {i} of {len(names)}; the same command resumes", file=sys.stderr
+            )
             return INTERRUPTED
         if stop.requested or status == os.EX_TEMPFAIL:
             print(f"Stopped in run {i} of {len(names)}; the same command resumes", file=sys.stderr)
             return os.EX_TEMPFAIL
         if status:
             failed.append(f"{name} (status {status})")
-    print(f"\n{plural(len(names), 'run')} done: `torchtitan runs {folder}` lists them", file=sys.stderr)
+    print(
+        f"\n{plural(len(names), 'run')} done: `torchtitan runs {folder}` lists them",
+        file=sys.stderr,
+    )
     if failed:
         print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

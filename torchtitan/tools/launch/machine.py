@@ -13,11 +13,20 @@ def local_gpus() -> tuple[str | None, int]:
     """The hardware that this machine's GPUs are known as, if they are, and their number."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")
+        names = subprocess.run(
+            query,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout.split("\n")
     except (OSError, subprocess.TimeoutExpired):
         return None, 0
     names = [name.strip() for name in names if name.strip()]
-    known = (hardware.name for hardware in load_hardware().values() if names and names[0] in hardware.device_names)
+    known = (
+        hardware.name
+        for hardware in load_hardware().values()
+        if names and names[0] in hardware.device_names
+    )
     return next(known, None), len(names)
 
 

@@ -1,4 +1,6 @@
-"""The models that a project can start with: the sizes of each family, and local Hugging Face folders."""
+"""The models that a project can start with: the sizes of each family, and local Hugging Face
+folders.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -27,7 +29,9 @@ REPOSITORIES = {
         "Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
         "Small-24B": "mistralai/Mistral-Small-24B-Base-2501",
     },
-    "qwen2_5": {size: f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")},
+    "qwen2_5": {
+        size: f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+    },
     "qwen3": {size: f"Qwen/Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B")}
     | {"32B": "Qwen/Qwen3-32B"},
     "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
@@ -71,7 +75,11 @@ class Model:
         """All parameters, and those that a token uses: of a mixture, its own experts'."""
         config = Config()
         chosen = config.model.model_copy(
-            update={"name": self.spec.name, "flavor": self.flavor, "overrides": self.overrides}
+            update={
+                "name": self.spec.name,
+                "flavor": self.flavor,
+                "overrides": self.overrides,
+            }
         )
         w = derived_workload(config.model_copy(update={"model": chosen}), self.spec, 1)
         total = w.params(w.stages[0])
@@ -99,7 +107,10 @@ def find_model(text: str) -> Model:
         names = [model.name for model in offered()]
         hint = did_you_mean(text, [*names, *known])
         raise ConfigError(
-            [f"--model: {text!r} is neither a folder nor FAMILY/SIZE; the families are {', '.join(known)}{hint}"]
+            [
+                f"--model: {text!r} is neither a folder nor FAMILY/SIZE; the families "
+                f"are {', '.join(known)}{hint}"
+            ]
         )
     spec = known[family]
     same = [name for name in spec.flavors if name.lower() == flavor.lower()]
@@ -114,7 +125,9 @@ def _of_folder(folder: Path) -> Model:
     try:
         config = read_json_object(folder / "config.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"--model: {folder} is not the folder of a Hugging Face model: {error}") from None
+        raise UserError(
+            f"--model: {folder} is not the folder of a Hugging Face model: {error}"
+        ) from None
     from torchtitan.checkpoint.convert import nearest_flavor  # imports torch
 
     try:

@@ -19,7 +19,9 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_all
 from torchtitan.utils.text import show_duration, show_rate, show_tokens
 
-CONFIG, SCRIPT, HARDWARE = "train.toml", "train.sbatch", "hardware.toml"
+CONFIG = "train.toml"
+SCRIPT = "train.sbatch"
+HARDWARE = "hardware.toml"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,13 @@ def existing(folder: Path) -> list[str]:
     return [name for name in (CONFIG, SCRIPT, HARDWARE) if (folder / name).exists()]
 
 
-def make_project(wish: Wish, plan: Plan, command: str, slurm: Namespace | None, per_node: int) -> Project:
+def make_project(
+    wish: Wish,
+    plan: Plan,
+    command: str,
+    slurm: Namespace | None,
+    per_node: int,
+) -> Project:
     """The files of a project with a plan's layout.
 
     Args:
@@ -58,7 +66,12 @@ def make_project(wish: Wish, plan: Plan, command: str, slurm: Namespace | None, 
     return Project(wish.folder, files, _steps(wish, slurm is not None, per_node), notes)
 
 
-def _toml(wish: Wish, plan: Plan, settings: Settings, command: str) -> str:
+def _toml(
+    wish: Wish,
+    plan: Plan,
+    settings: Settings,
+    command: str,
+) -> str:
     config = config_of(settings)
     comments = {key: setting.why for key, setting in settings.items()}
     run = run_of(plan, float(config.training.steps * plan.workload.tokens_per_step))
@@ -69,13 +82,16 @@ def _toml(wish: Wish, plan: Plan, settings: Settings, command: str) -> str:
         f"  {command}",
         f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device "
         f"({show_rate(speed[0])} to {show_rate(speed[1])}), "
-        f"{plan.peak_gib:.1f} of {wish.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to {memory[1]:.1f}),",
+        f"{plan.peak_gib:.1f} of {wish.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to "
+        f"{memory[1]:.1f}),",
         f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
         f"{show_duration(run.hours * 3600)}. 9 of 10 runs are within the ranges (docs/plan.md).",
-        "Only what differs from the defaults is here; `torchtitan config FILE --explain` shows every value.",
+        "Only what differs from the defaults is here; `torchtitan config FILE --explain` "
+        "shows every value.",
     ]
     body = to_toml(config, only_changed=True, comments=comments)
-    lines = ("".join(c if c.isprintable() else " " for c in line) for line in head)  # a hardware file may hold any text
+    # a hardware file may hold any text
+    lines = ("".join(c if c.isprintable() else " " for c in line) for line in head)
     return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
 
 
@@ -95,7 +111,10 @@ def validate_text(text: str, wish: Wish) -> tuple[str, ...]:
     here, notes = without_missing_files(config)
     preflight(here, output=False)
     check_device(config, wish.hardware.accelerator)
-    return tuple(note.replace("the plan doesn't need it, the run will", "the run will need it") for note in notes)
+    return tuple(
+        note.replace("the plan doesn't need it, the run will", "the run will need it")
+        for note in notes
+    )
 
 
 def _script(wish: Wish, slurm: Namespace, per_node: int) -> str:
@@ -114,36 +133,47 @@ def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
     """
     if devices > per_node and devices % per_node:
         raise UserError(
-            f"--devices: {devices} don't fill nodes of {per_node}; give a multiple of {per_node}, or --gpus-per-node"
+            f"--devices: {devices} don't fill nodes of {per_node}; give a multiple of "
+            f"{per_node}, or --gpus-per-node"
         )
     return max(1, devices // per_node), min(devices, per_node)
 
 
 def _steps(wish: Wish, slurm: bool, per_node: int) -> list[str]:
     """What is left to do."""
-    steps, config = [], shlex.quote(str(wish.folder / CONFIG))
+    steps = []
+    config = shlex.quote(str(wish.folder / CONFIG))
     if needs_tokenizer(wish):
         gated = "; needs HF_TOKEN, of somebody with access" if wish.model.is_gated else ""
         steps.append(f"{fetch_tokenizer(wish.model, wish.folder)}  # the tokenizer{gated}")
     if wish.devices > 1:
-        steps.append(f"torchtitan rehearse {config} --world {wish.devices}  # optional: can't it hang?")
+        steps.append(
+            f"torchtitan rehearse {config} --world {wish.devices}  # optional: can't it hang?"
+        )
     nodes, ranks = nodes_of(wish.devices, per_node)
     if slurm:
         steps.append(f"sbatch {shlex.quote(str(wish.folder / SCRIPT))}")
     elif nodes > 1:
         steps.append(
-            f"torchtitan train {config} --nnodes {nodes} --nproc-per-node {ranks} --rdzv-endpoint FIRST_NODE:29500"
+            f"torchtitan train {config} --nnodes {nodes} --nproc-per-node {ranks} "
+            "--rdzv-endpoint FIRST_NODE:29500"
             "  # on every node, with the same RDZV_SECRET"
         )
     else:
-        steps.append(f"torchtitan train {config}" + (f" --nproc-per-node {ranks}" if not wish.on_cpu else ""))
+        steps.append(
+            f"torchtitan train {config}" + (f" --nproc-per-node {ranks}" if not wish.on_cpu else "")
+        )
     return steps
 
 
 def needs_tokenizer(wish: Wish) -> bool:
     """Whether the tokenizer is to be fetched into the project's folder."""
     given = draft(wish).get("model.hf_assets_path")
-    return wish.model.repository is not None and given is not None and given.why.startswith("to be fetched")
+    return (
+        wish.model.repository is not None
+        and given is not None
+        and given.why.startswith("to be fetched")
+    )
 
 
 def write(project: Project) -> None:
@@ -156,7 +186,9 @@ def write(project: Project) -> None:
         project.folder.mkdir(parents=True, exist_ok=True)
         write_all({project.folder / name: text.encode() for name, text in project.files.items()})
     except OSError as error:
-        raise UserError(f"can't write to {project.folder}: {error.strerror or error}; choose another folder") from None
+        raise UserError(
+            f"can't write to {project.folder}: {error.strerror or error}; choose another folder"
+        ) from None
 
 
 def summary(project: Project) -> str:

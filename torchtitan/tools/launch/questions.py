@@ -15,19 +15,35 @@ from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hard
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief, count, show_tokens
 
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
+_UNITS = {
+    "": 1.0,
+    "K": 1e3,
+    "M": 1e6,
+    "B": 1e9,
+    "T": 1e12,
+}
+_HOURS = {
+    "m": 1 / 60,
+    "min": 1 / 60,
+    "h": 1.0,
+    "d": 24.0,
+}
 _CPU_TIME = "10min"
 """Long enough to see the loss fall."""
 
 
 def model_question() -> Question[Model]:
     names = [*(model.name for model in offered()), "or a Hugging Face folder"]
-    return Question("--model FAMILY/SIZE", "Which model?", in_lines(names), find_model, f"llama3/{DEBUG}")
+    return Question(
+        "--model FAMILY/SIZE", "Which model?", in_lines(names), find_model, f"llama3/{DEBUG}"
+    )
 
 
 def data_question() -> Question[Data]:
-    choices = "demo (Python's standard library), c4, a file or folder, or org/name:config@split of the hub"
+    choices = (
+        "demo (Python's standard library), c4, a file or folder, or org/name:config@split of "
+        "the hub"
+    )
     return Question("--data NAME|PATH", "On which data?", choices, find_data, "demo")
 
 
@@ -44,23 +60,39 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
         print("Measuring this machine's CPU, for a few seconds ...", file=sys.stderr)
         return measure_cpu()
 
-    names = [f"{CPU} (this machine's)", *load_hardware(), "or a TOML file (`torchtitan plan --calibrate` writes one)"]
+    names = [
+        f"{CPU} (this machine's)",
+        *load_hardware(),
+        "or a TOML file (`torchtitan plan --calibrate` writes one)",
+    ]
     return Question("--hardware NAME", "On which hardware?", in_lines(names), parse, gpus or CPU)
 
 
 def devices_question(default: int | None) -> Question[int]:
     choices = "GPUs on all nodes together; or --nodes N"
     parse = _count("--devices")
-    return Question("--devices N", "On how many GPUs?", choices, parse, None if default is None else str(default))
+    return Question(
+        "--devices N",
+        "On how many GPUs?",
+        choices,
+        parse,
+        None if default is None else str(default),
+    )
 
 
-def length_question(model: Model | None, *, on_cpu: bool) -> Question[tuple[float | None, float | None]]:
+def length_question(
+    model: Model | None, *, on_cpu: bool
+) -> Question[tuple[float | None, float | None]]:
     """Its answer is tokens, or hours."""
-    choices, default = "tokens, as 160B, or a time, as 10min, 12h, 3d", _CPU_TIME
+    choices = "tokens, as 160B, or a time, as 10min, 12h, 3d"
+    default = _CPU_TIME
     if model:
         tokens = suggested_tokens(model)
         kind = "active parameter" if len(set(model.parameters())) > 1 else "parameter"
-        choices += f"; {TOKENS_PER_PARAMETER} tokens per {kind} (arXiv:2203.15556) are {show_tokens(tokens)}"
+        choices += (
+            f"; {TOKENS_PER_PARAMETER} tokens per {kind} (arXiv:2203.15556) are "
+            f"{show_tokens(tokens)}"
+        )
         default = _CPU_TIME if on_cpu else show_tokens(tokens)
     return Question("--tokens N or --hours N", "For how long?", choices, parse_length, default)
 
@@ -72,23 +104,42 @@ def parse_length(text: str) -> tuple[float | None, float | None]:
         ConfigError: it is neither.
     """
     if match := re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\+?\d\d?)?) ?([A-Za-z]*)", text.strip()):
-        number, unit = float(match[1].replace(",", "")), match[2]
+        number = float(match[1].replace(",", ""))
+        unit = match[2]
         if unit in _HOURS and 0 < number * _HOURS[unit] < 1e6:
             return None, number * _HOURS[unit]
-        if unit.upper() in _UNITS and unit not in _HOURS and 0 < number * _UNITS[unit.upper()] < 1e18:
+        if (
+            unit.upper() in _UNITS
+            and unit not in _HOURS
+            and 0 < number * _UNITS[unit.upper()] < 1e18
+        ):
             return number * _UNITS[unit.upper()], None
-    raise ConfigError([f"--tokens, --hours: {brief(text)} is neither a number of tokens, as 160B, nor a time, as 12h"])
+    raise ConfigError(
+        [
+            f"--tokens, --hours: {brief(text)} is neither a number of tokens, as 160B, "
+            "nor a time, as 12h"
+        ]
+    )
 
 
 def seq_len_question(model: Model | None) -> Question[int]:
     default = str(default_seq_len(model)) if model else None
     parse = _count("--seq-len", most=2**27)
-    return Question("--seq-len N", "How long are rows?", "tokens of a row", parse, default, required=False)
+    return Question(
+        "--seq-len N", "How long are rows?", "tokens of a row", parse, default, required=False
+    )
 
 
 def folder_question(model: Model | None) -> Question[Path]:
     default = re.sub(r"[^\w.-]+", "-", model.name.lower()) if model else None
-    return Question("FOLDER", "In which folder?", "it gets the files of the project", Path, default, required=False)
+    return Question(
+        "FOLDER",
+        "In which folder?",
+        "it gets the files of the project",
+        Path,
+        default,
+        required=False,
+    )
 
 
 def _count(flag: str, most: int = 10**6) -> Callable[[str], int]:

@@ -1,4 +1,6 @@
-"""The ranks of this node, as their launcher sees them: asked to stop, waited for, and what their exit means."""
+"""The ranks of this node, as their launcher sees them: asked to stop, waited for, and what their
+exit means.
+"""
 
 import os
 import signal
@@ -17,7 +19,9 @@ _LAST_WORDS_SECONDS = 5.0
 
 
 class Stop:
-    """Handles signals that ask to stop. Unlike torchrun's handler, it doesn't kill the ranks after 30 seconds."""
+    """Handles signals that ask to stop. Unlike torchrun's handler, it doesn't kill the ranks after
+    30 seconds.
+    """
 
     def __init__(self, grace: float):
         self.grace = grace
@@ -45,7 +49,8 @@ class Stop:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._stop_ranks()
-        # As torchrun's own handler does: this node leaves the rendezvous, which stays open to the others.
+        # As torchrun's own handler does: this node leaves the rendezvous, which stays open to the
+        # others.
         raise SignalException("asked to stop", signal.Signals(number))
 
     def _stop_ranks(self) -> None:
@@ -53,7 +58,10 @@ class Stop:
         ranks = _signaled(signal.SIGTERM)
         for rank, ended in _wait(ranks, self.grace):
             if ended is None:
-                print(f"error: killed a rank that did not save within --grace {self.grace:g} s", file=sys.stderr)
+                print(
+                    f"error: killed a rank that did not save within --grace {self.grace:g} s",
+                    file=sys.stderr,
+                )
                 rank.kill()
                 ended = -signal.SIGKILL
             self.statuses.append(ended)
@@ -74,7 +82,10 @@ class Stop:
             return 0
         status = common_status(self.statuses)
         if status != os.EX_TEMPFAIL:
-            print(f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75", file=sys.stderr)
+            print(
+                f"error: when asked to stop, the ranks exited with {self.statuses} instead of 75",
+                file=sys.stderr,
+            )
         return status
 
 
@@ -87,8 +98,12 @@ def _signaled(number: signal.Signals) -> list[psutil.Process]:
     return ranks
 
 
-def _wait(ranks: Sequence[psutil.Process], seconds: float) -> Iterator[tuple[psutil.Process, int | None]]:
-    """The ranks and their exit statuses as they end; None for one that still runs when the time is over."""
+def _wait(
+    ranks: Sequence[psutil.Process], seconds: float
+) -> Iterator[tuple[psutil.Process, int | None]]:
+    """The ranks and their exit statuses as they end; None for one that still runs when the time is
+    over.
+    """
     deadline = time.monotonic() + seconds
     for rank in ranks:
         while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
@@ -109,4 +124,8 @@ def _ended(pid: int) -> int | None:
 
 def common_status(statuses: list[int]) -> int:
     """75 if every rank saved, or was stopped before it installed its handlers; else 1."""
-    return os.EX_TEMPFAIL if set(statuses) <= {0, os.EX_TEMPFAIL, *(-number for number in STOP_SIGNALS)} else 1
+    return (
+        os.EX_TEMPFAIL
+        if set(statuses) <= {0, os.EX_TEMPFAIL, *(-number for number in STOP_SIGNALS)}
+        else 1
+    )

@@ -1,4 +1,6 @@
-"""From what somebody wants to train to a configuration: values, each with the reason that its file states."""
+"""From what somebody wants to train to a configuration: values, each with the reason that its file
+states.
+"""
 
 import math
 import os
@@ -21,7 +23,9 @@ from torchtitan.utils.text import show_duration, show_tokens
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556."""
 _SMALL = 50e6
-"""Parameters below which a model is for trying things out: `debug_model.toml` sets its batch and row length."""
+"""Parameters below which a model is for trying things out: `debug_model.toml` sets its batch and
+row length.
+"""
 _RATES = {
     6.2e6: (1.5e-3, "debug_model.toml"),
     1.24e9: (4e-4, "llama3_1b.toml"),
@@ -91,7 +95,9 @@ def default_seq_len(model: Model) -> int:
 
 
 def suggested_tokens(model: Model) -> float:
-    """A compute-optimal number of tokens. For a mixture, that of its active parameters, which is not published."""
+    """A compute-optimal number of tokens. For a mixture, that of its active parameters, which is
+    not published.
+    """
     return float(TOKENS_PER_PARAMETER * model.parameters()[1])
 
 
@@ -100,7 +106,9 @@ def _nearest(table: dict[float, tuple[Any, str]], parameters: int) -> tuple[Any,
 
 
 def _rows(tokens: int, seq_len: int, devices: int) -> int:
-    """Rows of about `tokens` that can be divided among the devices or, if they are fewer, among groups of devices."""
+    """Rows of about `tokens` that can be divided among the devices or, if they are fewer, among
+    groups of devices.
+    """
     wanted = max(1, round(tokens / seq_len))
     unit = divisors(devices, wanted)[-1]
     return unit * round(wanted / unit)
@@ -116,7 +124,8 @@ def _chunks(seq_len: int, vocab_size: int) -> int:
 
 def draft(wish: Wish) -> Settings:
     """All settings that a search for a layout needs."""
-    model, data = wish.model, wish.data
+    model = wish.model
+    data = wish.data
     parameters, active = model.parameters()
     rate, rate_source = _nearest(_RATES, parameters)
     batch, batch_source = _nearest(_BATCHES, parameters)
@@ -127,12 +136,20 @@ def draft(wish: Wish) -> Settings:
     size += f", {show_tokens(active)} of them active" if active < parameters else ""
     settings = {
         "job.description": Setting(f"{model.name} on {data.dataset}", "for the log and trackers"),
-        "job.dump_folder": Setting(os.path.abspath(wish.folder / "run"), "metrics and checkpoints of this run"),
+        "job.dump_folder": Setting(
+            os.path.abspath(wish.folder / "run"), "metrics and checkpoints of this run"
+        ),
         "model.name": Setting(model.spec.name, "the family"),
-        "model.flavor": Setting(model.flavor, size if not model.overrides else "the nearest size; see the overrides"),
+        "model.flavor": Setting(
+            model.flavor, size if not model.overrides else "the nearest size; see the overrides"
+        ),
         "optimizer.lr": Setting(rate, f"as {rate_source}"),
-        "lr_scheduler.name": Setting("cosine", "decays from the end of warm-up to the end of the run"),
-        "lr_scheduler.min_lr_factor": Setting(0.1, "a tenth of the peak at the end, as Llama 2, arXiv:2307.09288"),
+        "lr_scheduler.name": Setting(
+            "cosine", "decays from the end of warm-up to the end of the run"
+        ),
+        "lr_scheduler.min_lr_factor": Setting(
+            0.1, "a tenth of the peak at the end, as Llama 2, arXiv:2307.09288"
+        ),
         "training.dataset": Setting(data.dataset, data.kind),
         "training.seq_len": Setting(wish.seq_len, "tokens per row"),
         "training.global_batch_size": Setting(
@@ -142,29 +159,40 @@ def draft(wish: Wish) -> Settings:
         "compile.enable": Setting(not wish.on_cpu, "faster; the first steps take longer"),
         "checkpoint.enable": Setting(True, "the same command resumes"),
         "checkpoint.async_mode": Setting(
-            "async" if wish.on_cpu else "async_with_pinned_mem", "training continues while a checkpoint is written"
+            "async" if wish.on_cpu else "async_with_pinned_mem",
+            "training continues while a checkpoint is written",
         ),
     }
-    settings |= {f"model.overrides.{key}": Setting(value, "from config.json") for key, value in model.overrides.items()}
+    settings |= {
+        f"model.overrides.{key}": Setting(value, "from config.json")
+        for key, value in model.overrides.items()
+    }
     if data.path:
         settings["training.dataset_path"] = Setting(data.path, data.kind)
     if wish.on_cpu:
-        settings["training.mixed_precision_param"] = Setting("float32", "few CPUs are faster in bfloat16")
+        settings["training.mixed_precision_param"] = Setting(
+            "float32", "few CPUs are faster in bfloat16"
+        )
     if model.has_weights:
-        settings["checkpoint.initial_load_in_hf"] = Setting(True, "start from the weights beside the tokenizer")
+        settings["checkpoint.initial_load_in_hf"] = Setting(
+            True, "start from the weights beside the tokenizer"
+        )
     settings |= _tokenizer(wish) | _validation(wish)
     return settings | (wish.given or {})
 
 
 def _tokenizer(wish: Wish) -> Settings:
-    key, model = "model.hf_assets_path", wish.model
+    key = "model.hf_assets_path"
+    model = wish.model
     if model.folder:
         return {key: Setting(str(model.folder), "tokenizer, sizes and weights")}
     if model.repository is None:
         return {}  # the shipped one
     name = model.repository.rpartition("/")[2]
     for folder in (wish.folder / "tokenizer", Path("assets/hf", name)):
-        if any((folder / file).is_file() for file in ("tokenizer.json", "original/tokenizer.model")):
+        if any(
+            (folder / file).is_file() for file in ("tokenizer.json", "original/tokenizer.model")
+        ):
             return {key: Setting(os.path.abspath(folder), f"the tokenizer of {model.repository}")}
     fetch = f"to be fetched: {fetch_tokenizer(model, wish.folder)}"
     return {key: Setting(os.path.abspath(wish.folder / "tokenizer"), fetch)}
@@ -172,7 +200,9 @@ def _tokenizer(wish: Wish) -> Settings:
 
 def fetch_tokenizer(model: Model, folder: Path) -> str:
     """The command that downloads the tokenizer into the project's folder."""
-    return f"hf download {model.repository} --include 'tokenizer*' --local-dir {folder / 'tokenizer'}"
+    return (
+        f"hf download {model.repository} --include 'tokenizer*' --local-dir {folder / 'tokenizer'}"
+    )
 
 
 def _validation(wish: Wish) -> Settings:
@@ -197,8 +227,12 @@ def final(settings: Settings, plan: Plan, wish: Wish) -> Settings:
     layout = settings | _layout(plan)
     chosen = {
         "training.steps": Setting(steps, _length(plan, wish, steps)),
-        "lr_scheduler.warmup_steps": Setting(warmup, "a tenth of the steps, at most 2,000 as Llama 2"),
-        "checkpoint.interval": Setting(per_save, "half an hour by the plan's speed, at most a tenth of the run"),
+        "lr_scheduler.warmup_steps": Setting(
+            warmup, "a tenth of the steps, at most 2,000 as Llama 2"
+        ),
+        "checkpoint.interval": Setting(
+            per_save, "half an hour by the plan's speed, at most a tenth of the run"
+        ),
     }
     if wish.data.held_out is not None:
         rows = plan.config.training.local_batch_size
@@ -226,7 +260,8 @@ def _length(plan: Plan, wish: Wish, steps: int) -> str:
 
 def _layout(plan: Plan) -> Settings:
     """What a search has chosen."""
-    p, ac = plan.config.parallelism, plan.config.activation_checkpoint
+    p = plan.config.parallelism
+    ac = plan.config.activation_checkpoint
     axes = {
         "pp": "parts of the layers",
         "dp_replicate": "copies of the model",
@@ -244,7 +279,11 @@ def _layout(plan: Plan) -> Settings:
         }.get(ac.mode, "to fit"),
         "activation_checkpoint.selective_ac_option": "keeps attention and every second product",
         "training.local_batch_size": "rows of a rank at a time"
-        + (f", {plan.workload.accumulation} times per step" if plan.workload.accumulation > 1 else ""),
+        + (
+            f", {plan.workload.accumulation} times per step"
+            if plan.workload.accumulation > 1
+            else ""
+        ),
     }
     if p.pipeline_parallel_degree > 1:
         keys |= {

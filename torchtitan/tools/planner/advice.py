@@ -57,7 +57,9 @@ def largest_costs(plan: Plan) -> list[Cost]:
 
 
 def changes(plan: Plan, part: str) -> list[Change]:
-    """Legal changes that aim at `part` and make training faster, the best first; those that don't fit come last."""
+    """Legal changes that aim at `part` and make training faster, the best first; those that don't
+    fit come last.
+    """
     found = []
     for text, settings in _candidates(plan.workload, plan.hardware, part):
         config = plan.config
@@ -65,7 +67,9 @@ def changes(plan: Plan, part: str) -> list[Change]:
             config = replace(config, key, value)
         try:
             check_device(config, plan.hardware.accelerator)
-            after = predict(derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware)
+            after = predict(
+                derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware
+            )
         except ConfigError:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
@@ -76,7 +80,8 @@ def changes(plan: Plan, part: str) -> list[Change]:
 
 def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes that may lower `part`: a description, and the keys to set."""
-    p, t = w.config.parallelism, w.config.training
+    p = w.config.parallelism
+    t = w.config.training
     checkpointing = w.config.activation_checkpoint.mode
     compiled = {"compile.enable": True, "compile.components": ["model", "loss"]}
     double_batch = {
@@ -84,17 +89,28 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         "training.local_batch_size": 2 * t.local_batch_size,
     }
     if part in ("matrix products", "pointwise", "attention") and checkpointing != "none":
-        mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+        mode = "activation_checkpoint.mode"
+        option = "activation_checkpoint.selective_ac_option"
         if not w.checkpoints_operations():
             yield "keep attention and every second product", {mode: "selective", option: "op"}
         yield "recompute nothing", {mode: "none"}
     if part == "matrix products" and hw.fp8 and not (w.float8 or w.mx):
         yield "Float8", {"model.converters": ["float8"]}
     recipe = w.config.quantize.linear.float8.recipe_name
-    if part in ("matrix products", "8-bit casts") and hw.fp8 and not w.mx and recipe not in (None, "tensorwise"):
-        tensorwise = {"model.converters": ["float8"], "quantize.linear.float8.recipe_name": "tensorwise"}
+    if (
+        part in ("matrix products", "8-bit casts")
+        and hw.fp8
+        and not w.mx
+        and recipe not in (None, "tensorwise")
+    ):
+        tensorwise = {
+            "model.converters": ["float8"],
+            "quantize.linear.float8.recipe_name": "tensorwise",
+        }
         yield "tensorwise Float8", tensorwise
-    if part in ("pointwise", "head and loss", "8-bit casts") and not (w.compiled and w.loss_compiled):
+    if part in ("pointwise", "head and loss", "8-bit casts") and not (
+        w.compiled and w.loss_compiled
+    ):
         yield "compile", compiled
     if part == "communication: tp":
         if not w.async_tp:
@@ -110,7 +126,10 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if part == "communication: cp":
         yield "send keys around a ring", {"parallelism.context_parallel_rotate_method": "alltoall"}
     if part == "communication: ep":
-        yield "half the expert parallelism", {"parallelism.expert_parallel_degree": max(1, w.ep // 2)}
+        yield (
+            "half the expert parallelism",
+            {"parallelism.expert_parallel_degree": max(1, w.ep // 2)},
+        )
     if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
         # Fewer ranks hold each expert: less to gather, and more rows for it.
         yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}

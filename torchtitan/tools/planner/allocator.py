@@ -1,18 +1,23 @@
-"""PyTorch's CUDA caching allocator, replayed: from a sequence of allocations to the memory reserved on the device.
+"""PyTorch's CUDA caching allocator, replayed: from a sequence of allocations to the memory reserved
+on the device.
 
-It replays `expandable_segments:True`. Blocks are rounded up to 512 bytes. Each stream has two pools, one for blocks up
-to 1 MiB and one for larger blocks. A pool uses the smallest free block that fits, or grows at its end in pages of 2 or
-20 MiB. A stream can't use a block that another has freed, nor can a large block use two separate free ones, so more is
-reserved than is ever allocated.
+It replays `expandable_segments:True`. Blocks are rounded up to 512 bytes. Each stream has two
+pools, one for blocks up to 1 MiB and one for larger blocks. A pool uses the smallest free block
+that fits, or grows at its end in pages of 2 or 20 MiB. A stream can't use a block that another has
+freed, nor can a large block use two separate free ones, so more is reserved than is ever allocated.
 """
 
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-ROUND, SMALL = 512, 2**20
-SMALL_PAGE, LARGE_PAGE = 2 * 2**20, 20 * 2**20
-"""Bytes: kMinBlockSize, kSmallSize, kSmallBuffer and kLargeBuffer of PyTorch's c10/cuda/CUDACachingAllocator."""
+ROUND = 512
+SMALL = 2**20
+SMALL_PAGE = 2 * 2**20
+LARGE_PAGE = 20 * 2**20
+"""Bytes: kMinBlockSize, kSmallSize, kSmallBuffer and kLargeBuffer of PyTorch's
+c10/cuda/CUDACachingAllocator.
+"""
 
 Event = tuple[int, int, str]
 """(block, bytes, stream): an allocation, or with 0 bytes a free."""
@@ -36,7 +41,9 @@ class _Pool:
             found, offset = self.sizes[place]
             self._remove(found, offset)
         else:
-            offset = self.ends.get(self.size, self.size)  # the new block starts in a free one at the end
+            offset = self.ends.get(
+                self.size, self.size
+            )  # the new block starts in a free one at the end
             found = self.size - offset
             if found:
                 self._remove(found, offset)
@@ -55,7 +62,8 @@ class _Pool:
         if (start := self.ends.get(offset)) is not None:
             before = self.starts[start]
             self._remove(before, start)
-            offset, size = start, size + before
+            offset = start
+            size = size + before
         self._insert(size, offset)
 
     def _insert(self, size: int, offset: int) -> None:
@@ -69,7 +77,9 @@ class _Pool:
 
 
 def reserved(events: Iterable[Event]) -> int:
-    """Bytes that the allocator has reserved at the end, which is its peak, as it returns nothing to the device."""
+    """Bytes that the allocator has reserved at the end, which is its peak, as it returns nothing to
+    the device.
+    """
     pools: dict[tuple[str, bool], _Pool] = {}
     placed: dict[int, tuple[_Pool, int, int]] = {}
     for block, size, stream in events:

@@ -1,4 +1,6 @@
-"""What a search can vary beside the layout, on request. Settings are keys and values of the configuration."""
+"""What a search can vary beside the layout, on request. Settings are keys and values of the
+configuration.
+"""
 
 import itertools
 from typing import Any
@@ -47,23 +49,39 @@ def checkpointing_modes(axes: tuple[str, ...]) -> tuple[Settings, ...]:
 def batches(config: Config, axes: tuple[str, ...]) -> list[int]:
     """Global batch sizes to try."""
     rows = config.training.global_batch_size
-    return [int(rows * scale) for scale in _BATCHES if rows * scale % 1 == 0] if "batch" in axes else [rows]
+    return (
+        [int(rows * scale) for scale in _BATCHES if rows * scale % 1 == 0]
+        if "batch" in axes
+        else [rows]
+    )
 
 
 def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:
-    """All combinations of the other axes, from the one that takes most memory, and least time, to the opposite."""
+    """All combinations of the other axes, from the one that takes most memory, and least time, to
+    the opposite.
+    """
     choices: list[list[Settings]] = []
     if "loss_chunks" in axes:
         choices.append([{"training.loss_chunks": chunks} for chunks in _LOSS_CHUNKS])
     if "state_dtype" in axes:
-        types = ["float32", "bfloat16"] if config.optimizer.name != "Muon" else [config.optimizer.state_dtype]
+        types = (
+            ["float32", "bfloat16"]
+            if config.optimizer.name != "Muon"
+            else [config.optimizer.state_dtype]
+        )
         choices.append([{"optimizer.state_dtype": dtype} for dtype in types])
     if "offload" in axes:
         places = itertools.product((False, True), (0, -1))
         choices.append(
-            [{"activation_checkpoint.offload_blocks": n, "training.enable_cpu_offload": cpu} for cpu, n in places]
+            [
+                {"activation_checkpoint.offload_blocks": n, "training.enable_cpu_offload": cpu}
+                for cpu, n in places
+            ]
         )
-    return [{key: value for one in combined for key, value in one.items()} for combined in itertools.product(*choices)]
+    return [
+        {key: value for one in combined for key, value in one.items()}
+        for combined in itertools.product(*choices)
+    ]
 
 
 def applied(config: Config, settings: Settings) -> Config:
@@ -85,7 +103,9 @@ def changes(config: Config, given: Config) -> Settings:
 
 
 def burdens(config: Config, given: Config) -> int:
-    """How much less simple the axes' settings are: one for each kind of offload, two for what changes training."""
+    """How much less simple the axes' settings are: one for each kind of offload, two for what
+    changes training.
+    """
     changed = changes(config, given)
     own = sum(read(config, key) != simple for key, simple in _SIMPLEST.items())
     return own + 2 * sum(key in changed for key in _CHANGES_TRAINING)

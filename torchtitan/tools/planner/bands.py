@@ -1,7 +1,9 @@
-"""How far off a plan may be: relative errors within which 90 % of published measurements are, by what a run uses.
+"""How far off a plan may be: relative errors within which 90 % of published measurements are, by
+what a run uses.
 
-Each feature adds to the variance of the error's logarithm. The deviations were fitted to the measurements that no
-constant was fitted to (`python benchmarks/plan_accuracy.py --fit`), and are checked there by leaving rows out.
+Each feature adds to the variance of the error's logarithm. The deviations were fitted to the
+measurements that no constant was fitted to (`python benchmarks/plan_accuracy.py --fit`), and are
+checked there by leaving rows out.
 """
 
 import math
@@ -21,11 +23,13 @@ SPEED_DEVIATIONS = {
 """Relative standard deviation of throughput that a feature adds."""
 WIDTH = 1.76
 """Deviations of a band on either side."""
-MEMORY_BAND, MEMORY_BAND_PIPELINE = 0.05, 0.12
+MEMORY_BAND = 0.05
+MEMORY_BAND_PIPELINE = 0.12
 """Relative error of the peak memory, without and with a pipeline."""
 MEMORY_BAND_COMPILED_LOSS = 0.11
-"""Relative deviation that a compiled loss adds, of the same width. An estimate: no published figure has one, and its
-bytes per logit are known from what inductor generates for the CPU alone."""
+"""Relative deviation that a compiled loss adds, of the same width. An estimate: no published figure
+has one, and its bytes per logit are known from what inductor generates for the CPU alone.
+"""
 
 
 def features(w: Workload, hw: Hardware) -> list[str]:

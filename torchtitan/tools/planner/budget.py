@@ -1,13 +1,15 @@
-"""What a run takes in days and money when GPUs fail: its goodput, and the best interval between checkpoints.
+"""What a run takes in days and money when GPUs fail: its goodput, and the best interval between
+checkpoints.
 
-Failures are independent and equally likely at any time. A run of n GPUs then fails every M = mtbf / n on average, and
-an interval tau of training between checkpoints takes, with repeated work and restarts,
+Failures are independent and equally likely at any time. A run of n GPUs then fails every M = mtbf /
+n on average, and an interval tau of training between checkpoints takes, with repeated work and
+restarts,
 
     M exp((R + W) / M) (exp((tau + d) / M) - 1)
 
-where a save blocks training for d, a checkpoint is complete W after that, and a restart takes R (Daly 2006,
-doi:10.1016/j.future.2004.11.016, eq. 20, with W = 0: work that is trained while a checkpoint is written is lost like
-the time of a restart).
+where a save blocks training for d, a checkpoint is complete W after that, and a restart takes R
+(Daly 2006, doi:10.1016/j.future.2004.11.016, eq. 20, with W = 0: work that is trained while a
+checkpoint is written is lost like the time of a restart).
 """
 
 import math
@@ -63,13 +65,20 @@ class Goodput:
 def saves_of(plan: Plan, storage: float) -> Saves:
     """The checkpoint of a plan: written while training waits, or first copied to host memory.
 
-    A copy to pinned memory runs beside the next step's forward and backward, and blocks for what is longer.
+    A copy to pinned memory runs beside the next step's forward and backward, and blocks for what is
+    longer.
     """
-    config = replace(plan.config, "training.enable_cpu_offload", False)  # then its memory holds all of the state
+    config = replace(
+        plan.config, "training.enable_cpu_offload", False
+    )  # then its memory holds all of the state
     w = Workload(config, plan.workload.args, plan.workload.pipeline)
-    own = [sum(memory_of(w, rank).parts[part] for part in ("parameters", "optimizer")) for rank in range(w.pp)]
+    own = [
+        sum(memory_of(w, rank).parts[part] for part in ("parameters", "optimizer"))
+        for rank in range(w.pp)
+    ]
     size = sum(own) * w.fsdp * w.tp  # replicas hold copies
-    write, copy = size / storage, max(own) / plan.hardware.host_link
+    write = size / storage
+    copy = max(own) / plan.hardware.host_link
     mode = config.checkpoint.async_mode
     if mode == "disabled":
         return Saves(size, write, 0.0)
@@ -78,26 +87,40 @@ def saves_of(plan: Plan, storage: float) -> Saves:
 
 
 def best_interval(blocked: float, mtbf: float) -> float:
-    """Seconds of training between saves that lose least (Young 1974, doi:10.1145/361147.361115: sqrt(2 d M); with
-    Daly's next terms, eq. 37)."""
+    """Seconds of training between saves that lose least (Young 1974, doi:10.1145/361147.361115:
+    sqrt(2 d M); with Daly's next terms, eq. 37).
+    """
     if blocked >= 2 * mtbf:
         return mtbf
     ratio = blocked / (2 * mtbf)
     return math.sqrt(2 * blocked * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocked
 
 
-def share_kept(interval: float, saves: Saves, mtbf: float, restart: float) -> float:
+def share_kept(
+    interval: float,
+    saves: Saves,
+    mtbf: float,
+    restart: float,
+) -> float:
     """Goodput with `interval` seconds of training between saves."""
     if (interval + saves.blocked + restart + saves.background) / mtbf > 500:
         return 0.0
-    spent = math.exp((restart + saves.background) / mtbf) * math.expm1((interval + saves.blocked) / mtbf) * mtbf
+    spent = (
+        math.exp((restart + saves.background) / mtbf)
+        * math.expm1((interval + saves.blocked) / mtbf)
+        * mtbf
+    )
     return interval / spent
 
 
 def goodput(plan: Plan, failures: Failures) -> Goodput:
-    """The best interval between checkpoints of a plan, its goodput, and that of the configuration's own."""
+    """The best interval between checkpoints of a plan, its goodput, and that of the configuration's
+    own.
+    """
     mtbf = failures.mtbf_hours * 3600 / plan.workload.world
-    restart, step, checkpoint = failures.restart_minutes * 60, plan.time.seconds, plan.config.checkpoint
+    restart = failures.restart_minutes * 60
+    step = plan.time.seconds
+    checkpoint = plan.config.checkpoint
     saves = saves_of(plan, failures.storage)
     # A save starts only after the one before is complete.
     best = max(best_interval(saves.blocked, mtbf), saves.background)
@@ -124,7 +147,12 @@ class Budget:
     """In the currency of the price."""
 
 
-def budget_of(plan: Plan, tokens: float | None, failures: Failures | None, price: float | None) -> Budget:
+def budget_of(
+    plan: Plan,
+    tokens: float | None,
+    failures: Failures | None,
+    price: float | None,
+) -> Budget:
     """Time and cost of training on `tokens`; by default on those of `training.steps`.
 
     Args:
@@ -137,11 +165,17 @@ def budget_of(plan: Plan, tokens: float | None, failures: Failures | None, price
     return Budget(run, made, hours, gpu_hours, None if price is None else price * gpu_hours)
 
 
-def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: float | None) -> str:
+def budget_text(
+    budget: Budget,
+    plan: Plan,
+    failures: Failures | None,
+    price: float | None,
+) -> str:
     """A budget for a terminal."""
     lines = []
     if (made := budget.goodput) and failures:
-        saves, world = made.saves, plan.workload.world
+        saves = made.saves
+        world = plan.workload.world
         own = (
             f"; {show_percent(100 * made.own_share)} at checkpoint.interval = {made.own_steps}"
             if made.own_share is not None
@@ -150,15 +184,18 @@ def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: fl
         lines += [
             f"Failures: one every {show_duration(made.mtbf)} on {plural(world, 'GPU')} (each GPU: "
             f"{failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
-            f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for {show_duration(saves.blocked)}, and is "
+            f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for "
+            f"{show_duration(saves.blocked)}, and is "
             f"complete {show_duration(saves.background)} later",
-            f"Goodput {show_percent(100 * made.share)} at the best interval, {plural(made.interval_steps, 'step')} = "
+            f"Goodput {show_percent(100 * made.share)} at the best interval, "
+            f"{plural(made.interval_steps, 'step')} = "
             f"{show_duration(made.interval_steps * plan.time.seconds)}{own}",
         ]
     cost = "" if budget.cost is None else f", {rounded(budget.cost)} at {price:g} per GPU-hour"
     including = " with failures" if budget.goodput else ""
     lines.append(
-        f"{show_tokens(budget.run.tokens)} tokens{including}: {show_duration(budget.hours * 3600)}, "
+        f"{show_tokens(budget.run.tokens)} tokens{including}: "
+        f"{show_duration(budget.hours * 3600)}, "
         f"{rounded(budget.gpu_hours)} GPU-hours{cost}"
     )
     return "\n".join(lines)

@@ -1,8 +1,9 @@
 """Measure this machine's rates for a hardware file.
 
-One device's matrix products by type, causal attention and memory bandwidth are measured, at the sizes of a training
-step. Under torchrun, so are the collectives among the ranks of a node, and between nodes. What a start can't measure
-comes from the data sheet of a known device, or is left to be filled in.
+One device's matrix products by type, causal attention and memory bandwidth are measured, at the
+sizes of a training step. Under torchrun, so are the collectives among the ranks of a node, and
+between nodes. What a start can't measure comes from the data sheet of a known device, or is left to
+be filled in.
 """
 
 import time
@@ -35,11 +36,14 @@ def calibrate() -> str | None:
     """The text of a hardware file for this machine; None on all ranks but the first."""
     silence_false_alarms()
     rank, world = rank_and_world()
-    device, links = current_device(), Links(None, None, max(1, torch.cuda.device_count()))
+    device = current_device()
+    links = Links(None, None, max(1, torch.cuda.device_count()))
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
         try:
-            links = measure_links(device, ranks_per_node(), 2**30 if device.type == "cuda" else 2**26)
+            links = measure_links(
+                device, ranks_per_node(), 2**30 if device.type == "cuda" else 2**26
+            )
             # The others wait, so that they don't slow down what is measured next.
             text = _describe(device, links) if rank == 0 else None
             dist.barrier()
@@ -60,16 +64,28 @@ def _describe(device: torch.device, links: Links) -> str:
     known = next((hw for hw in load_hardware().values() if name in hw.device_names), None)
     size = 8192 if cuda else 1024
     bf16, fp32 = (_matmul(size, device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    fp8 = _matmul_fp8(size, device) if cuda and torch.cuda.get_device_capability() >= (8, 9) else 0.0
+    fp8 = (
+        _matmul_fp8(size, device) if cuda and torch.cuda.get_device_capability() >= (8, 9) else 0.0
+    )
     if cuda:  # the rate of large products, to which a plan adds what smaller ones cost
-        bf16, fp32, fp8 = (rate * _shortfall(size, bits) for rate, bits in ((bf16, 16), (fp32, 32), (fp8, 8)))
+        bf16, fp32, fp8 = (
+            rate * _shortfall(size, bits) for rate, bits in ((bf16, 16), (fp32, 32), (fp8, 8))
+        )
     dtype = torch.bfloat16 if cuda else torch.float32  # what training would use
     attention = _attention(8192 if cuda else 512, device, dtype)
     memory = _copy(2**30 if cuda else 2**27, device)
     peaks = (
-        {"bf16": known.bf16, "fp8": known.fp8, "fp32": known.fp32}
+        {
+            "bf16": known.bf16,
+            "fp8": known.fp8,
+            "fp32": known.fp32,
+        }
         if known
-        else {"bf16": bf16, "fp8": fp8, "fp32": fp32}
+        else {
+            "bf16": bf16,
+            "fp8": fp8,
+            "fp32": fp32,
+        }
     )
     base = peaks["bf16"] if cuda else peaks["fp32"]
     return "\n".join(
@@ -81,13 +97,19 @@ def _describe(device: torch.device, links: Links) -> str:
             f'device = "{device.type}"',
             *([f"capability = {list(torch.cuda.get_device_capability())}"] if cuda else []),
             f"memory_gib = {_memory_gib(cuda):.1f}",
-            *(f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}" for key, value in peaks.items()),
+            *(
+                f"{key} = {value:.4g}  # {'data sheet' if known else 'measured'}"
+                for key, value in peaks.items()
+            ),
             f"gemm_bf16 = {bf16 / peaks['bf16']:.3f}  # measured",
-            f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # measured, if the device has it",
+            f"gemm_fp8 = {fp8 / peaks['fp8'] if fp8 and peaks['fp8'] else 1.0:.3f}  # "
+            "measured, if the device has it",
             f"attention = {attention / base:.3f}  # measured, forward",
             f"memory_bandwidth = {known.memory_bandwidth if known else memory:.4g}",
-            f"memory_efficiency = {memory / known.memory_bandwidth if known else 1.0:.3f}  # measured",
-            f"gpus_per_node = {known.gpus_per_node if known and not links.link else links.ranks_per_node}",
+            "memory_efficiency = "
+            f"{memory / known.memory_bandwidth if known else 1.0:.3f}  # measured",
+            "gpus_per_node = "
+            f"{known.gpus_per_node if known and not links.link else links.ranks_per_node}",
             *_rates(links, known),
             *(() if cuda else _CPU),
             "",
@@ -107,12 +129,17 @@ def _rates(links: Links, known: Hardware | None) -> Iterator[str]:
             if measured:
                 yield f"{key}_efficiency = {measured / sheet:.3f}  # measured"
             else:
-                yield f"# {key}_efficiency is the default: to measure it, start {start} by torchrun."
+                yield (
+                    f"# {key}_efficiency is the default: to measure it, start {start} by torchrun."
+                )
         elif measured:
             yield f"{key} = {measured:.4g}  # measured"
             yield f"{key}_efficiency = 1.0  # included"
         else:
-            yield f"# {key} =   # bytes/s per GPU: could not be measured. Start {start} by torchrun, or fill it in."
+            yield (
+                f"# {key} =   # bytes/s per GPU: could not be measured. Start {start} by "
+                "torchrun, or fill it in."
+            )
 
 
 def unmeasured(text: str) -> list[str]:
@@ -129,7 +156,9 @@ def _memory_gib(cuda: bool) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, in the fastest of several rounds, since other processes may use the machine."""
+    """Seconds of one call, in the fastest of several rounds, since other processes may use the
+    machine.
+    """
 
     def wait() -> None:
         if device.type == "cuda":
@@ -137,7 +166,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
     work()
     wait()
-    best, until = float("inf"), time.perf_counter() + _SECONDS
+    best = float("inf")
+    until = time.perf_counter() + _SECONDS
     while time.perf_counter() < until:
         begin = time.perf_counter()
         for _ in range(4):
@@ -157,7 +187,9 @@ def _matmul_fp8(size: int, device: torch.device) -> float:
     a = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     scaled = torch._scaled_mm
-    return 2 * size**3 / _seconds(lambda: scaled(a, a.t(), one, one, out_dtype=torch.bfloat16), device)
+    return (
+        2 * size**3 / _seconds(lambda: scaled(a, a.t(), one, one, out_dtype=torch.bfloat16), device)
+    )
 
 
 def _shortfall(size: int, bits: int) -> float:

@@ -1,10 +1,11 @@
 """The performance model: seconds of one training step, by what they are spent on.
 
-Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and bytes over a sustained
-bandwidth. Communication is bytes over the bandwidth of its ring, less what compute hides. A pipeline's bubble comes
-from simulating its schedule (`schedule.py`). `docs/plan.md` lists the formulas with their sources; what depends on the
-hardware is in its table (`hardware.py`). The constants below say where they come from: "counted" is by hand from the
-code of a block, checked only as part of the whole against `benchmarks/published.csv`.
+Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and
+bytes over a sustained bandwidth. Communication is bytes over the bandwidth of its ring, less what
+compute hides. A pipeline's bubble comes from simulating its schedule (`schedule.py`).
+`docs/plan.md` lists the formulas with their sources; what depends on the hardware is in its table
+(`hardware.py`). The constants below say where they come from: "counted" is by hand from the code of
+a block, checked only as part of the whole against `benchmarks/published.csv`.
 """
 
 import itertools
@@ -28,35 +29,49 @@ from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Lin
 
 BACKWARD_POINTWISE = 2
 """Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
-LOSS_BYTES, LOSS_BYTES_COMPILED = 36, 12
-"""Bytes moved per logit by softmax and cross-entropy in fp32, forward and backward: 9 passes, or 3 when compiled into
-one kernel. Counted."""
+LOSS_BYTES = 36
+LOSS_BYTES_COMPILED = 12
+"""Bytes moved per logit by softmax and cross-entropy in fp32, forward and backward: 9 passes, or 3
+when compiled into one kernel. Counted.
+"""
 LOSS_FORWARD = 1 / 3
 """Share of the loss's bytes that its forward moves. Counted."""
 CHUNK_BYTES = 10
-"""Bytes moved per parameter of the output projection for each chunk of the loss: its bf16 gradient is read (2) and
-added to a sum in fp32 (4 + 4). Counted."""
+"""Bytes moved per parameter of the output projection for each chunk of the loss: its bf16 gradient
+is read (2) and added to a sum in fp32 (4 + 4). Counted.
+"""
 EMBEDDING_PASSES = 3
 """Passes over the embedding's activations: written and read, and their gradient read. Estimate."""
-CAST_INPUT_BYTES, RECAST_INPUT_BYTES, CAST_GRADIENT_BYTES = 4, 3, 5
-"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). That fusion saves 1 byte
-of an input in the forward, and 2 when the backward rounds it again, is an estimate."""
+CAST_INPUT_BYTES = 4
+RECAST_INPUT_BYTES = 3
+CAST_GRADIENT_BYTES = 5
+"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). That
+fusion saves 1 byte of an input in the forward, and 2 when the backward rounds it again, is an
+estimate.
+"""
 SCALINGS_ROWWISE = 2
 """A rowwise recipe rounds each operand by rows and by columns; a tensorwise one rounds it once."""
-ADAMW_BYTES_FUSED, ADAMW_BYTES = 40, 70
-"""Bytes moved per parameter of a shard. Fused: AdamW reads parameter, gradient and two moments and writes all but the
-gradient (28), the norm reads the gradient (4), clipping reads and writes it (8). Not fused: with temporary tensors, an
-estimate."""
+ADAMW_BYTES_FUSED = 40
+ADAMW_BYTES = 70
+"""Bytes moved per parameter of a shard. Fused: AdamW reads parameter, gradient and two moments and
+writes all but the gradient (28), the norm reads the gradient (4), clipping reads and writes it (8).
+Not fused: with temporary tensors, an estimate.
+"""
 
 EXPERT_TILE = 128
-"""Rows that a grouped product computes at a time. Of each expert's last tile half is empty on average. The tile of
-CUTLASS's kernels for Hopper."""
+"""Rows that a grouped product computes at a time. Of each expert's last tile half is empty on
+average. The tile of CUTLASS's kernels for Hopper.
+"""
 ROUTER_BYTES = 60
-"""Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and int64, each read
-and written. Counted."""
+"""Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and
+int64, each read and written. Counted.
+"""
 
-BUBBLE, REPEATED = "pipeline bubble", "repeated by a split backward"
-"""Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a schedule splits."""
+BUBBLE = "pipeline bubble"
+REPEATED = "repeated by a split backward"
+"""Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a
+schedule splits.
+"""
 
 Seconds = dict[str, float]
 """Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
@@ -69,8 +84,9 @@ class StepTime:
 
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by what they are spent on, the largest first; they add up to `seconds`. In a pipeline, compute is that of
-    the average rank; what follows the pipeline, that of the slowest."""
+    """Seconds by what they are spent on, the largest first; they add up to `seconds`. In a
+    pipeline, compute is that of the average rank; what follows the pipeline, that of the slowest.
+    """
     timeline: Timeline | None
     """One batch of the pipeline; None without one."""
     tokens_per_second: float
@@ -78,7 +94,9 @@ class StepTime:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the average rank waits for the pipeline: the schedule's blank area."""
+        """Share of the step in which the average rank waits for the pipeline: the schedule's blank
+        area.
+        """
         return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
@@ -98,15 +116,20 @@ class _Pass:
 
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
-    block, ends = _block(w, hw), _ends(w, hw)
+    block = _block(w, hw)
+    ends = _ends(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
-    timeline, slowest = None, 0
-    layers, outputs = sum(stage.layers for stage in w.stages), sum(stage.has_output for stage in w.stages)
+    timeline = None
+    slowest = 0
+    layers = sum(stage.layers for stage in w.stages)
+    outputs = sum(stage.has_output for stage in w.stages)
     for count, work in (layers, block), (outputs, ends):
         for part, seconds in work.both:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
-        timeline = simulate(program(w.pipeline, w.microbatches), _durations(w, block, ends), transfer(w, hw))
+        timeline = simulate(
+            program(w.pipeline, w.microbatches), _durations(w, block, ends), transfer(w, hw)
+        )
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
         repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
@@ -117,9 +140,15 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     parts["optimizer"] = _optimizer(w, hw)
     parts["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
-    parts["waiting for the slowest node"] = sum(parts.values()) * hw.node_variation * math.log2(nodes)
+    parts["waiting for the slowest node"] = (
+        sum(parts.values()) * hw.node_variation * math.log2(nodes)
+    )
     seconds = sum(parts.values())
-    ordered = {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part] > 0}
+    ordered = {
+        part: parts[part]
+        for part in sorted(parts, key=lambda part: -parts[part])
+        if parts[part] > 0
+    }
     return StepTime(seconds, ordered, timeline, w.tokens_per_step / seconds / w.world)
 
 
@@ -147,10 +176,15 @@ class _Products:
 
 
 def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
-    """The products of one linear layer, which differ in which sizes are the result's and which is summed over."""
-    rate, operand, tokens = _peak(w, hw) * hw.gemm_bf16, w.element, w.tokens * linear.rows
+    """The products of one linear layer, which differ in which sizes are the result's and which is
+    summed over.
+    """
+    rate = _peak(w, hw) * hw.gemm_bf16
+    operand = w.element
+    tokens = w.tokens * linear.rows
     if linear.fp32:
-        rate, operand = hw.fp32 * hw.gemm_bf16, FP32
+        rate = hw.fp32 * hw.gemm_bf16
+        operand = FP32
     if linear.eight_bit:
         rowwise = linear.experts or not (w.tensorwise or w.mx)
         rate = hw.fp8 * (hw.gemm_fp8_rowwise if rowwise else hw.gemm_fp8) or hw.bf16 * hw.gemm_bf16
@@ -159,13 +193,23 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     if linear.experts:
         rate /= 1 + EXPERT_TILE / 2 / (tokens / products)
     # The sizes of one product of a group: rows, columns, and the size that is summed over.
-    m, n, k = tokens / products, linear.outputs, linear.inputs
+    m = tokens / products
+    n = linear.outputs
+    k = linear.inputs
 
-    def seconds(rows: float, columns: float, inner: float, moved: float) -> float:
-        result, depth = rows * columns + hw.gemm_ramp / products, inner + hw.gemm_depth * w.element / operand
+    def seconds(
+        rows: float,
+        columns: float,
+        inner: float,
+        moved: float,
+    ) -> float:
+        result = rows * columns + hw.gemm_ramp / products
+        depth = inner + hw.gemm_depth * w.element / operand
         return max(2 * products * result * depth / rate, products * moved / hw.bytes_per_s)
 
-    left, right, out = operand * m * k, operand * k * n, w.element * m * n
+    left = operand * m * k
+    right = operand * k * n
+    out = w.element * m * n
     return _Products(
         seconds(m, n, k, left + right + out),
         seconds(m, k, n, operand * m * n + right + w.element * m * k),
@@ -176,16 +220,21 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
 def _block(w: Workload, hw: Hardware) -> _Pass:
     """One block."""
     products = {x: _products(w, hw, x) for x in w.linears}
-    forward, weights = (sum(getattr(of, part) for of in products.values()) for part in ("forward", "weight"))
+    forward, weights = (
+        sum(getattr(of, part) for of in products.values()) for part in ("forward", "weight")
+    )
     backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
 
     attention = w.attention_flops * w.tokens / (_peak(w, hw) * hw.attention)
-    attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention  # a ring's other ranks hold all but 1 / cp of the keys
+    attention *= (
+        1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
+    )  # a ring's other ranks hold all but 1 / cp of the keys
 
     pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)
     tensor = tensor_parallel(w, hw, (forward, backward))
-    context, expert = context_parallel(w, hw, attention), expert_parallel(w, hw)
+    context = context_parallel(w, hw, attention)
+    expert = expert_parallel(w, hw)
     return _Pass(
         {
             "matrix products": forward,
@@ -198,7 +247,8 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
         },
         {
             "matrix products": backward,
-            "attention": attention * (BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention),
+            "attention": attention
+            * (BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention),
             "pointwise": pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise),
             "8-bit casts": casts[1],
             "communication: tp": tensor[1],
@@ -210,19 +260,25 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
 
 
 def _pointwise_bytes(w: Workload) -> float:
-    """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in elements per token:
-    norms 4 d, residual additions 5 d, rotary embedding 4 q + 4 kv, gated activation 3 f. Of experts, for each row, also
-    its copies: 2 d to sort it, d to sum it, and 4 d around the exchange."""
+    """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in
+    elements per token: norms 4 d, residual additions 5 d, rotary embedding 4 q + 4 kv, gated
+    activation 3 f. Of experts, for each row, also its copies: 2 d to sort it, d to sum it, and 4 d
+    around the exchange.
+    """
     tokens = w.tokens / w.tp
     own = w.element * tokens * (9 * w.dim + 4 * w.q + 4 * w.kv)
     if not w.experts:
         return own + w.element * tokens * 3 * w.ffn
     copies = 3 + 4 * (w.ep > 1)
-    return own + tokens * (w.top_k * w.element * (copies * w.dim + 3 * w.ffn) + ROUTER_BYTES * w.experts)
+    return own + tokens * (
+        w.top_k * w.element * (copies * w.dim + 3 * w.ffn) + ROUTER_BYTES * w.experts
+    )
 
 
 def _ends(w: Workload, hw: Hardware) -> _Pass:
-    """Embedding, output projection and loss. The embedding counts with the output, on whatever stage it is."""
+    """Embedding, output projection and loss. The embedding counts with the output, on whatever
+    stage it is.
+    """
     product = _products(w, hw, w.output)
     per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
     loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
@@ -239,7 +295,9 @@ def _ends(w: Workload, hw: Hardware) -> _Pass:
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to round a block's 8-bit operands: inputs in the forward, gradients and inputs again in the backward."""
+    """Seconds to round a block's 8-bit operands: inputs in the forward, gradients and inputs again
+    in the backward.
+    """
     eight_bit = [x for x in w.linears if x.eight_bit]
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}
@@ -251,8 +309,12 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
         outputs += x.outputs * elements
     per_byte = w.tokens / hw.bytes_per_s
     forward = CAST_INPUT_BYTES * sum(inputs.values()) * per_byte
-    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * sum(inputs.values())) * per_byte
-    return forward, backward + forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))
+    backward = (
+        CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * sum(inputs.values())
+    ) * per_byte
+    return forward, backward + forward * sum(x.recomputed for x in eight_bit) / max(
+        1, len(eight_bit)
+    )
 
 
 # ---- the pipeline
@@ -261,15 +323,28 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
 def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], float]:
     """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
 
-    Splitting a backward saves work only where autograd sees a block's operations one by one. A compiled block is a
-    single operation, all of which runs in both parts. An eager checkpointed block is recomputed for the inputs'
-    gradients, and once more for each of its weights: autograd is asked for them one by one.
+    Splitting a backward saves work only where autograd sees a block's operations one by one. A
+    compiled block is a single operation, all of which runs in both parts. An eager checkpointed
+    block is recomputed for the inputs' gradients, and once more for each of its weights: autograd
+    is asked for them one by one.
     """
-    forward, backward = sum(block.forward.values()), sum(block.backward.values())
+    forward = sum(block.forward.values())
+    backward = sum(block.backward.values())
     inputs = backward if w.compiled else backward - block.weights
-    weights = backward if w.compiled else block.weights + _parameters(w) * w.recompute.pointwise * forward
-    blocks = {"F": forward, "B": backward, "I": inputs, "W": weights}
-    end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
+    weights = (
+        backward if w.compiled else block.weights + _parameters(w) * w.recompute.pointwise * forward
+    )
+    blocks = {
+        "F": forward,
+        "B": backward,
+        "I": inputs,
+        "W": weights,
+    }
+    end = {
+        "F": sum(ends.forward.values()),
+        "B": sum(ends.backward.values()),
+        "W": ends.weights,
+    }
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
@@ -279,23 +354,32 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
 
 
 def _parameters(w: Workload) -> int:
-    """Weights of a block: those of its linear layers, of two norms, and of those of queries and keys."""
+    """Weights of a block: those of its linear layers, of two norms, and of those of queries and
+    keys.
+    """
     return len(w.linears) + 2 + 2 * getattr(w.args, "qk_norm", False)
 
 
 # ---- data parallelism and the optimizer
 
 
-def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Seconds:
+def _data_parallel(
+    w: Workload,
+    hw: Hardware,
+    block: _Pass,
+    stage: Stage,
+) -> Seconds:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
-    Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block exposes what its
-    neighbour's compute is too short for. The ends count as `ends` blocks.
+    Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block
+    exposes what its neighbour's compute is too short for. The ends count as `ends` blocks.
     """
     gather, scatter, all_reduce = gather_and_reduce(w, hw)
     reduce = scatter + all_reduce
-    forward, backward = sum(block.forward.values()), sum(block.backward.values())
-    layers, batches = stage.layers, w.accumulation
+    forward = sum(block.forward.values())
+    backward = sum(block.backward.values())
+    layers = stage.layers
+    batches = w.accumulation
     ends = w.vocab_params / w.block_params * (stage.has_embedding + stage.has_output)
     in_forward = layers * max(0.0, gather - forward)
     if w.pipeline is None:
@@ -305,33 +389,55 @@ def _data_parallel(w: Workload, hw: Hardware, block: _Pass, stage: Stage) -> Sec
         hidden = layers * batches * (min(gather, forward) + min(regather, backward))
         for count, reduced in (batches - 1, early), (1, reduce):
             # The last block's gradients and half of the ends' have no compute left to hide in.
-            exposed += count * (layers * max(0.0, regather + reduced - backward) + reduced * (1 + ends / 2))
+            exposed += count * (
+                layers * max(0.0, regather + reduced - backward) + reduced * (1 + ends / 2)
+            )
             hidden += count * layers * min(reduced, backward)
     else:
         # Gathered once per batch, beside its first microbatch; reduced beside its last.
         exposed = gather * (1 + ends) + in_forward + reduce + layers * max(0.0, reduce - backward)
-        exposed, hidden = exposed * batches, 0.0
+        exposed = exposed * batches
+        hidden = 0.0
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
-    if w.config.training.enable_cpu_offload:  # per batch two gathers read from the host; gradients are written to it
+    if (
+        w.config.training.enable_cpu_offload
+    ):  # per batch two gathers read from the host; gradients are written to it
         shard = sum(map(w.shard, w.stages_of(stage.rank)))
         written = 1 if w.sums_whole_gradients else batches
         out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
     return out
 
 
-def _activation_offload(w: Workload, hw: Hardware, block: _Pass, pp_rank: int) -> float:
-    """Seconds of copies between device and host that the compute of a block is too short to hide."""
-    copy, ac = offloaded_per_block(w) / hw.host_link, w.config.activation_checkpoint
-    forward, backward = sum(block.forward.values()), sum(block.backward.values())
+def _activation_offload(
+    w: Workload,
+    hw: Hardware,
+    block: _Pass,
+    pp_rank: int,
+) -> float:
+    """Seconds of copies between device and host that the compute of a block is too short to
+    hide.
+    """
+    copy = offloaded_per_block(w) / hw.host_link
+    ac = w.config.activation_checkpoint
+    forward = sum(block.forward.values())
+    backward = sum(block.backward.values())
     blocks = sum(offloaded_blocks(ac, stage.layers) for stage in w.stages_of(pp_rank))
-    return blocks * w.microbatches * w.accumulation * (max(0.0, copy - forward) + max(0.0, copy - backward))
+    return (
+        blocks
+        * w.microbatches
+        * w.accumulation
+        * (max(0.0, copy - forward) + max(0.0, copy - backward))
+    )
 
 
 def _optimizer(w: Workload, hw: Hardware) -> float:
-    """Seconds of clipping, the update and the average of the weights, on the pipeline rank with the most parameters."""
-    optimizer, ema = w.config.optimizer, w.config.ema
+    """Seconds of clipping, the update and the average of the weights, on the pipeline rank with the
+    most parameters.
+    """
+    optimizer = w.config.optimizer
+    ema = w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in range(w.pp))
     moved: float = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
     if ema.enable:  # reads weight and average, and writes the average
@@ -341,7 +447,9 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     if optimizer.name == "Muon":
         layers = max(sum(stage.layers for stage in w.stages_of(rank)) for rank in range(w.pp))
         flops = sum(
-            _newton_schulz_flops(x.inputs, x.outputs) * max(1, x.experts) / (w.efsdp if x.experts else w.fsdp)
+            _newton_schulz_flops(x.inputs, x.outputs)
+            * max(1, x.experts)
+            / (w.efsdp if x.experts else w.fsdp)
             for x in w.linears
         )
         seconds += flops * optimizer.muon_ns_steps * layers / (hw.bf16 * hw.gemm_bf16)
@@ -349,7 +457,8 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of one of Muon's iterations on a matrix X: A = X X', A A, and a polynomial in A times X.
+    """FLOPs of one of Muon's iterations on a matrix X: A = X X', A A, and a polynomial in A times
+    X.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """

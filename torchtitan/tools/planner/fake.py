@@ -1,7 +1,8 @@
 """One rank of a simulated cluster: collectives that return at once, and tensors without memory.
 
-PyTorch's `fake` backend replaces the network and `FakeTensorMode` the device. Tensors are nominally on the CPU, since
-autograd needs a device that this build of torch supports; what CUDA does differently is patched in here.
+PyTorch's `fake` backend replaces the network and `FakeTensorMode` the device. Tensors are nominally
+on the CPU, since autograd needs a device that this build of torch supports; what CUDA does
+differently is patched in here.
 """
 
 import functools
@@ -41,19 +42,32 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
 
 def start_group(world: int, rank: int) -> None:
     """Initialize a fake default process group."""
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group(
+        "fake",
+        rank=rank,
+        world_size=world,
+        store=FakeStore(),
+    )
 
 
 @contextmanager
 def no_network() -> Iterator[FakeTensorMode]:
-    """What a fake process group, which may be started within, needs to run a rank of this project."""
+    """What a fake process group, which may be started within, needs to run a rank of this
+    project.
+    """
     known = set(meshes._meshes)
     with ExitStack() as stack:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
         # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
-        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate)))
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
-            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known))
+        stack.enter_context(
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate))
+        )
+        if hasattr(
+            schedules._PipelineSchedule, "_warmup_p2p"
+        ):  # torch 2.12 to 2.14: ranks exchange shapes first
+            stack.enter_context(
+                patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
+            )
         try:
             yield FakeTensorMode(allow_non_fake_inputs=True)
         finally:
@@ -77,16 +91,28 @@ def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
         each._inference_mode = stage.InferenceMode.STATIC
 
 
-def take_fake_memory(mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu") -> None:
-    """Move a sharded model from the meta device to fake tensors of `mode`, nominally on `device`."""
+def take_fake_memory(
+    mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu"
+) -> None:
+    """Move a sharded model from the meta device to fake tensors of `mode`, nominally on
+    `device`.
+    """
     with mode:
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            memory: Tensor = torch.empty_like(param.to_local() if isinstance(param, DTensor) else param, device=device)
+            memory: Tensor = torch.empty_like(
+                param.to_local() if isinstance(param, DTensor) else param, device=device
+            )
             if isinstance(param, DTensor):
-                shape, stride = param.shape, param.stride()
+                shape = param.shape
+                stride = param.stride()
                 memory = DTensor.from_local(
-                    memory, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
+                    memory,
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=shape,
+                    stride=stride,
                 )
             setattr(model.get_submodule(owner), leaf, nn.Parameter(memory))
         for name, buffer in list(model.named_buffers()):
@@ -101,10 +127,12 @@ class _Stream:
     """Replaces `torch.cuda.Stream` with a name, by which the tracer attributes allocations."""
 
     def __init__(self, tracer: Tracer, name: str):
-        self.tracer, self.name = tracer, name
+        self.tracer = tracer
+        self.name = name
 
     def __enter__(self) -> None:
-        self.outside, self.tracer.stream = self.tracer.stream, self.name
+        self.outside = self.tracer.stream
+        self.tracer.stream = self.name
 
     def __exit__(self, *error: Any) -> None:
         self.tracer.stream = self.outside
@@ -166,7 +194,9 @@ def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Has the memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate results."""
+    """Has the memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate
+    results.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -179,23 +209,41 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor,
+    eps: float | None = None,
+) -> Tensor:
     if not isinstance(x, DTensor):
         return _RMSNorm.apply(x, weight)
     assert isinstance(weight, DTensor)
     out = _RMSNorm.apply(x.to_local(), weight.to_local())
-    return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(
+        out,
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Has the memory footprint of the compiled loss: no fp32 copy of the logits, their gradient in their own type.
+    """Has the memory footprint of the compiled loss: no fp32 copy of the logits, their gradient in
+    their own type.
 
-    What inductor makes of logits that are sharded over the vocabulary ends a kernel at each all-reduce, and holds two
-    fp32 copies between them: one for the backward.
+    What inductor makes of logits that are sharded over the vocabulary ends a kernel at each
+    all-reduce, and holds two fp32 copies between them: one for the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, sharded: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        sharded: bool,
+    ) -> Tensor:
         ctx.dtype = logits.dtype
         if sharded:
             kept = logits.new_empty(logits.shape, dtype=torch.float32)

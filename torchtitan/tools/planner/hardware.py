@@ -1,4 +1,6 @@
-"""The hardware that a plan can target: `telemetry/hardware.toml`, or a file in its format, as `--calibrate` writes."""
+"""The hardware that a plan can target: `telemetry/hardware.toml`, or a file in its format, as
+`--calibrate` writes.
+"""
 
 import json
 import math
@@ -7,7 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 import tomli
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from torchtitan.config.rules.device import Accelerator
 from torchtitan.telemetry.peak_flops import FILE
@@ -15,7 +24,9 @@ from torchtitan.utils.errors import ConfigError, did_you_mean
 
 
 class Hardware(BaseModel):
-    """The performance model's constants for one GPU, in FLOP/s and bytes/s; `hardware.toml` explains each."""
+    """The performance model's constants for one GPU, in FLOP/s and bytes/s; `hardware.toml`
+    explains each.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +36,8 @@ class Hardware(BaseModel):
     """Names that torch reports for the device."""
     device: Literal["cuda", "cpu"] = "cuda"
     capability: tuple[int, int] | None = None
-    """As torch reports it; None if a file doesn't say: then nothing that depends on it is refused."""
+    """As torch reports it; None if a file doesn't say: then nothing that depends on it is refused.
+    """
     memory_gib: PositiveFloat
     bf16: PositiveFloat
     fp8: NonNegativeFloat
@@ -66,7 +78,9 @@ class Hardware(BaseModel):
         """What the trainer would ask the device for."""
         if self.device == "cpu":
             return Accelerator("a CPU", (0, 0))
-        return Accelerator(self.device_names[0] if self.device_names else self.name, self.capability)
+        return Accelerator(
+            self.device_names[0] if self.device_names else self.name, self.capability
+        )
 
     def check_ranks(self, world: int) -> None:
         """Check that the rates which `world` ranks communicate at are known.
@@ -77,7 +91,8 @@ class Hardware(BaseModel):
         needed = {"link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1)}
         needed["network"] = ("between nodes", world > self.gpus_per_node)
         problems = [
-            f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which {world} ranks need; fill it "
+            f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which "
+            f"{world} ranks need; fill it "
             "in, or measure it by starting `torchtitan plan --calibrate FILE` with torchrun"
             for key, (where, needs) in needed.items()
             if needs and math.isinf(getattr(self, key))
@@ -98,11 +113,14 @@ class Hardware(BaseModel):
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s per rank of a ring over `ranks` ranks that are `stride` ranks apart.
 
-        A ring runs at the speed of its slowest hop: the link within a node; between nodes the network ports of the
-        ranks that a node has in the ring, since a ring enters and leaves each node once.
+        A ring runs at the speed of its slowest hop: the link within a node; between nodes the
+        network ports of the ranks that a node has in the ring, since a ring enters and leaves each
+        node once.
         """
         link = self.link * self.link_efficiency
-        if self.mesh:  # each GPU's links are shared out among the others: a ring over some of them uses those alone
+        # each GPU's links are shared out among the others: a ring over some of them uses those
+        # alone
+        if self.mesh:
             inside = min(max(1, self.gpus_per_node // stride), ranks)
             link *= max(1, inside - 1) / (self.gpus_per_node - 1)
         if ranks * stride <= self.gpus_per_node:
@@ -111,9 +129,11 @@ class Hardware(BaseModel):
         return min(link, self.network * self.network_efficiency * min(inside, ranks))
 
     def exchange(self, size: float, ranks: int) -> float:
-        """Seconds of an all-to-all among ranks next to each other, each of which sends `size` bytes, as many to each.
+        """Seconds of an all-to-all among ranks next to each other, each of which sends `size`
+        bytes, as many to each.
 
-        What stays within the node takes the link, the rest at the same time the rank's own network port.
+        What stays within the node takes the link, the rest at the same time the rank's own network
+        port.
         """
         inside = min(ranks, self.gpus_per_node)
         link = size * (inside - 1) / ranks / (self.link * self.link_efficiency)
@@ -131,15 +151,21 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
     try:
         tables = tomli.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError([f"--hardware: can't read {path}: {getattr(error, 'strerror', None) or error}"]) from None
+        raise ConfigError(
+            [f"--hardware: can't read {path}: {getattr(error, 'strerror', None) or error}"]
+        ) from None
     shared = load_shared() | tables.pop("shared", {})
     tables.pop("peak_bf16", None)
-    found, problems = {}, []
+    found = {}
+    problems = []
     for name, table in tables.items():
         try:
             found[name] = Hardware.model_validate({"name": name} | shared | table)
         except ValidationError as error:
-            problems += [f"{path}: {name}.{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}" for e in error.errors()]
+            problems += [
+                f"{path}: {name}.{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}"
+                for e in error.errors()
+            ]
     if problems:
         raise ConfigError(problems)
     return found
@@ -159,18 +185,35 @@ def find_hardware(name: str) -> Hardware:
     if name.endswith(".toml"):
         found = load_hardware(Path(name))
         if not found:
-            raise ConfigError([f"--hardware: {name} describes no hardware; write one with --calibrate {name}"])
+            raise ConfigError(
+                [f"--hardware: {name} describes no hardware; write one with --calibrate {name}"]
+            )
         return next(iter(found.values()))
     known = load_hardware()
     if name not in known:
         meant = [other for other in known if other.startswith(name.lower())]
-        hint = f"; did you mean {' or '.join(meant)}?" if name and meant else did_you_mean(name.lower(), known)
-        raise ConfigError([f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a TOML file){hint}"])
+        hint = (
+            f"; did you mean {' or '.join(meant)}?"
+            if name and meant
+            else did_you_mean(name.lower(), known)
+        )
+        raise ConfigError(
+            [
+                f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a "
+                f"TOML file){hint}"
+            ]
+        )
     return known[name]
 
 
-def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
-    """A hardware file for `hardware`, in which the constants that differ from those of `base` are marked.
+def to_table(
+    name: str,
+    hardware: Hardware,
+    base: Hardware,
+    source: str,
+) -> str:
+    """A hardware file for `hardware`, in which the constants that differ from those of `base` are
+    marked.
 
     Args:
         source: of the constants that differ.
@@ -178,6 +221,10 @@ def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
     lines = [f"# Constants marked so are {source}.", f"[{name}]"]
     for key, value in hardware.model_dump(mode="json", exclude={"name"}).items():
         if value is not None and value != [] and value != math.inf:
-            mark = "  # fitted" if value != getattr(base, key) and not isinstance(value, str | list) else ""
+            mark = (
+                "  # fitted"
+                if value != getattr(base, key) and not isinstance(value, str | list)
+                else ""
+            )
             lines.append(f"{key} = {json.dumps(value)}{mark}")
     return "\n".join([*lines, ""])

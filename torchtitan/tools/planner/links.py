@@ -13,7 +13,9 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes/s per rank of an all-gather: those that it receives over the seconds that it takes. None: not measured."""
+    """Bytes/s per rank of an all-gather: those that it receives over the seconds that it takes.
+    None: not measured.
+    """
 
     link: float | None
     """Among the ranks of a node."""
@@ -34,7 +36,8 @@ def measure_links(device: torch.device, per_node: int, size: int) -> Links:
         per_node: ranks of each node.
         size: bytes that a collective gathers.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     link = network = None
     if per_node > 1:
         nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
@@ -44,7 +47,12 @@ def measure_links(device: torch.device, per_node: int, size: int) -> Links:
     return Links(link, network, per_node)
 
 
-def _gathered(groups: list[list[int]], rank: int, device: torch.device, size: int) -> float:
+def _gathered(
+    groups: list[list[int]],
+    rank: int,
+    device: torch.device,
+    size: int,
+) -> float:
     """Rate of the slowest group; the groups gather at the same time, as FSDP's do."""
     made = [dist.new_group(members) for members in groups]
     seconds = 0.0
@@ -59,7 +67,12 @@ def _gathered(groups: list[list[int]], rank: int, device: torch.device, size: in
     return size * (n - 1) / n / slowest.item()
 
 
-def _seconds(group: dist.ProcessGroup, ranks: int, device: torch.device, size: int) -> float:
+def _seconds(
+    group: dist.ProcessGroup,
+    ranks: int,
+    device: torch.device,
+    size: int,
+) -> float:
     own = torch.empty(size // ranks, dtype=torch.uint8, device=device)
     whole = torch.empty(size // ranks * ranks, dtype=torch.uint8, device=device)
     best = float("inf")

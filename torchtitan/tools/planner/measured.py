@@ -11,7 +11,14 @@ from torchtitan.config import load_config
 from torchtitan.tools.planner.hardware import Hardware, load_hardware, to_table
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import Plan, predict
-from torchtitan.tools.planner.profile import ATTENTION, COMMUNICATION, POINTWISE, PRODUCTS, planned_parts, traced_parts
+from torchtitan.tools.planner.profile import (
+    ATTENTION,
+    COMMUNICATION,
+    POINTWISE,
+    PRODUCTS,
+    planned_parts,
+    traced_parts,
+)
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.text import aligned, plural
 
@@ -24,7 +31,9 @@ _RATES = {
 """Constants that the time of a part is inversely proportional to."""
 _ROUNDS = 20
 _MOST = 3.0
-"""Factor by which a part's time changes a constant at most: a part depends on others, too, as a loss does on memory."""
+"""Factor by which a part's time changes a constant at most: a part depends on others, too, as a
+loss does on memory.
+"""
 _CLOSE = 0.002
 """Relative error of the fitted plan's step at which the fit ends."""
 
@@ -57,14 +66,18 @@ def read_run(folder: Path) -> Measured:
         start = json.loads((folder / "run.json").read_text())["starts"][-1]
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
-        world, devices, first = int(start["ranks"]), list(start["devices"]), int(start["resumed_step"]) + 1
+        world = int(start["ranks"])
+        devices = list(start["devices"])
+        first = int(start["resumed_step"]) + 1
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"--from-run: {folder} holds no run that can be read ({error}); name a job.dump_folder"
         ) from None
     steady = [record for record in records if record["step"] > first]  # the first step compiles
     if not steady:
-        raise UserError(f"--from-run: {folder} has no measurement after the first step; train longer")
+        raise UserError(
+            f"--from-run: {folder} has no measurement after the first step; train longer"
+        )
     trace = _trace(folder)
     return Measured(
         folder,
@@ -104,13 +117,20 @@ def hardware_of(run: Measured) -> Hardware:
             return hardware
     raise ConfigError(
         [
-            f"--hardware: the run's device, {run.device}, is in no table; name the nearest of {', '.join(known)}, or a "
+            f"--hardware: the run's device, {run.device}, is in no table; name the "
+            f"nearest of {', '.join(known)}, or a "
             "file (--calibrate FILE writes one)"
         ]
     )
 
 
-def plan_run(run: Measured, flags: list[str], hardware: Hardware, *, tracing: bool) -> Plan:
+def plan_run(
+    run: Measured,
+    flags: list[str],
+    hardware: Hardware,
+    *,
+    tracing: bool,
+) -> Plan:
     """The plan of what the run did.
 
     Args:
@@ -142,9 +162,16 @@ def comparison_text(run: Measured, plan: Plan) -> str:
         digits = ",.0f" if max(measured, planned) >= 1000 else ".3g"
         difference = f"{planned / measured - 1:+.1%}" if measured else "-"
         rows.append([name, f"{measured:{digits}}", f"{planned:{digits}}", difference])
-    notes = [f"Parts from {run.trace}" if run.trace else "No profile: set profiling.enable_profiling to compare parts"]
+    notes = [
+        f"Parts from {run.trace}"
+        if run.trace
+        else "No profile: set profiling.enable_profiling to compare parts"
+    ]
     if run.device == "cpu":
-        notes.append("On a CPU the memory measured is that of the whole process, and the plan's that of tensors")
+        notes.append(
+            "On a CPU the memory measured is that of the whole process, and the plan's "
+            "that of tensors"
+        )
     head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
     return "\n".join([head, aligned(rows), *notes])
 
@@ -152,9 +179,15 @@ def comparison_text(run: Measured, plan: Plan) -> str:
 def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
     """A run beside its plan, for JSON."""
     figures = {
-        name: {"measured": measured, "planned": planned} for name, (measured, planned) in compared(run, plan).items()
+        name: {"measured": measured, "planned": planned}
+        for name, (measured, planned) in compared(run, plan).items()
     }
-    return {"folder": str(run.folder), "records": run.records, "device": run.device, "figures": figures}
+    return {
+        "folder": str(run.folder),
+        "records": run.records,
+        "device": run.device,
+        "figures": figures,
+    }
 
 
 # ---- fit
@@ -163,11 +196,12 @@ def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
 def fit(run: Measured, plan: Plan) -> Hardware:
     """The plan's hardware with constants that make the plan's step as long as the run's.
 
-    With a profile, each part's rate is fitted to its time. What then remains, or without a profile all of it, is
-    divided equally: all rates of compute and memory, and the host's work, are scaled alike, since one figure can't tell
-    them apart.
+    With a profile, each part's rate is fitted to its time. What then remains, or without a profile
+    all of it, is divided equally: all rates of compute and memory, and the host's work, are scaled
+    alike, since one figure can't tell them apart.
     """
-    hardware, base = plan.hardware, plan.hardware
+    hardware = plan.hardware
+    base = plan.hardware
     for _ in range(_ROUNDS if run.parts else 0):
         planned = planned_parts(predict(plan.workload, plan.spec, hardware).time.parts)
         for part, names in _RATES.items():
@@ -187,8 +221,15 @@ def fit(run: Measured, plan: Plan) -> Hardware:
     return hardware
 
 
-def _scaled(hardware: Hardware, base: Hardware, names: Iterable[str], factor: float) -> Hardware:
-    """With constants scaled, to at most `_MOST` times those of `base`, and at least their inverse."""
+def _scaled(
+    hardware: Hardware,
+    base: Hardware,
+    names: Iterable[str],
+    factor: float,
+) -> Hardware:
+    """With constants scaled, to at most `_MOST` times those of `base`, and at least their
+    inverse.
+    """
     scaled = {}
     for name in names:
         own = getattr(base, name)
@@ -199,5 +240,10 @@ def _scaled(hardware: Hardware, base: Hardware, names: Iterable[str], factor: fl
 def fitted_file(run: Measured, plan: Plan) -> str:
     """The text of a hardware file whose constants are fitted to the run."""
     fitted = fit(run, plan)
-    source = f"{run.folder}, {run.world} x {run.device}, {plan.config.model.name} {plan.config.model.flavor}"
-    return to_table("fitted", fitted, plan.hardware, f"fitted to {source}; the rest as {plan.hardware.name}")
+    source = (
+        f"{run.folder}, {run.world} x {run.device}, {plan.config.model.name} "
+        f"{plan.config.model.flavor}"
+    )
+    return to_table(
+        "fitted", fitted, plan.hardware, f"fitted to {source}; the rest as {plan.hardware.name}"
+    )

@@ -12,43 +12,92 @@ from torchtitan.utils.text import count
 
 def options_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan plan", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="torchtitan plan",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--world", type=count, metavar="N", help="number of ranks; required")
-    add("--hardware", metavar="NAME", help=f"one of {', '.join(load_hardware())}, or a TOML file; required")
+    add(
+        "--world",
+        type=count,
+        metavar="N",
+        help="number of ranks; required",
+    )
+    add(
+        "--hardware",
+        metavar="NAME",
+        help=f"one of {', '.join(load_hardware())}, or a TOML file; required",
+    )
     add(
         "--tokens",
         type=_tokens,
         metavar="N",
         help="tokens to train on, for example 15e12 (default: those of training.steps)",
     )
-    add("--money", type=_positive, metavar="PRICE", help="price of a GPU-hour: add the cost of the run")
+    add(
+        "--money",
+        type=_positive,
+        metavar="PRICE",
+        help="price of a GPU-hour: add the cost of the run",
+    )
     add(
         "--mtbf",
         type=_positive,
         metavar="HOURS",
-        help="mean time between failures of a GPU: add goodput and the best interval between checkpoints. Llama 3's "
-        "419 interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783) are one per 50,700 hours of a GPU",
+        help="mean time between failures of a GPU: add goodput and the best interval between "
+        "checkpoints. Llama 3's "
+        "419 interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783) are one per "
+        "50,700 hours of a GPU",
     )
-    add("--storage", type=_positive, metavar="GB/S", help="rate at which all ranks together write checkpoints")
-    add("--restart", type=_positive, default=10.0, metavar="MINUTES", help="to restart after a failure (default: 10)")
-    add("--search", action="store_true", help="find the best layouts of this model and batch, and plan the first")
+    add(
+        "--storage",
+        type=_positive,
+        metavar="GB/S",
+        help="rate at which all ranks together write checkpoints",
+    )
+    add(
+        "--restart",
+        type=_positive,
+        default=10.0,
+        metavar="MINUTES",
+        help="to restart after a failure (default: 10)",
+    )
+    add(
+        "--search",
+        action="store_true",
+        help="find the best layouts of this model and batch, and plan the first",
+    )
     varied = "; ".join(f"{name}: {text}" for name, text in AXES.items())
-    add("--axes", type=_axes, default=(), metavar="NAME,...", help=f"what --search varies, too. {varied}")
+    add(
+        "--axes",
+        type=_axes,
+        default=(),
+        metavar="NAME,...",
+        help=f"what --search varies, too. {varied}",
+    )
     add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
     add(
-        "--compare", nargs="+", metavar="TOML", help="compare two TOML files, or CONFIG.toml with another, side by side"
+        "--compare",
+        nargs="+",
+        metavar="TOML",
+        help="compare two TOML files, or CONFIG.toml with another, side by side",
     )
-    add("--write", metavar="FILE", help="write the planned configuration as a TOML file, ready to train")
+    add(
+        "--write",
+        metavar="FILE",
+        help="write the planned configuration as a TOML file, ready to train",
+    )
     add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
-    add("--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it")
+    add(
+        "--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it"
+    )
     add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
     add("--from-run", metavar="DIR", help="compare the run in this dump folder with its plan")
     add(
         "--calibrate",
         metavar="FILE",
-        help="measure this machine, and write a file for --hardware; with --from-run, fit one to the run",
+        help="measure this machine, and write a file for --hardware; with --from-run, fit one "
+        "to the run",
     )
     return parser
 
@@ -61,11 +110,17 @@ def parse(own: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Names
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
     if bool(options.mtbf) != bool(options.storage):
-        own.error("--mtbf and --storage need each other: what a failure costs depends on how long a save takes")
+        own.error(
+            "--mtbf and --storage need each other: what a failure costs depends on how "
+            "long a save takes"
+        )
     if options.axes and not options.search:
         own.error("--axes needs --search")
     if options.from_run and (options.config or options.world or options.search or options.compare):
-        own.error("--from-run takes the configuration and the number of ranks from the run; drop them and --search")
+        own.error(
+            "--from-run takes the configuration and the number of ranks from the run; "
+            "drop them and --search"
+        )
     if not (options.calibrate or options.from_run) and (missing := list(_missing(options, flags))):
         own.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
@@ -78,7 +133,10 @@ def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
     if options.world is None:
         yield "--world N: the number of GPUs"
     if options.hardware is None:
-        yield f"--hardware NAME: one of {', '.join(load_hardware())}, or a TOML file (--calibrate FILE writes one)"
+        yield (
+            f"--hardware NAME: one of {', '.join(load_hardware())}, or a TOML file "
+            "(--calibrate FILE writes one)"
+        )
 
 
 def _axes(text: str) -> tuple[str, ...]:

@@ -12,18 +12,33 @@ from torchtitan.tools.web import web_page
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import plural
 
-_COLORS = {"F": "#4477aa", "B": "#ddaa33", "I": "#cc6677", "W": "#44aa99"}
+_COLORS = {
+    "F": "#4477aa",
+    "B": "#ddaa33",
+    "I": "#cc6677",
+    "W": "#44aa99",
+}
 """Of computations: told apart by color-blind readers, and by their lightness in gray."""
-_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+}
 _PALER = 0.4
-"""Share of white in the color of a rank's second stage; of what is left, in that of its third, and so on."""
+"""Share of white in the color of a rank's second stage; of what is left, in that of its third, and
+so on.
+"""
 _LEGIBLE = 16
 """Pixels that the number of a microbatch takes."""
 _SMALLEST = 3.0
 """Height in pixels of the smallest numbers drawn; an image can be enlarged."""
 _ROW = 22
 """Pixels from one rank of a schedule to the next."""
-_CHECKPOINTING: tuple[dict[str, Any], ...] = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"})
+_CHECKPOINTING: tuple[dict[str, Any], ...] = (
+    {"mode": "none"},
+    {"mode": "selective", "selective_ac_option": "op"},
+)
 _SCALES = [2.0**power for power in range(-3, 5)]
 """Numbers of shards that the page's scaling chart shows, relative to the plan's."""
 
@@ -35,7 +50,8 @@ def page(data: dict[str, Any]) -> str:
 
 
 def pictures(plan: Plan, proposals: Sequence[Plan] = ()) -> dict[str, Any]:
-    """What the page draws beside the plan's data: the schedule, the plan on other numbers of ranks, what doesn't fit.
+    """What the page draws beside the plan's data: the schedule, the plan on other numbers of ranks,
+    what doesn't fit.
 
     Args:
         proposals: of a search.
@@ -54,7 +70,9 @@ def _too_large(proposals: Sequence[Plan]) -> list[dict[str, Any]]:
             except ConfigError:
                 continue
             larger = predict(workload, proposal.spec, proposal.hardware)
-            if not larger.fits and larger.peak_gib < 2 * larger.hardware.usable_gib:  # near enough to draw
+            if (
+                not larger.fits and larger.peak_gib < 2 * larger.hardware.usable_gib
+            ):  # near enough to draw
                 rows = plural(larger.config.training.local_batch_size, "row")
                 name = f"{layout_name(larger.layout)}, {rows}, checkpointing {larger.checkpointing}"
                 out.append({"name": name} | _figures(larger))
@@ -63,7 +81,9 @@ def _too_large(proposals: Sequence[Plan]) -> list[dict[str, Any]]:
 
 def _larger(config: Config) -> Iterator[Config]:
     for mode in _CHECKPOINTING:
-        yield config.model_copy(update={"activation_checkpoint": config.activation_checkpoint.model_copy(update=mode)})
+        yield config.model_copy(
+            update={"activation_checkpoint": config.activation_checkpoint.model_copy(update=mode)}
+        )
     yield replace(config, "training.local_batch_size", 2 * config.training.local_batch_size)
 
 
@@ -74,7 +94,8 @@ def _figures(plan: Plan) -> dict[str, float]:
 def _scaling(plan: Plan) -> list[dict[str, float]]:
     """Speed and memory with other numbers of shards, each with as many rows as in the plan."""
     out = []
-    shard, batch = plan.workload.dp_shard, plan.config.training.global_batch_size
+    shard = plan.workload.dp_shard
+    batch = plan.config.training.global_batch_size
     for scale in _SCALES:
         if (shard * scale) % 1 or (batch * scale) % 1:
             continue
@@ -93,7 +114,8 @@ def _scaling(plan: Plan) -> list[dict[str, float]]:
 
 
 def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -> str:
-    """The schedule of a step with a pipeline as an SVG image: a row per rank, time to the right, the bubble white.
+    """The schedule of a step with a pipeline as an SVG image: a row per rank, time to the right,
+    the bubble white.
 
     Args:
         width: in pixels.
@@ -101,34 +123,64 @@ def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -
     """
     timeline = time.timeline
     assert timeline is not None, "a schedule needs a pipeline"
-    left, below, rows = 56, 26, len(timeline.busy)
+    left = 56
+    below = 26
+    rows = len(timeline.busy)
     scale = (width - left) / timeline.length
     if legible:
-        scale = max(scale, _LEGIBLE / min(end - begin for _, _, begin, end in timeline.events if end > begin))
+        scale = max(
+            scale,
+            _LEGIBLE / min(end - begin for _, _, begin, end in timeline.events if end > begin),
+        )
         width = left + timeline.length * scale
     size = f'viewBox="0 0 {width:.0f} {rows * _ROW + below}"'
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="10">']
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="10">'
+    ]
     for rank in range(rows):
-        frame = f'x="{left}" y="{rank * _ROW + 2}" width="{width - left - 0.5:.2f}" height="{_ROW - 4}"'
-        out.append(f'<text class="rank" x="0" y="{rank * _ROW + 15}" fill="#888">rank {rank}</text>')
+        frame = (
+            f'x="{left}" y="{rank * _ROW + 2}" width="{width - left - 0.5:.2f}" height="{_ROW - 4}"'
+        )
+        out.append(
+            f'<text class="rank" x="0" y="{rank * _ROW + 15}" fill="#888">rank {rank}</text>'
+        )
         out.append(f'<rect class="bubble" {frame} fill="#fff" stroke="#8886" stroke-width="0.6"/>')
     for rank, action, begin, end in sorted(timeline.events, key=lambda event: (event[0], event[2])):
-        x, y, w = left + begin * scale, rank * _ROW + 2, (end - begin) * scale
+        x = left + begin * scale
+        y = rank * _ROW + 2
+        w = (end - begin) * scale
         fill, ink = _fill(action.kind, action.stage // rows)
-        title = f"rank {rank}, stage {action.stage}: {_NAMES[action.kind]} of microbatch {action.microbatch}, "
-        out.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.3):.2f}" height="{_ROW - 4}" fill="{fill}" '
-            f'stroke="#fff" stroke-width="0.4"><title>{title}{begin:.3f} to {end:.3f} s</title></rect>'
+        title = (
+            f"rank {rank}, stage {action.stage}: {_NAMES[action.kind]} of microbatch "
+            f"{action.microbatch}, "
         )
-        text = min(10.0, 1.45 * w / len(str(action.microbatch)))  # pixels high, as wide as the computation allows
+        out.append(
+            f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.3):.2f}" height="{_ROW - 4}" '
+            f'fill="{fill}" '
+            f'stroke="#fff" stroke-width="0.4"><title>{title}{begin:.3f} to {end:.3f} '
+            "s</title></rect>"
+        )
+        text = min(
+            10.0, 1.45 * w / len(str(action.microbatch))
+        )  # pixels high, as wide as the computation allows
         if text >= _SMALLEST:
-            place = f'x="{x + w / 2:.2f}" y="{y + 9 + 0.4 * text:.2f}" text-anchor="middle" font-size="{text:.1f}"'
-            out.append(f'<text {place} fill="{ink}" pointer-events="none">{action.microbatch}</text>')
+            place = (
+                f'x="{x + w / 2:.2f}" y="{y + 9 + 0.4 * text:.2f}" text-anchor="middle" '
+                f'font-size="{text:.1f}"'
+            )
+            out.append(
+                f'<text {place} fill="{ink}" pointer-events="none">{action.microbatch}</text>'
+            )
     out += _legend(time, left, rows * _ROW + 8, width)
     return "\n".join([*out, "</svg>", ""])
 
 
-def _legend(time: StepTime, left: int, y: int, width: float) -> list[str]:
+def _legend(
+    time: StepTime,
+    left: int,
+    y: int,
+    width: float,
+) -> list[str]:
     assert time.timeline is not None
     kinds = {action.kind for _, action, _, _ in time.timeline.events}
     out = ['<g class="legend">']
@@ -137,7 +189,11 @@ def _legend(time: StepTime, left: int, y: int, width: float) -> list[str]:
         out.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLORS[kind]}"/>')
         out.append(f'<text x="{x + 16}" y="{y + 10}" fill="#888">{_NAMES[kind]}</text>')
     summary = f"{time.timeline.length:.3g} s; bubble {time.bubble:.1%} of the step"
-    return [*out, f'<text x="{width:.0f}" y="{y + 10}" fill="#888" text-anchor="end">{summary}</text>', "</g>"]
+    return [
+        *out,
+        f'<text x="{width:.0f}" y="{y + 10}" fill="#888" text-anchor="end">{summary}</text>',
+        "</g>",
+    ]
 
 
 def _fill(kind: str, chunk: int) -> tuple[str, str]:

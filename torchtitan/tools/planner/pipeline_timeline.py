@@ -1,7 +1,7 @@
 """The timeline of a pipeline schedule, and the activations it keeps.
 
-The orders of computations are those that the trainer runs: this project's 1F1B, torch's for every other name, or those
-of a CSV file.
+The orders of computations are those that the trainer runs: this project's 1F1B, torch's for every
+other name, or those of a CSV file.
 """
 
 from collections import Counter, defaultdict, deque
@@ -21,13 +21,17 @@ class Held(NamedTuple):
     microbatches: dict[int, int]
     """By stage, how many wait for their backward, or for the rest of it."""
     transfers: int
-    """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are being sent."""
+    """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are
+    being sent.
+    """
     postponed: Mapping[int, int] = MappingProxyType({})
     """By stage, if any, how many of them wait for their weights' backward only."""
 
 
 class Program:
-    """The computations of each rank for one batch, in order, and what follows from the order alone."""
+    """The computations of each rank for one batch, in order, and what follows from the order
+    alone.
+    """
 
     def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
         """
@@ -35,8 +39,11 @@ class Program:
             orders: of each rank, with communication (`RECV_F`, `SEND_B`, ...).
             ranks: of each stage.
         """
-        self._orders, self._ranks = orders, ranks
-        self.orders = tuple(tuple(action for action in order if action.kind in "FBIW") for order in orders)
+        self._orders = orders
+        self._ranks = ranks
+        self.orders = tuple(
+            tuple(action for action in order if action.kind in "FBIW") for order in orders
+        )
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -75,25 +82,46 @@ def program(stages: PipelineStages, microbatches: int) -> Program:
 
 
 @cache
-def _program(name: str | None, csv_file: str | None, ranks: tuple[int, ...], microbatches: int) -> Program:
+def _program(
+    name: str | None,
+    csv_file: str | None,
+    ranks: tuple[int, ...],
+    microbatches: int,
+) -> Program:
     from torchtitan.parallel.pipeline import build_schedule
 
     # A schedule only asks its stages for their place in the pipeline.
     own = [_place(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]
     orders = build_schedule(name, csv_file, own, microbatches).pipeline_order_with_comms
-    return Program([[action for entry in orders[rank] for action in _actions(entry)] for rank in sorted(orders)], ranks)
+    return Program(
+        [
+            [action for entry in orders[rank] for action in _actions(entry)]
+            for rank in sorted(orders)
+        ],
+        ranks,
+    )
 
 
 def _place(stage: int, owners: tuple[int, ...]) -> Any:
     from torch import nn
 
-    group = {"group": None, "group_rank": 0, "group_size": max(owners) + 1, "device": "cpu"}
+    group = {
+        "group": None,
+        "group_rank": 0,
+        "group_size": max(owners) + 1,
+        "device": "cpu",
+    }
     module = {"submod": nn.Identity(), "has_backward": False}
     ends = {"is_first": stage == 0, "is_last": stage == len(owners) - 1}
     return SimpleNamespace(stage_index=stage, num_stages=len(owners), **ends, **group, **module)
 
 
-_KINDS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "FORWARD": "F"}
+_KINDS = {
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+    "FULL_BACKWARD": "B",
+    "FORWARD": "F",
+}
 
 
 def _actions(entry: Any) -> list[Action]:
@@ -114,7 +142,8 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
         transfer: seconds to send the result of a computation to another rank.
     """
     seconds = cache(partial(_seconds, duration))
-    clock, busy = [0.0] * len(program.orders), [0.0] * len(program.orders)
+    clock = [0.0] * len(program.orders)
+    busy = [0.0] * len(program.orders)
     events: list[tuple[int, Action, float, float]] = []
     for rank, action, source, remote in program.steps:
         begin = clock[rank]
@@ -128,7 +157,9 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
 
 
 def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:
-    """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs all in `W`."""
+    """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs
+    all in `W`.
+    """
     if stage > 0 or kind in "FB":
         return duration(stage, kind)
     return duration(stage, "B") if kind == "W" else 0.0
@@ -139,13 +170,19 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
     """By direction, stage and microbatch of a posted receive: its rank and time."""
     sent: defaultdict[int, deque[int]] = defaultdict(deque)
-    """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`). Hidden states that
-    are sent wait for their backward as well, so they are counted there."""
+    """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`).
+    Hidden states that are sent wait for their backward as well, so they are counted there.
+    """
     postponed: Counter[int] = Counter()
     for time, action in enumerate(order):
-        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        stage = action.stage
+        kind = action.kind
+        microbatch = action.microbatch
         if kind in ("RECV_F", "RECV_B"):
-            arriving[kind, stage, microbatch] = ranks[stage - 1 if kind == "RECV_F" else stage + 1], time
+            arriving[kind, stage, microbatch] = (
+                ranks[stage - 1 if kind == "RECV_F" else stage + 1],
+                time,
+            )
         elif kind == "SEND_B":
             sent[ranks[stage - 1]].append(time)
         elif kind in ("F", "B", "I", "W"):
@@ -159,20 +196,31 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
             yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())), dict(+postponed))
             if stage and kind in "IW":
                 postponed[stage] += 1 if kind == "I" else -1
-            if kind in ("B", "W"):  # a residual stream hands its gradient to its last product: weights need it too
+            if kind in (
+                "B",
+                "W",
+            ):  # a residual stream hands its gradient to its last product: weights need it too
                 kept[stage] -= 1
                 arriving.pop(what, None)
 
 
 def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
-    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a transfer is as large."""
+    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a
+    transfer is as large.
+    """
     front: dict[tuple[int, ...], Held] = {}
     for held in moments:
         postponed = (held.postponed.get(stage, 0) for stage in held.microbatches)
-        counts = (*held.microbatches.values(), *postponed, held.transfers + sum(held.microbatches.values()))
+        counts = (
+            *held.microbatches.values(),
+            *postponed,
+            held.transfers + sum(held.microbatches.values()),
+        )
         if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
             front = {
-                other: value for other, value in front.items() if any(x > y for x, y in zip(other, counts, strict=True))
+                other: value
+                for other, value in front.items()
+                if any(x > y for x, y in zip(other, counts, strict=True))
             }
             front[counts] = held
     return tuple(front.values())

@@ -43,7 +43,8 @@ def make_plan(
         The plan, and what the search found, if any.
 
     Raises:
-        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of it.
+        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of
+        it.
         UserError: a search found nothing that fits.
     """
     found: Found | None = None
@@ -51,8 +52,10 @@ def make_plan(
         found, notes = find_layouts(argv, world, hardware, axes)
         if not found.best:
             raise UserError(
-                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller training.seq_len, more "
-                "training.loss_chunks, optimizer.state_dtype bfloat16, or --axes loss_chunks,state_dtype,offload to "
+                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a "
+                "smaller training.seq_len, more "
+                "training.loss_chunks, optimizer.state_dtype bfloat16, or --axes "
+                "loss_chunks,state_dtype,offload to "
                 "try those"
             )
         plans = [proposal.plan for proposal in found.best if proposal.plan.chance_to_fit >= LIKELY]
@@ -72,11 +75,18 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
     setup = preflight(here, output=False)
     show_warnings(setup.warnings)
     check_device(resolved.config, hardware.accelerator)
-    return predict(Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware), tuple(notes)
+    return predict(
+        Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware
+    ), tuple(notes)
 
 
 def find_layouts(
-    argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...] = (), *, own: bool = True
+    argv: list[str],
+    world: int,
+    hardware: Hardware,
+    axes: tuple[str, ...] = (),
+    *,
+    own: bool = True,
 ) -> tuple[Found, tuple[str, ...]]:
     """Search from the configuration of `argv`, whose layout need not be one of `world` ranks.
 
@@ -87,7 +97,8 @@ def find_layouts(
         What the search found, perhaps nothing that fits, and notes on the plan.
 
     Raises:
-        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of it.
+        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of
+        it.
     """
     hardware.check_ranks(world)
     loaded = load_config(argv)
@@ -95,7 +106,10 @@ def find_layouts(
     here, notes = without_missing_files(start.config)
     if loaded.config.training.global_batch_size == -1:
         rows = start.config.training.global_batch_size
-        notes.append(f"training.global_batch_size is not set; all layouts train on {plural(rows, 'row')} per step")
+        notes.append(
+            "training.global_batch_size is not set; all layouts train on "
+            f"{plural(rows, 'row')} per step"
+        )
     setup = preflight(here, output=False)
     check_device(start.config, hardware.accelerator)
     baseline = None
@@ -104,17 +118,23 @@ def find_layouts(
             baseline, _ = _plan_of(complete(loaded, world), hardware)
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
-    found = search(start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline)
+    found = search(
+        start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline
+    )
     if not found.seen:
-        raise ConfigError([f"--search: no layout of {plural(world, 'rank')} is legal", *found.refused])
+        raise ConfigError(
+            [f"--search: no layout of {plural(world, 'rank')} is legal", *found.refused]
+        )
     return found, tuple(notes)
 
 
 def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
-        f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely to fit in the "
-        f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes {show_gib(found.smallest_gib)}"
+        f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} "
+        "is likely to fit in the "
+        f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
+        f"{show_gib(found.smallest_gib)}"
     )
 
 
@@ -130,7 +150,9 @@ def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
 
 
 def without_missing_files(config: Config) -> tuple[Config, list[str]]:
-    """The configuration without the tokenizer, data and checkpoint that only the cluster has, and a note on each."""
+    """The configuration without the tokenizer, data and checkpoint that only the cluster has, and a
+    note on each.
+    """
     notes = []
     files: list[tuple[str, str | None, Any]] = [
         ("model.hf_assets_path", config.model.hf_assets_path, Config().model.hf_assets_path),
@@ -141,15 +163,22 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
     for key, path, default in files:
         if path and path != default and not glob(str(Path(path).expanduser()), recursive=True):
             config = replace(config, key, default)
-            notes.append(f"{key} {path!r} is not on this machine; the plan doesn't need it, the run will")
+            notes.append(
+                f"{key} {path!r} is not on this machine; the plan doesn't need it, the run will"
+            )
     # A plan is for training; validation needs less (docs/plan-memory.md).
     return replace(config, "validation.sets", []), notes
 
 
 def planned_toml(plan: Plan, argv: list[str]) -> str:
-    """The configuration of `argv` with the plan's layout, batch sizes and checkpointing, as a TOML file."""
-    config, planned = load_config(argv).config, plan.config
-    batch = {key: getattr(planned.training, key) for key in ("local_batch_size", "global_batch_size")}
+    """The configuration of `argv` with the plan's layout, batch sizes and checkpointing, as a TOML
+    file.
+    """
+    config = load_config(argv).config
+    planned = plan.config
+    batch = {
+        key: getattr(planned.training, key) for key in ("local_batch_size", "global_batch_size")
+    }
     training = config.training.model_copy(update=batch)
     sections = {
         "parallelism": planned.parallelism,
@@ -160,7 +189,9 @@ def planned_toml(plan: Plan, argv: list[str]) -> str:
     for key in KEYS:  # what only --axes change
         written = replace(written, key, read(planned, key))
     return (
-        f"# {config.model.name} {config.model.flavor} on {plan.workload.world} x {plan.hardware.description}.\n"
-        f"# Planned: {show_rate(plan.tokens_per_second)} tokens/s per GPU, {show_gib(plan.peak_gib)}.\n\n"
+        f"# {config.model.name} {config.model.flavor} on {plan.workload.world} x "
+        f"{plan.hardware.description}.\n"
+        f"# Planned: {show_rate(plan.tokens_per_second)} tokens/s per GPU, "
+        f"{show_gib(plan.peak_gib)}.\n\n"
         f"{to_toml(written, only_changed=True)}"
     )

@@ -19,7 +19,8 @@ from torchtitan.train.preflight import check_experts, check_tensor_parallel
 from torchtitan.utils.errors import ConfigError
 
 _MAX_TRACED = 320
-"""Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second."""
+"""Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Plan:
     memory: tuple[Memory, ...]
     """Of each pipeline rank."""
     traced_gib: Mapping[int, float] = field(default_factory=dict)
-    """What a trace found the tensors of some pipeline ranks to take, with the holes between them."""
+    """What a trace found the tensors of some pipeline ranks to take, with the holes between them.
+    """
     notes: tuple[str, ...] = ()
 
     @property
@@ -61,7 +63,10 @@ class Plan:
         if not self.traced_gib:
             return "computed"
         checks = ", ".join(f"{gib:.1f} on pp rank {rank}" for rank, gib in self.traced_gib.items())
-        return f"computed; traced tensors: {checks if self.workload.pp > 1 else f'{self.traced_gib[0]:.1f}'}"
+        return (
+            "computed; traced tensors: "
+            f"{checks if self.workload.pp > 1 else f'{self.traced_gib[0]:.1f}'}"
+        )
 
     @property
     def speed_band(self) -> float:
@@ -75,7 +80,9 @@ class Plan:
 
     @property
     def chance_to_fit(self) -> float:
-        """Probability that the run fits in the hardware's memory, by a normal distribution of the peak's error."""
+        """Probability that the run fits in the hardware's memory, by a normal distribution of the
+        peak's error.
+        """
         deviation = self.memory_band / NormalDist().inv_cdf(0.95)
         needed = max(self.peak_gib, *self.traced_gib.values(), 0.0)
         return NormalDist(needed, deviation * needed).cdf(self.hardware.usable_gib)
@@ -87,7 +94,9 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization as the trainer logs it: share of the bf16 peak. None if another type computes."""
+        """Model FLOPs utilization as the trainer logs it: share of the bf16 peak. None if another
+        type computes.
+        """
         if self.workload.element != 2:
             return None
         flops = self.spec.flops_per_token(self.workload.args, self.workload.seq_len)
@@ -109,7 +118,13 @@ class Plan:
         return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
 
 
-def derived_workload(config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False) -> Workload:
+def derived_workload(
+    config: Config,
+    spec: ModelSpec,
+    world: int,
+    *,
+    kv_repeated: bool = False,
+) -> Workload:
     """The workload of a configuration that may leave values to be derived.
 
     Args:
@@ -120,12 +135,16 @@ def derived_workload(config: Config, spec: ModelSpec, world: int, *, kv_repeated
     """
     config, _ = derive(config, world)
     validate(config, world)
-    args = spec.args(config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len)
+    args = spec.args(
+        config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len
+    )
     problems = [*check_tensor_parallel(config, spec.tensor_parallel_sizes(args))]
     problems += check_experts(config, spec.expert_sizes(args))
     if problems:
         raise ConfigError(problems)
-    stages = pipeline_stages(config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args))
+    stages = pipeline_stages(
+        config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args)
+    )
     return Workload(config, args, stages, kv_repeated=kv_repeated)
 
 
@@ -139,7 +158,10 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
     memory = tuple(memory_of(workload, rank) for rank in range(workload.pp))
     notes = []
     if workload.experts:
-        notes.append("all experts are assumed to get equally many tokens; uneven loads take more time and memory")
+        notes.append(
+            "all experts are assumed to get equally many tokens; uneven loads take more "
+            "time and memory"
+        )
     return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))
 
 
@@ -155,15 +177,17 @@ def is_traceable(w: Workload, pp_rank: int) -> bool:
 def trace_memory(plan: Plan, config: Config) -> Plan:
     """The same plan, checked by a trace of its first, largest and last pipeline ranks.
 
-    The plan's memory stays that of the closed forms: a trace knows every tensor, but not what compiled and
-    tensor-parallel runs hold beyond theirs, so it is further from published figures (`docs/plan-memory.md` has both).
+    The plan's memory stays that of the closed forms: a trace knows every tensor, but not what
+    compiled and tensor-parallel runs hold beyond theirs, so it is further from published figures
+    (`docs/plan-memory.md` has both).
 
     Args:
         config: the plan's, naming only files that are on this machine.
     """
     from torchtitan.tools.planner.trace import trace_ranks
 
-    w, device = plan.workload, plan.hardware.device
+    w = plan.workload
+    device = plan.hardware.device
     largest = max(range(w.pp), key=lambda rank: plan.memory[rank].reserved)
     ranks = sorted({0, largest, w.pp - 1})
     if config.activation_checkpoint.offload_blocks:
@@ -172,9 +196,13 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
     if not all(is_traceable(w, rank) for rank in ranks):
         note = "not traced: this many layers and microbatches would take minutes"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
-    traced = {of.pp_rank: of.peak_reserved / GIB for of in trace_ranks(config, w.world, ranks, device_type=device)}
+    traced = {
+        of.pp_rank: of.peak_reserved / GIB
+        for of in trace_ranks(config, w.world, ranks, device_type=device)
+    }
     notes = [
-        f"pp rank {rank}: the tensors of a trace take {gib:.1f} GiB, more than the {computed:.1f} GiB computed"
+        f"pp rank {rank}: the tensors of a trace take {gib:.1f} GiB, more than the "
+        f"{computed:.1f} GiB computed"
         for rank, gib in traced.items()
         if gib > (computed := plan.memory[rank].reserved / GIB) * (1 + plan.memory_band)
     ]

@@ -9,8 +9,12 @@ from typing import Any
 
 from torchtitan.utils.errors import UserError
 
-PRODUCTS, ATTENTION, POINTWISE, OPTIMIZER = "matrix products, head and loss", "attention", "pointwise", "optimizer"
-COMMUNICATION, REST = "communication", "everything else"
+PRODUCTS = "matrix products, head and loss"
+ATTENTION = "attention"
+POINTWISE = "pointwise"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+REST = "everything else"
 PARTS = (PRODUCTS, ATTENTION, POINTWISE, COMMUNICATION, OPTIMIZER, REST)
 """A trace shows the output projection as one more product, and the loss beside it."""
 
@@ -18,9 +22,14 @@ _KINDS = (
     (COMMUNICATION, r"nccl|rccl|c10d::|gloo:|record_param_comms|_c10d_functional|symm_mem"),
     (ATTENTION, r"flash|fmha|attention|sdpa"),
     (OPTIMIZER, r"adam|multi_tensor|_foreach_|lpnorm"),
-    (PRODUCTS, r"gemm|cutlass|nvjet|cublas|xmma|wgmma|matmul|cijk_|aten::(add|b|_scaled_|_grouped_)?mm$|softmax|nll"),
+    (
+        PRODUCTS,
+        r"gemm|cutlass|nvjet|cublas|xmma|wgmma|matmul|cijk_|aten::(add|b|_scaled_|_grouped_)?mm$|softmax|nll",
+    ),
 )
-"""What marks the names of kernels and operations; the first match counts, and pointwise is what matches none."""
+"""What marks the names of kernels and operations; the first match counts, and pointwise is what
+matches none.
+"""
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS]
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -35,29 +44,50 @@ def kind_of(name: str) -> str:
 def planned_parts(parts: Mapping[str, float]) -> dict[str, float]:
     """A plan's seconds by the parts that a trace tells apart."""
     out = dict.fromkeys(PARTS, 0.0)
-    own = {"matrix products": PRODUCTS, "head and loss": PRODUCTS, "attention": ATTENTION, "pointwise": POINTWISE,
-           "8-bit casts": POINTWISE, "optimizer": OPTIMIZER}  # fmt: skip
+    own = {
+        "matrix products": PRODUCTS,
+        "head and loss": PRODUCTS,
+        "attention": ATTENTION,
+        "pointwise": POINTWISE,
+        "8-bit casts": POINTWISE,
+        "optimizer": OPTIMIZER,
+    }
     for part, seconds in parts.items():
         out[COMMUNICATION if part.startswith("communication") else own.get(part, REST)] += seconds
     return out
 
 
 def traced_parts(file: Path) -> dict[str, float]:
-    """Seconds of a step by part, from a Chrome trace of the profiler. Communication counts where nothing computes.
+    """Seconds of a step by part, from a Chrome trace of the profiler. Communication counts where
+    nothing computes.
 
     Raises:
         UserError: the file can't be read, or holds no complete step.
     """
     try:
-        events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"]
+        events = [
+            event for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"
+        ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"--from-run: can't read {file}: {error}") from None
-    steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    steps = [
+        e
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")
+    ]
     if not steps:
-        raise UserError(f"--from-run: {file} holds no complete step; raise profiling.profiler_active")
+        raise UserError(
+            f"--from-run: {file} holds no complete step; raise profiling.profiler_active"
+        )
     on_device = [event for event in events if event.get("cat") in _DEVICE]
-    spans = _spans(on_device) if on_device else _own_times(e for e in events if e.get("cat") == "cpu_op")
-    computing = _union([span for kind, intervals in spans.items() if kind != COMMUNICATION for span in intervals])
+    spans = (
+        _spans(on_device)
+        if on_device
+        else _own_times(e for e in events if e.get("cat") == "cpu_op")
+    )
+    computing = _union(
+        [span for kind, intervals in spans.items() if kind != COMMUNICATION for span in intervals]
+    )
     out = dict.fromkeys(PARTS, 0.0)
     for kind, intervals in spans.items():
         covered = _length(_union(intervals))

@@ -1,4 +1,6 @@
-"""Which of many layouts to propose: those that no other beats in speed, memory and simplicity at once, told apart."""
+"""Which of many layouts to propose: those that no other beats in speed, memory and simplicity at
+once, told apart.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,13 +53,21 @@ class Candidate:
 
     def beats(self, other: "Candidate") -> bool:
         """It is as fast, as small and as simple."""
-        return self.speed >= other.speed and self.gib <= other.gib and self.complexity <= other.complexity
+        return (
+            self.speed >= other.speed
+            and self.gib <= other.gib
+            and self.complexity <= other.complexity
+        )
 
 
 def complexity(config: Config, given: Config) -> int:
     """Axes with more than one rank, of which a pipeline counts twice, and what `axes.py` adds."""
     degrees = layout_degrees(config.parallelism)
-    return sum(degree > 1 for degree in degrees.values()) + (degrees["pp"] > 1) + burdens(config, given)
+    return (
+        sum(degree > 1 for degree in degrees.values())
+        + (degrees["pp"] > 1)
+        + burdens(config, given)
+    )
 
 
 @dataclass
@@ -79,21 +89,28 @@ class Frontier:
 
 
 def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]]:
-    """The candidates to show, each with a reason. The first is the simplest of those that are about the fastest.
+    """The candidates to show, each with a reason. The first is the simplest of those that are about
+    the fastest.
 
     Args:
         worthwhile: speed relative to the fastest below which nothing is shown.
     """
     chosen: list[tuple[Candidate, str]] = []
-    rest = sorted((c for c in frontier.all if c.speed >= worthwhile * frontier.speed), key=lambda c: -c.speed)
+    rest = sorted(
+        (c for c in frontier.all if c.speed >= worthwhile * frontier.speed), key=lambda c: -c.speed
+    )
     while rest and len(chosen) < _SHOWN:
         alike = [c for c in rest if c.speed >= rest[0].speed * ALIKE]
         pick = min(alike, key=lambda c: (c.complexity, c.gib))
         chosen.append((pick, _why(pick, [c for c, _ in chosen], frontier.speed)))
-        rest = [c for c in rest if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity]
+        rest = [
+            c for c in rest if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity
+        ]
     chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].speed)
     shown = {c.kind for c, _ in chosen}
-    others = sorted((c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed)
+    others = sorted(
+        (c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed
+    )
     for other in [c for c in others if c.speed >= _OTHER_KIND * frontier.speed][:_OF_OTHER_KINDS]:
         chosen.append((other, f"the fastest with {_and(other.kind)}"))
     return chosen
@@ -112,7 +129,10 @@ def _why(pick: Candidate, before: Sequence[Candidate], fastest: float) -> str:
     simpler = pick.complexity < min(c.complexity for c in before)
     if smaller or simpler:
         return f"{' and '.join([less] * smaller + ['simpler'] * simpler)} {price}"
-    return f"{less} {price}, and simpler than {layout_name(layout_degrees(before[-1].workload.config.parallelism))}"
+    return (
+        f"{less} {price}, and simpler than "
+        f"{layout_name(layout_degrees(before[-1].workload.config.parallelism))}"
+    )
 
 
 def _and(kind: tuple[str, ...]) -> str:
@@ -129,9 +149,18 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two configurations differ in nothing that matters to a plan, such as the schedule of no pipeline."""
+    """Whether two configurations differ in nothing that matters to a plan, such as the schedule of
+    no pipeline.
+    """
     mine, others = (
-        (p.layout, p.schedule, p.checkpointing, p.workload.tokens, p.workload.microbatches, p.tokens_per_second)
+        (
+            p.layout,
+            p.schedule,
+            p.checkpointing,
+            p.workload.tokens,
+            p.workload.microbatches,
+            p.tokens_per_second,
+        )
         for p in (plan, other)
     )
     return mine == others

@@ -16,7 +16,15 @@ from torchtitan.tools.planner.savings import advice
 from torchtitan.tools.planner.search import Found
 from torchtitan.tools.planner.traffic import collectives
 from torchtitan.tools.planner.workload import hardware_flops
-from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_percent, show_rate, show_tokens
+from torchtitan.utils.text import (
+    aligned,
+    plural,
+    show_duration,
+    show_gib,
+    show_percent,
+    show_rate,
+    show_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -54,15 +62,22 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     Args:
         tokens: to train on, for time and GPU-hours. Default: those of `training.steps`.
     """
-    time, run, band = plan.time, run_of(plan, tokens), plan.speed_band
+    time = plan.time
+    run = run_of(plan, tokens)
+    band = plan.speed_band
     mfu = (
         ""
         if plan.mfu is None
         else f", MFU {show_percent(100 * plan.mfu)} ({_range(100 * plan.mfu, band, show_percent)})"
     )
     bubble = f"; bubble {show_percent(100 * time.bubble)} of the step" if plan.schedule else ""
-    step = f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
-    speed = f"{show_rate(plan.tokens_per_second)} tokens/s per GPU ({_range(plan.tokens_per_second, band, show_rate)})"
+    step = (
+        f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
+    )
+    speed = (
+        f"{show_rate(plan.tokens_per_second)} tokens/s per GPU "
+        f"({_range(plan.tokens_per_second, band, show_rate)})"
+    )
     return "\n".join(
         [
             *_heading(plan),
@@ -70,26 +85,34 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             _memory_table(plan),
             "",
             f"{step}, {speed}{mfu}{bubble}",
-            f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, {show_duration(run.hours * 3600)}, "
-            f"{rounded(run.gpu_hours)} GPU-hours ({_range(run.gpu_hours, band, rounded, inverse=True)})",
+            f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
+            f"{show_duration(run.hours * 3600)}, "
+            f"{rounded(run.gpu_hours)} GPU-hours "
+            f"({_range(run.gpu_hours, band, rounded, inverse=True)})",
             "9 of 10 such runs are within the ranges (docs/plan.md)",
             "",
             "Largest costs:",
             *_cost_lines(plan),
-            *([] if plan.fits else advice(plan.config, plan.spec, plan.workload.world).splitlines()),
+            *(
+                []
+                if plan.fits
+                else advice(plan.config, plan.spec, plan.workload.world).splitlines()
+            ),
             *(f"note: {note}" for note in plan.notes),
         ]
     )
 
 
 def _heading(plan: Plan) -> list[str]:
-    w, t = plan.workload, plan.config.training
+    w = plan.workload
+    t = plan.config.training
     batches = f" x {w.accumulation} accumulation steps" if w.accumulation > 1 else ""
     pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}" if w.pipeline else ""
     return [
         f"{_model(plan)} on {w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')}): "
         f"{layout_name(plan.layout)}",
-        f"  {t.global_batch_size} x {w.seq_len} tokens per step; {plural(t.local_batch_size, 'row')} per rank"
+        f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
+        f"{plural(t.local_batch_size, 'row')} per rank"
         f"{batches}{pipeline}; activation checkpointing {plan.checkpointing}",
     ]
 
@@ -100,15 +123,23 @@ def _memory_table(plan: Plan) -> str:
     rows = [["pp rank", *PARTS, "peak", "headroom"]]
     for rank, memory in enumerate(plan.memory):
         peak = memory.reserved / GIB
-        cells = [f"{gib:.1f}" for gib in (*(memory.parts[part] / GIB for part in PARTS), peak, usable - peak)]
+        cells = [
+            f"{gib:.1f}"
+            for gib in (*(memory.parts[part] / GIB for part in PARTS), peak, usable - peak)
+        ]
         if rows[-1][1:] == cells:
             rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{rank}"
         else:
             rows.append([str(rank), *cells])
     verdict = "fits in" if plan.fits else "DOES NOT FIT in"
     ends = _range(plan.peak_gib, plan.memory_band, "{:.1f}".format)
-    verdict += f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
-    return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends}), {plan.memory_source}\n{aligned(rows)}"
+    verdict += (
+        f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
+    )
+    return (
+        f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends}), "
+        f"{plan.memory_source}\n{aligned(rows)}"
+    )
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -127,15 +158,25 @@ def _cost_lines(plan: Plan) -> list[str]:
 
 def search_table(found: Found) -> str:
     """The proposals of a search."""
-    given = next((proposal.plan.config for proposal in found.best if proposal.baseline), found.best[0].plan.config)
-    settings = [", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items()) for p in found.best]
+    given = next(
+        (proposal.plan.config for proposal in found.best if proposal.baseline),
+        found.best[0].plan.config,
+    )
+    settings = [
+        ", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items())
+        for p in found.best
+    ]
     rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB", "fits", "why"]]
     for proposal, changed in zip(found.best, settings, strict=True):
-        plan, w = proposal.plan, proposal.plan.workload
+        plan = proposal.plan
+        w = proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
-        speed, peak, chance = show_rate(plan.tokens_per_second), f"{plan.peak_gib:.1f}", likelihood(plan.chance_to_fit)
-        layout, why = layout_name(plan.layout), f"{proposal.why}{f' ({changed})' if changed else ''}"
+        speed = show_rate(plan.tokens_per_second)
+        peak = f"{plan.peak_gib:.1f}"
+        chance = likelihood(plan.chance_to_fit)
+        layout = layout_name(plan.layout)
+        why = f"{proposal.why}{f' ({changed})' if changed else ''}"
         rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
     return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
 
@@ -155,7 +196,9 @@ def comparison(this: Plan, other: Plan) -> str:
     rows += [[axis, str(degree), str(other.layout[axis])] for axis, degree in this.layout.items()]
     rows += [[name, figure(this), figure(other)] for name, figure in figures.items()]
     for part in dict.fromkeys([*this.time.parts, *other.time.parts]):
-        rows.append([f"{part}, s", *(f"{plan.time.parts.get(part, 0.0):.3g}" for plan in (this, other))])
+        rows.append(
+            [f"{part}, s", *(f"{plan.time.parts.get(part, 0.0):.3g}" for plan in (this, other))]
+        )
     return aligned(rows)
 
 
@@ -163,12 +206,23 @@ def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[floa
     """The ends of a figure's band.
 
     Args:
-        band: relative half-width, of the figure or, if `inverse`, of what it is inversely proportional to.
+        band: relative half-width, of the figure or, if `inverse`, of what it is inversely
+        proportional to.
     """
-    return (value / (1 + band), value / (1 - band)) if inverse else (value * (1 - band), value * (1 + band))
+    return (
+        (value / (1 + band), value / (1 - band))
+        if inverse
+        else (value * (1 - band), value * (1 + band))
+    )
 
 
-def _range(value: float, band: float, text: Callable[[float], str], *, inverse: bool = False) -> str:
+def _range(
+    value: float,
+    band: float,
+    text: Callable[[float], str],
+    *,
+    inverse: bool = False,
+) -> str:
     return " to ".join(map(text, band_ends(value, band, inverse=inverse)))
 
 
@@ -187,7 +241,10 @@ def rounded(number: float) -> str:
 
 def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     """Everything the plan says, for JSON. Arguments as for `as_text`."""
-    w, hw, time, run = plan.workload, plan.hardware, plan.time, run_of(plan, tokens)
+    w = plan.workload
+    hw = plan.hardware
+    time = plan.time
+    run = run_of(plan, tokens)
     exchanged = collectives(w)
     ranks = [
         {
@@ -231,9 +288,21 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             },
             "parts_s": dict(time.parts),
         },
-        "flops": [{"kind": kind, "dtype": dtype, "flops": n} for (kind, dtype), n in hardware_flops(w).items()],
+        "flops": [
+            {
+                "kind": kind,
+                "dtype": dtype,
+                "flops": n,
+            }
+            for (kind, dtype), n in hardware_flops(w).items()
+        ],
         "collectives": [
-            {"axis": axis, "operation": operation, "calls": calls, "bytes": exchanged.bytes[axis, operation]}
+            {
+                "axis": axis,
+                "operation": operation,
+                "calls": calls,
+                "bytes": exchanged.bytes[axis, operation],
+            }
             for (axis, operation), calls in exchanged.calls.items()
         ],
         "run": asdict(run)
@@ -255,14 +324,19 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
 
 
 def origin(argv: list[str], toml: str) -> dict[str, str]:
-    """Where a plan comes from, for JSON: the command, its date in UTC, and the configuration planned.
+    """Where a plan comes from, for JSON: the command, its date in UTC, and the configuration
+    planned.
 
     Args:
         argv: arguments of the command.
         toml: the planned configuration.
     """
     command = shlex.join(["torchtitan", "plan", *argv])
-    return {"command": command, "date": datetime.now(UTC).isoformat(timespec="minutes"), "toml": toml}
+    return {
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "toml": toml,
+    }
 
 
 def search_data(found: Found) -> dict[str, Any]:
@@ -277,7 +351,12 @@ def search_data(found: Found) -> dict[str, Any]:
         }
         for proposal in found.best
     ]
-    return {"seen": found.seen, "points": found.points, "limit_gib": found.limit_gib, "best": best}
+    return {
+        "seen": found.seen,
+        "points": found.points,
+        "limit_gib": found.limit_gib,
+        "best": best,
+    }
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

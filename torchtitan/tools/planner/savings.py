@@ -1,4 +1,6 @@
-"""What would lower a configuration's peak of memory, by the closed forms: for a run that doesn't fit."""
+"""What would lower a configuration's peak of memory, by the closed forms: for a run that doesn't
+fit.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +39,8 @@ class Saving:
 
 
 def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
-    """Changes that lower the predicted peak, the largest saving first; those that change what is trained come last.
+    """Changes that lower the predicted peak, the largest saving first; those that change what is
+    trained come last.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -55,17 +58,26 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
             continue
         if after < before * (1 - _WORTHWHILE):
             found.append(Saving(settings, ranks, before, after))
-    return sorted(found, key=lambda saving: (not saving.settings.keys().isdisjoint(_CHANGES_TRAINING), saving.after))
+    return sorted(
+        found,
+        key=lambda saving: (not saving.settings.keys().isdisjoint(_CHANGES_TRAINING), saving.after),
+    )
 
 
-def _candidates(config: Config, world: int, *, mixture: bool) -> Iterator[tuple[dict[str, Any], int]]:
-    """Changes that may lower the peak, and the ranks that they need. The global batch stays as it is.
+def _candidates(
+    config: Config, world: int, *, mixture: bool
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Changes that may lower the peak, and the ranks that they need. The global batch stays as it
+    is.
 
     Args:
         mixture: the model is a mixture of experts.
     """
-    p, t, ac = config.parallelism, config.training, config.activation_checkpoint
-    mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    p = config.parallelism
+    t = config.training
+    ac = config.activation_checkpoint
+    mode = "activation_checkpoint.mode"
+    option = "activation_checkpoint.selective_ac_option"
     if ac.mode == "none":
         yield {mode: "selective", option: "op"}, world
     if ac.mode != "full":
@@ -76,7 +88,13 @@ def _candidates(config: Config, world: int, *, mixture: bool) -> Iterator[tuple[
     if more := [chunks for chunks in divisors(part, _LOSS_CHUNKS) if chunks > t.loss_chunks]:
         yield {"training.loss_chunks": more[-1]}, world
     if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_microbatch_size > 1:
-        yield {"parallelism.pipeline_parallel_microbatch_size": p.pipeline_parallel_microbatch_size // 2}, world
+        yield (
+            {
+                "parallelism.pipeline_parallel_microbatch_size": p.pipeline_parallel_microbatch_size
+                // 2
+            },
+            world,
+        )
     if t.local_batch_size > 1:
         yield {"training.local_batch_size": t.local_batch_size // 2}, world
     if p.fsdp_reduce_once_per_step:
@@ -100,10 +118,15 @@ def _candidates(config: Config, world: int, *, mixture: bool) -> Iterator[tuple[
 
 def _more_shards(config: Config, world: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Shards in place of replicas, and twice the ranks."""
-    p, t = config.parallelism, config.training
+    p = config.parallelism
+    t = config.training
     twice = {"parallelism.data_parallel_shard_degree": 2 * p.data_parallel_shard_degree}
     if p.data_parallel_replicate_degree % 2 == 0:
-        yield {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2} | twice, world
+        yield (
+            {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
+            | twice,
+            world,
+        )
     if gradient_accumulation_steps(config) % 2 == 0:
         yield twice, 2 * world
     elif t.local_batch_size % 2 == 0:
@@ -115,12 +138,19 @@ def _toml(value: Any) -> str:
 
 
 def advice(config: Config, spec: ModelSpec, world: int) -> str:
-    """The best of `savings`, one on a line, after a heading. Empty if the planner can't tell; raises nothing."""
+    """The best of `savings`, one on a line, after a heading. Empty if the planner can't tell;
+    raises nothing.
+    """
     try:
         found = savings(config, spec, world)
-    except Exception:  # of a run that has failed already, whatever keeps the planner from telling is no news
+    except (
+        Exception
+    ):  # of a run that has failed already, whatever keeps the planner from telling is no news
         return ""
     if not found:
         return ""
-    lines = [f"  {saving}{f' on {saving.ranks} ranks' if saving.ranks > world else ''}" for saving in found[:SHOWN]]
+    lines = [
+        f"  {saving}{f' on {saving.ranks} ranks' if saving.ranks > world else ''}"
+        for saving in found[:SHOWN]
+    ]
     return "\n".join([f"What lowers the planned peak of {show_gib(found[0].before)}:", *lines])

@@ -1,8 +1,8 @@
 """The layouts of a model that are worth a choice: fast ones, small ones and simple ones.
 
-Every legal layout of the ranks is priced by the closed forms: all degrees, microbatch sizes, schedules and
-checkpointing modes. The model, the row length, the global batch and what computes (types, compilation, Float8) stay as
-configured, unless an axis of `axes.py` is asked for.
+Every legal layout of the ranks is priced by the closed forms: all degrees, microbatch sizes,
+schedules and checkpointing modes. The model, the row length, the global batch and what computes
+(types, compilation, Float8) stay as configured, unless an axis of `axes.py` is asked for.
 """
 
 import math
@@ -18,12 +18,26 @@ from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
-from torchtitan.tools.planner.axes import Settings, applied, batches, checkpointing_modes, settings_of
+from torchtitan.tools.planner.axes import (
+    Settings,
+    applied,
+    batches,
+    checkpointing_modes,
+    settings_of,
+)
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.predict import Plan, predict
-from torchtitan.tools.planner.proposals import ALIKE, Candidate, Frontier, Proposal, complexity, propose, with_baseline
+from torchtitan.tools.planner.proposals import (
+    ALIKE,
+    Candidate,
+    Frontier,
+    Proposal,
+    complexity,
+    propose,
+    with_baseline,
+)
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import check_experts
 from torchtitan.utils.errors import ConfigError
@@ -33,14 +47,20 @@ LIKELY = 0.9
 _WORTHWHILE = 0.6
 """Relative speed below which a layout isn't proposed, however little memory it takes."""
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_CHUNKS = {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}
-"""Parts that a rank's share of a microbatch is cut into, between which it can start another: by stages, and for
-ZBVZeroBubble also forward, inputs and weights."""
+_CHUNKS = {
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "ZBVZeroBubble": 6,
+}
+"""Parts that a rank's share of a microbatch is cut into, between which it can start another: by
+stages, and for ZBVZeroBubble also forward, inputs and weights.
+"""
 _LEEWAY = 1.2
 """How much faster than all before a layout may be without its bubble."""
 _MAX_COMPUTATIONS = 4096
-"""Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows are cut into several
-batches."""
+"""Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows
+are cut into several batches.
+"""
 _OF_ONE_PIPELINE = (
     "pipeline_parallel_schedule",
     "pipeline_parallel_schedule_csv",
@@ -54,7 +74,9 @@ _OF_ONE_PIPELINE = (
 _REASONS = 4
 """Why layouts are illegal, if none is legal."""
 _MAX_EXPANDED = 200
-"""Layouts and batches for which all combinations of the requested axes are priced: those with the highest bounds."""
+"""Layouts and batches for which all combinations of the requested axes are priced: those with the
+highest bounds.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +86,9 @@ class Found:
     best: list[Proposal]
     """The first is the simplest of those that are about as fast as the fastest."""
     points: list[tuple[float, float]]
-    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't tell apart are one point."""
+    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't tell apart are one
+    point.
+    """
     seen: int
     """Legal configurations."""
     limit_gib: float
@@ -111,12 +135,14 @@ def search(
 
 
 def any_layout(config: Config, world: int) -> Config:
-    """A configuration for a search on `world` ranks to start from: without its layout, and valid on one rank.
+    """A configuration for a search on `world` ranks to start from: without its layout, and valid on
+    one rank.
 
-    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives it: per rank as many
-    as there, unless it sets the degree of FSDP.
+    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives
+    it: per rank as many as there, unless it sets the degree of FSDP.
     """
-    p, t = config.parallelism, config.training
+    p = config.parallelism
+    t = config.training
     rows = t.global_batch_size
     if rows == -1:
         others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
@@ -124,27 +150,46 @@ def any_layout(config: Config, world: int) -> Config:
         ranks = world / others if shards == -1 else shards * p.data_parallel_replicate_degree
         rows = max(1, round(t.local_batch_size * ranks))
     fresh = Parallelism()
-    reset = {key: getattr(fresh, key) for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)}
+    reset = {
+        key: getattr(fresh, key)
+        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)
+    }
     reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
     batch = {"global_batch_size": rows, "local_batch_size": rows}
-    return config.model_copy(update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)})
+    return config.model_copy(
+        update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)}
+    )
 
 
 class _Search:
-    """One search. What many layouts share is computed once: whether they are legal, and how layers are split."""
+    """One search. What many layouts share is computed once: whether they are legal, and how layers
+    are split.
+    """
 
     def __init__(
-        self, config: Config, spec: ModelSpec, args: Any, world: int, hardware: Hardware, axes: tuple[str, ...]
+        self,
+        config: Config,
+        spec: ModelSpec,
+        args: Any,
+        world: int,
+        hardware: Hardware,
+        axes: tuple[str, ...],
     ):
-        self.config, self.spec, self.args, self.world, self.hardware = config, spec, args, world, hardware
+        self.config = config
+        self.spec = spec
+        self.args = args
+        self.world = world
+        self.hardware = hardware
         self.axes = axes
         self.frontier = Frontier()
         self.points: set[tuple[float, float]] = set()
         self.refused: Counter[str] = Counter()
-        self.seen, self.smallest = 0, math.inf
+        self.seen = 0
+        self.smallest = math.inf
         self._unhindered = 0.0
         """The highest speed so far, not counting bubbles."""
-        self._modes, self._settings = checkpointing_modes(axes), settings_of(config, axes)
+        self._modes = checkpointing_modes(axes)
+        self._settings = settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._problems: dict[tuple[Any, ...], str] = {}
         self._pipelines: dict[tuple[Any, ...], PipelineStages | str] = {}
@@ -164,14 +209,19 @@ class _Search:
                 self._price(applied(config, settings), settings)
 
     def _batches(self, layout: Config) -> Iterator[Config]:
-        """Ways to cut the global batch: rows at a time, and in a pipeline the size of its microbatches."""
-        p, total = layout.parallelism, layout.training.global_batch_size
+        """Ways to cut the global batch: rows at a time, and in a pipeline the size of its
+        microbatches.
+        """
+        p = layout.parallelism
+        total = layout.training.global_batch_size
         ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
         rows, rest = divmod(total, ranks)
         if rest:
             self.refused[
-                f"training.global_batch_size: {total} rows can't be divided among the data-parallel ranks of any "
-                f"legal layout of {self.world} ranks; set it to a multiple of {self.world}, or of a divisor of it "
+                f"training.global_batch_size: {total} rows can't be divided among the "
+                "data-parallel ranks of any "
+                f"legal layout of {self.world} ranks; set it to a multiple of "
+                f"{self.world}, or of a divisor of it "
                 f"(the degrees of the other axes make up the rest): {_near(total, self.world)}"
             ] += 1
             return
@@ -180,7 +230,9 @@ class _Search:
             if pp == 1:
                 yield replace(layout, "training.local_batch_size", size)
             elif rows // size >= pp:
-                counts = [n for n in divisors(rows // size) if pp <= n <= max(pp, _MAX_COMPUTATIONS // pp)]
+                counts = [
+                    n for n in divisors(rows // size) if pp <= n <= max(pp, _MAX_COMPUTATIONS // pp)
+                ]
                 if counts:
                     sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
                     yield replace(sized, "training.local_batch_size", size * counts[-1])
@@ -191,7 +243,11 @@ class _Search:
         """By mode, the speed of the first schedule that fits, and that speed without a bubble."""
         hopeless = {i for i, mode in enumerate(self._modes) if not self._may_fit(batch, mode)}
         for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
-            ordered = replace(batch, "parallelism.pipeline_parallel_schedule", schedule) if schedule else batch
+            ordered = (
+                replace(batch, "parallelism.pipeline_parallel_schedule", schedule)
+                if schedule
+                else batch
+            )
             if schedule and self._ideal(ordered) < _WORTHWHILE * self.frontier.speed:
                 continue
             for i, mode in enumerate(self._modes):
@@ -208,8 +264,9 @@ class _Search:
                     self._unhindered = max(self._unhindered, priced[1])
 
     def _may_fit(self, batch: Config, mode: Settings) -> bool:
-        """Whether 1F1B with the fewest microbatches fits: no other schedule keeps less, and longer ones take seconds to
-        build."""
+        """Whether 1F1B with the fewest microbatches fits: no other schedule keeps less, and longer
+        ones take seconds to build.
+        """
         p = batch.parallelism
         if p.pipeline_parallel_degree == 1:
             return True
@@ -218,23 +275,36 @@ class _Search:
         fewest = replace(fewest, "parallelism.pipeline_parallel_schedule", "1F1B")
         stages = self._stages(fewest)
         leanest = applied(_checkpointed(fewest, mode), self._settings[-1])
-        return isinstance(stages, str) or self._memory(Workload(leanest, self.args, stages)) is not None
+        return (
+            isinstance(stages, str)
+            or self._memory(Workload(leanest, self.args, stages)) is not None
+        )
 
     def _ideal(self, config: Config) -> float:
-        """A speed that a pipeline won't exceed: the best so far without a bubble, and the least bubble of a schedule.
+        """A speed that a pipeline won't exceed: the best so far without a bubble, and the least
+        bubble of a schedule.
 
-        1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al., arXiv:2104.04473).
+        1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al.,
+        arXiv:2104.04473).
         """
         p = config.parallelism
         n = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
         rounds = n * _CHUNKS[p.pipeline_parallel_schedule]
-        return _LEEWAY * (self._unhindered or math.inf) * rounds / (rounds + p.pipeline_parallel_degree - 1)
+        return (
+            _LEEWAY
+            * (self._unhindered or math.inf)
+            * rounds
+            / (rounds + p.pipeline_parallel_degree - 1)
+        )
 
-    def _price(self, config: Config, settings: Settings, leanest: Settings | None = None) -> tuple[float, float] | None:
+    def _price(
+        self, config: Config, settings: Settings, leanest: Settings | None = None
+    ) -> tuple[float, float] | None:
         """Price a configuration, and keep it if it is likely to fit.
 
         Args:
-            leanest: settings by which a configuration that doesn't fit may do so; it is then kept for `_expandable`.
+            leanest: settings by which a configuration that doesn't fit may do so; it is then kept
+            for `_expandable`.
 
         Returns:
             Its tokens/s per GPU, with and without a bubble; None if it is illegal or doesn't fit.
@@ -256,7 +326,9 @@ class _Search:
             plan = Plan(w, self.spec, self.hardware, time, memory)
             self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
             if plan.chance_to_fit >= LIKELY:
-                self.frontier.add(Candidate(speed, plan.peak_gib, complexity(config, self.config), w))
+                self.frontier.add(
+                    Candidate(speed, plan.peak_gib, complexity(config, self.config), w)
+                )
         return speed, w.tokens_per_step / busy / w.world
 
     def _fits_with(self, config: Config, settings: Settings) -> bool:
@@ -283,7 +355,9 @@ class _Search:
 
     def _legal(self, config: Config, settings: Settings) -> tuple[bool, PipelineStages | None]:
         """Whether a configuration is legal, and its pipeline, if any."""
-        p, t, ac = config.parallelism, config.training, config.activation_checkpoint
+        p = config.parallelism
+        t = config.training
+        ac = config.activation_checkpoint
         dp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
         pp = p.pipeline_parallel_degree
         # All that a rule can depend on: the degrees and the batch fit together by construction.
@@ -312,7 +386,12 @@ class _Search:
         """The pipeline of a configuration, or why there is none."""
         p = config.parallelism
         size = p.pipeline_parallel_microbatch_size
-        key = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, size, config.training.local_batch_size
+        key = (
+            p.pipeline_parallel_degree,
+            p.pipeline_parallel_schedule,
+            size,
+            config.training.local_batch_size,
+        )
         if key not in self._pipelines:
             try:
                 stages = pipeline_stages(config, self._flops, self.spec.tied_modules(self.args))
@@ -343,7 +422,12 @@ def _near(rows: int, unit: int) -> str:
     return " or ".join(str(n) for n in (below, below + unit) if n)
 
 
-def _layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[Config]:
+def _layouts(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+    world: int,
+) -> Iterator[Config]:
     """Every split of `world` ranks into degrees, first those without a pipeline."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
     sizes = spec.expert_sizes(args)
@@ -362,8 +446,14 @@ def _layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator
                         "tensor_parallel_degree": tp,
                         "enable_async_tensor_parallel": tp > 1 and async_tp,
                     }
-                    for ep in divisors(math.gcd(experts, ranks // replicate * cp * tp)) if experts else [1]:
-                        p = config.parallelism.model_copy(update=degrees | {"expert_parallel_degree": ep})
+                    for ep in (
+                        divisors(math.gcd(experts, ranks // replicate * cp * tp))
+                        if experts
+                        else [1]
+                    ):
+                        p = config.parallelism.model_copy(
+                            update=degrees | {"expert_parallel_degree": ep}
+                        )
                         layout = config.model_copy(update={"parallelism": p})
                         if not list(check_experts(layout, sizes)):
                             yield layout

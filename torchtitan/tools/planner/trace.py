@@ -1,7 +1,8 @@
-"""Trace one training step of one pipeline rank: its memory, FLOPs and collectives, without a GPU or other ranks.
+"""Trace one training step of one pipeline rank: its memory, FLOPs and collectives, without a GPU or
+other ranks.
 
-The functions that a run uses build, split, shard and checkpoint the model on a fake process group of the full size,
-and take one step on tensors without memory (`docs/plan-memory.md`).
+The functions that a run uses build, split, shard and checkpoint the model on a fake process group
+of the full size, and take one step on tensors without memory (`docs/plan-memory.md`).
 """
 
 import dataclasses
@@ -47,7 +48,9 @@ from torchtitan.train.step import gradients
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One pipeline rank's training step in the steady state, with optimizer state and all buffers allocated."""
+    """One pipeline rank's training step in the steady state, with optimizer state and all buffers
+    allocated.
+    """
 
     rank: int
     """Global rank of the first rank at this place of the pipeline."""
@@ -61,14 +64,22 @@ class RankTrace:
     flops: dict[tuple[str, str], float]
     """By (`matmul` or `attention`, dtype), recomputation included. Causal attention counts half."""
     collectives: dict[str, dict[str, tuple[int, int]]]
-    """Mesh axis to operation to (calls, bytes): bytes of a gather's result, a reduction's input, or what is sent."""
+    """Mesh axis to operation to (calls, bytes): bytes of a gather's result, a reduction's input, or
+    what is sent.
+    """
 
 
-def trace_ranks(config: Config, world: int, pp_ranks: Iterable[int], *, device_type: str = "cuda") -> list[RankTrace]:
+def trace_ranks(
+    config: Config,
+    world: int,
+    pp_ranks: Iterable[int],
+    *,
+    device_type: str = "cuda",
+) -> list[RankTrace]:
     """Trace several pipeline ranks, each in its own process, in parallel.
 
-    PyTorch keeps references to process groups and meshes after they are destroyed, so a process that has traced can't
-    be reused.
+    PyTorch keeps references to process groups and meshes after they are destroyed, so a process
+    that has traced can't be reused.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -78,25 +89,48 @@ def trace_ranks(config: Config, world: int, pp_ranks: Iterable[int], *, device_t
     Raises:
         ConfigError: `preflight` refuses `config`.
     """
-    ranks, ac = list(pp_ranks), config.activation_checkpoint
+    ranks = list(pp_ranks)
+    ac = config.activation_checkpoint
     # `memory_budget` is the share, between nothing and everything, that the compiler keeps.
-    modes = {"full": 1 - ac.memory_budget, "none": ac.memory_budget} if ac.mode == "memory_budget" else {ac.mode: 1.0}
-    jobs = [(replace(config, "activation_checkpoint.mode", mode), rank) for mode in modes for rank in ranks]
+    modes = (
+        {"full": 1 - ac.memory_budget, "none": ac.memory_budget}
+        if ac.mode == "memory_budget"
+        else {ac.mode: 1.0}
+    )
+    jobs = [
+        (replace(config, "activation_checkpoint.mode", mode), rank)
+        for mode in modes
+        for rank in ranks
+    ]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(min(cores, len(jobs)), mp_context=context, max_tasks_per_child=1) as pool:
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with ProcessPoolExecutor(
+        min(cores, len(jobs)), mp_context=context, max_tasks_per_child=1
+    ) as pool:
         traces = list(pool.map(partial(_trace_alone, world, device_type), *zip(*jobs, strict=True)))
     if len(modes) == 1:
         return traces
-    return [_between(a, b, ac.memory_budget) for a, b in zip(traces[: len(ranks)], traces[len(ranks) :], strict=True)]
+    return [
+        _between(a, b, ac.memory_budget)
+        for a, b in zip(traces[: len(ranks)], traces[len(ranks) :], strict=True)
+    ]
 
 
-def _trace_alone(world: int, device_type: str, config: Config, pp_rank: int) -> RankTrace:
+def _trace_alone(
+    world: int,
+    device_type: str,
+    config: Config,
+    pp_rank: int,
+) -> RankTrace:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # about a run, which this is not
     warnings.simplefilter("ignore")
-    return trace_rank(config, preflight(config, output=False), world, pp_rank, device_type=device_type)
+    return trace_rank(
+        config, preflight(config, output=False), world, pp_rank, device_type=device_type
+    )
 
 
 def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
@@ -114,8 +148,16 @@ def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
     )
 
 
-def trace_rank(config: Config, setup: Setup, world: int, pp_rank: int = 0, *, device_type: str = "cuda") -> RankTrace:
-    """Trace a step in this process, which can trace only once and run nothing distributed afterwards.
+def trace_rank(
+    config: Config,
+    setup: Setup,
+    world: int,
+    pp_rank: int = 0,
+    *,
+    device_type: str = "cuda",
+) -> RankTrace:
+    """Trace a step in this process, which can trace only once and run nothing distributed
+    afterwards.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -128,7 +170,11 @@ def trace_rank(config: Config, setup: Setup, world: int, pp_rank: int = 0, *, de
         tracer, events, lasting = _record(config, setup, mode, cuda=device_type == "cuda")
     blocks = tracer.blocks
     if config.training.enable_cpu_offload and device_type == "cuda":
-        host = {i for i, block in enumerate(blocks) if block.part in ("parameters", "gradients", "optimizer")}
+        host = {
+            i
+            for i, block in enumerate(blocks)
+            if block.part in ("parameters", "gradients", "optimizer")
+        }
         events = [(number, new) for number, new in events if number not in host]
         lasting -= host
     steady = [(number, new) for number, new in events if number not in lasting]
@@ -149,10 +195,15 @@ def trace_rank(config: Config, setup: Setup, world: int, pp_rank: int = 0, *, de
 
 
 def _record(
-    config: Config, setup: Setup, mode: FakeTensorMode, *, cuda: bool
+    config: Config,
+    setup: Setup,
+    mode: FakeTensorMode,
+    *,
+    cuda: bool,
 ) -> tuple[Tracer, list[tuple[int, bool]], set[int]]:
-    """Run one eager step. Returns its tracer, its allocations, and the blocks that outlive it: parameters, buffers and
-    optimizer state."""
+    """Run one eager step. Returns its tracer, its allocations, and the blocks that outlive it:
+    parameters, buffers and optimizer state.
+    """
     eager = _eager(config, cuda)
     device = torch.device("cpu")
     mesh = build_mesh(config, device.type, experts=bool(setup.spec.expert_sizes(setup.args)))
@@ -177,7 +228,9 @@ def _record(
                 block.register_forward_hook(tracer.drop_unneeded)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
-        compute = build_compute(eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused])
+        compute = build_compute(
+            eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused]
+        )
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
@@ -190,14 +243,24 @@ def _record(
         for mean in average.tensors.values() if average is not None else ():
             tracer.track(mean, "optimizer")
         before = len(tracer.events)
-        with recording(tracer, cuda=cuda), _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches:
-            tokens = torch.empty(batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64)
+        with (
+            recording(tracer, cuda=cuda),
+            _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches,
+        ):
+            tokens = torch.empty(
+                batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64
+            )
             rows = compute.own_rows(tokens, tokens.clone())
             gradients(parts, rows, 1, eager.training.local_batch_size, eager.training.max_norm)
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()
-            state = [x for slots in optimizer.state.values() for x in slots.values() if isinstance(x, Tensor)]
+            state = [
+                x
+                for slots in optimizer.state.values()
+                for x in slots.values()
+                if isinstance(x, Tensor)
+            ]
             lasting = tracer.rename(state, "optimizer")
             optimizer.zero_grad(set_to_none=True)
             if average is not None:
@@ -209,19 +272,32 @@ def _record(
 
 
 def _eager(config: Config, cuda: bool) -> Config:
-    """The part of `config` that a trace can run. The rest is accounted for separately (`docs/plan-memory.md`)."""
+    """The part of `config` that a trace can run. The rest is accounted for separately
+    (`docs/plan-memory.md`).
+    """
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
     # On CUDA a mask within documents is a few bytes per token, and its kernel takes no more memory.
     mask = config.training.document_mask and not cuda
-    training = config.training.model_copy(update={"document_mask": mask, "enable_cpu_offload": False})
-    return config.model_copy(update={"model": model, "compile": compile_, "training": training})
+    training = config.training.model_copy(
+        update={"document_mask": mask, "enable_cpu_offload": False}
+    )
+    return config.model_copy(
+        update={
+            "model": model,
+            "compile": compile_,
+            "training": training,
+        }
+    )
 
 
 @contextmanager
 def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
-    """Trace at most three batches of a step, and count the middle one for all those that are left out."""
-    traced, marks = min(batches, TRACED_BATCHES), []
+    """Trace at most three batches of a step, and count the middle one for all those that are left
+    out.
+    """
+    traced = min(batches, TRACED_BATCHES)
+    marks = []
     run = compute.forward_backward
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
@@ -238,13 +314,17 @@ def _gathered_shape(param: Tensor) -> tuple[int, ...]:
     """Shape of a weight in compute: split by tensor or expert parallelism, gathered by FSDP."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
-        for axis, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=True):
+        for axis, placement in zip(
+            param.device_mesh.mesh_dim_names or (), param.placements, strict=True
+        ):
             if axis in ("tp", "ep") and isinstance(placement, Shard):
                 shape[placement.dim] //= param.device_mesh[axis].size()
     return tuple(shape)
 
 
-def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+def _eight_bit(
+    config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]
+) -> dict[tuple[int, ...], str]:
     """Operand type of the layers that `model.converters` changes, by the weight's shape."""
     if not config.model.converters:
         return {}
@@ -252,7 +332,9 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
         model = setup.spec.build(setup.args, attention_backend("cpu"))
     quantize(model, config, config.parallelism.tensor_parallel_degree)
     kind = "mxfp8" if uses(config, MX) else "float8"
-    changed = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+    changed = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear
+    ]
     found = {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
     if Workload(config, setup.args, setup.stages).eight_bit_experts:
         kind = "mxfp8" if uses(config, GROUPED_MX) else "float8"
@@ -261,15 +343,23 @@ def _eight_bit(config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]])
 
 
 def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Mesh axes by the name of their process group. FSDP's is dp_shard x cp, for experts dp_shard x cp x tp / ep."""
-    parts = {axis: g for axis in ("pp", "dp_replicate", "cp", "tp") if (g := mesh.group(axis)) is not None}
+    """Mesh axes by the name of their process group. FSDP's is dp_shard x cp, for experts dp_shard x
+    cp x tp / ep.
+    """
+    parts = {
+        axis: g
+        for axis in ("pp", "dp_replicate", "cp", "tp")
+        if (g := mesh.group(axis)) is not None
+    }
     parts["fsdp"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
     if mesh.expert_fsdp is not None:
         parts["efsdp"] = mesh.expert_fsdp.get_group(mesh.expert_fsdp.ndim - 1)
     if mesh.ep is not None:
         parts["ep"] = mesh.ep.get_group()
     named = {"loss": mesh.loss_group, "batch": mesh.batch_group}
-    axes: dict[str, tuple[str, ...]] = {group.group_name: (axis,) for axis, group in named.items() if group.size() > 1}
+    axes: dict[str, tuple[str, ...]] = {
+        group.group_name: (axis,) for axis, group in named.items() if group.size() > 1
+    }
     for name in {group.group_name for group in parts.values() if group.size() > 1}:
         axes[name] = tuple(axis for axis, group in parts.items() if group.group_name == name)
     return axes
@@ -278,7 +368,9 @@ def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:
 # ---- from events to bytes
 
 
-def _at_peak(blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]) -> dict[str, int]:
+def _at_peak(
+    blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
+) -> dict[str, int]:
     """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
     now = dict.fromkeys(PARTS, 0)
     for number in lasting:
@@ -297,12 +389,17 @@ def _at_peak(blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple
         now[block.part] += block.size if new else -block.size
         total += block.size if new else -block.size
         if total > most:
-            most, peak = total, dict(now)
+            most = total
+            peak = dict(now)
     return peak
 
 
-def _replay(blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]) -> int:
-    """Reserved bytes after two steps: in the second, the optimizer's state is where the first allocated it."""
+def _replay(
+    blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
+) -> int:
+    """Reserved bytes after two steps: in the second, the optimizer's state is where the first
+    allocated it.
+    """
     alive = {number for number, new in first if new} - {number for number, new in first if not new}
     left = alive & {number for number, _ in steady}
     again = [(number + len(blocks), new) for number, new in steady]

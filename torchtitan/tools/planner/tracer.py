@@ -1,4 +1,6 @@
-"""A dispatch mode below DTensor that records a fake run: every allocation, matrix product and collective of a rank."""
+"""A dispatch mode below DTensor that records a fake run: every allocation, matrix product and
+collective of a rank.
+"""
 
 import weakref
 from collections import Counter
@@ -82,7 +84,10 @@ class Tracer(TorchDispatchMode):
             cuda: count the workspaces of CUDA's kernels.
         """
         super().__init__()
-        self.axes, self.weights, self.vocabulary, self.eight_bit = axes, set(weights), set(vocabulary), eight_bit
+        self.axes = axes
+        self.weights = set(weights)
+        self.vocabulary = set(vocabulary)
+        self.eight_bit = eight_bit
         self.cuda = cuda
         self.blocks: list[Block] = []
         self.events: list[tuple[int, bool]] = []
@@ -134,8 +139,8 @@ class Tracer(TorchDispatchMode):
     def drop_unneeded(self, *hook: Any) -> None:
         """A forward hook of compiled blocks: drop what no gradient needs.
 
-        Checkpointing by operation keeps the last product and its reduction, which are only added to the residual
-        stream. A compiler drops them.
+        Checkpointing by operation keeps the last product and its reduction, which are only added to
+        the residual stream. A compiler drops them.
         """
         output = self._alive[local(hook[-1]).untyped_storage()._cdata][1]
         for _, number in list(self._alive.values()):
@@ -173,7 +178,11 @@ class Tracer(TorchDispatchMode):
     # ---- operations
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
@@ -195,35 +204,65 @@ class Tracer(TorchDispatchMode):
             self._product = self._alive[out.untyped_storage()._cdata][1]
         return out
 
-    def _count_product(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _count_product(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
         dtype = str(args[0].dtype).removeprefix("torch.")
         if "_flash_attention" not in name:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             shapes = [tuple(x.shape) for x in (*args, out) if isinstance(x, Tensor)]
-            kinds = [self.eight_bit[s] for shape in shapes for s in (shape, shape[::-1]) if s in self.eight_bit]
+            kinds = [
+                self.eight_bit[s]
+                for shape in shapes
+                for s in (shape, shape[::-1])
+                if s in self.eight_bit
+            ]
             self.counts.flops["matmul", kinds[0] if kinds else dtype] += flops
             return
         backward = name.endswith("backward")
         q, k = args[1:3] if backward else args[:2]
-        causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
+        causal = (
+            args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
+        )
         products = 5 if backward else 2  # the backward recomputes the scores
         pairs = q.shape[2] * k.shape[2] / (2 if causal else 1)
-        self.counts.flops["attention", dtype] += 2 * products * q.shape[0] * q.shape[1] * pairs * q.shape[3]
+        self.counts.flops["attention", dtype] += (
+            2 * products * q.shape[0] * q.shape[1] * pairs * q.shape[3]
+        )
         if self.cuda and backward:
-            # Gradients of queries are summed in fp32; those of keys and values are first computed for every query head.
+            # Gradients of queries are summed in fp32; those of keys and values are first computed
+            # for every query head.
             repeated = 2 * q.element_size() * q.numel() if q.shape[1] != k.shape[1] else 0
             self._workspace(4 * q.numel() + repeated)
 
-    def _collective(self, namespace: str, name: str, args: tuple[Any, ...], out: Any) -> None:
+    def _collective(
+        self,
+        namespace: str,
+        name: str,
+        args: tuple[Any, ...],
+        out: Any,
+    ) -> None:
         kind = next((kind for text, kind in _COLLECTIVES if text in name), None)
         if kind is None:
             return
-        inputs, outputs = list(tensors(args)), list(tensors(out))
+        inputs = list(tensors(args))
+        outputs = list(tensors(out))
         axis = _axis(self.axes.get(group_name(args), ()), namespace, kind, inputs)
-        if kind in ("send", "receive") and (inputs[0].numel() == 1 or not inputs[0].is_floating_point()):
+        if kind in ("send", "receive") and (
+            inputs[0].numel() == 1 or not inputs[0].is_floating_point()
+        ):
             return  # torch before 2.13 tests connections and sends shapes in its first step
         if namespace == "c10d":  # the result is an argument
-            size = max(map(nbytes, inputs)) if kind in ("all_gather", "reduce_scatter") else nbytes(inputs[0])
+            size = (
+                max(map(nbytes, inputs))
+                if kind in ("all_gather", "reduce_scatter")
+                else nbytes(inputs[0])
+            )
         else:
             size = max(sum(map(nbytes, inputs)), sum(map(nbytes, outputs)))
         self.counts.calls[axis, kind] += 1
@@ -236,14 +275,23 @@ class Tracer(TorchDispatchMode):
 
 
 INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
-"""Implementations of our own operators that are composed of others; their fake versions would hide what they do."""
+"""Implementations of our own operators that are composed of others; their fake versions would hide
+what they do.
+"""
 
 
-def _axis(axes: Collection[str], namespace: str, kind: str, inputs: Sequence[Tensor]) -> str:
+def _axis(
+    axes: Collection[str],
+    namespace: str,
+    kind: str,
+    inputs: Sequence[Tensor],
+) -> str:
     """Which of the axes that share a process group a collective is for."""
     if len(axes) < 2:
         return next(iter(axes), "other")
-    if kind == "all_to_all":  # a ring of context parallelism sends flat buffers; experts get rows, and their numbers
+    if (
+        kind == "all_to_all"
+    ):  # a ring of context parallelism sends flat buffers; experts get rows, and their numbers
         rows = inputs[0].dim() == 2 or not inputs[0].is_floating_point()
         order: tuple[str, ...] = ("ep", "cp") if rows else ("cp", "ep")
     elif namespace == "c10d":  # FSDP calls c10d itself, the others use functional collectives

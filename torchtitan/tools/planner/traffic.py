@@ -1,4 +1,6 @@
-"""The collectives that one rank issues in a training step: how many, and how many bytes, by mesh axis."""
+"""The collectives that one rank issues in a training step: how many, and how many bytes, by mesh
+axis.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +21,13 @@ class Collectives:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, axis: str, operation: str, calls: float, size: float) -> None:
+    def add(
+        self,
+        axis: str,
+        operation: str,
+        calls: float,
+        size: float,
+    ) -> None:
         if calls and size:
             self.calls[axis, operation] += round(calls)
             self.bytes[axis, operation] += round(calls * size)
@@ -28,9 +36,9 @@ class Collectives:
 def tensor_parallel_calls(w: Workload) -> tuple[float, float]:
     """All-gathers and reduce-scatters of one block and microbatch, forward and backward.
 
-    With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198). Recomputing a block
-    gathers its inputs again; recomputing all of it also scatters its results again, and a compiler drops the last of
-    those, which nothing reads.
+    With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198).
+    Recomputing a block gathers its inputs again; recomputing all of it also scatters its results
+    again, and a compiler drops the last of those, which nothing reads.
     """
     if w.experts:  # around attention alone: experts get the tokens of each rank
         return 2 + w.recompute.pointwise, 2 + w.recompute.attention
@@ -42,7 +50,9 @@ def exchanges(w: Workload) -> float:
 
     Selection by operation saves what is exchanged, and a compiler's budget doesn't reach it.
     """
-    return 1 + (w.recompute.attention if w.config.activation_checkpoint.mode in ("full", "selective") else 0)
+    return 1 + (
+        w.recompute.attention if w.config.activation_checkpoint.mode in ("full", "selective") else 0
+    )
 
 
 def exchanged_bytes(w: Workload) -> float:
@@ -54,57 +64,103 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     """What one rank at place `pp_rank` of the pipeline communicates in a step."""
     out = Collectives()
     stages = w.stages_of(pp_rank)
-    layers, runs = sum(stage.layers for stage in stages), w.microbatches * w.accumulation
+    layers = sum(stage.layers for stage in stages)
+    runs = w.microbatches * w.accumulation
     weights = sum(map(w.params, stages))
     hidden = w.tokens * w.dim
     _add_data_parallel(out, w, layers, weights)
     if w.tp > 1:
         gathers, scatters = tensor_parallel_calls(w)
-        out.add("tp", "all_gather", gathers * layers * runs, hidden * (FP8 if w.tensorwise else w.element))
+        out.add(
+            "tp",
+            "all_gather",
+            gathers * layers * runs,
+            hidden * (FP8 if w.tensorwise else w.element),
+        )
         out.add("tp", "reduce_scatter", scatters * layers * runs, hidden * w.element)
         ends = sum(stage.has_embedding + stage.has_output for stage in stages)
-        for operation in ("all_gather", "reduce_scatter"):  # one in the forward, the other in the backward
+        for operation in (
+            "all_gather",
+            "reduce_scatter",
+        ):  # one in the forward, the other in the backward
             out.add("tp", operation, ends * runs, hidden * w.element)
     if w.experts and w.ep > 1:
-        there, back = exchanges(w) * layers * runs, layers * runs  # each way twice: to the experts and from them
+        there, back = (
+            exchanges(w) * layers * runs,
+            layers * runs,
+        )  # each way twice: to the experts and from them
         out.add("ep", "all_to_all", 2 * (there + back), exchanged_bytes(w))
         out.add("ep", "all_to_all", there, INT32 * w.experts)
     if w.cp > 1:
-        passes, keys_values = 2 + w.recompute.attention, 2 * w.tokens * w.kv_attended / w.tp
+        passes = 2 + w.recompute.attention
+        keys_values = 2 * w.tokens * w.kv_attended / w.tp
         if w.config.parallelism.context_parallel_rotate_method == "alltoall":
-            out.add("cp", "all_to_all", passes * (w.cp - 1) * layers * runs, keys_values * w.element)
+            out.add(
+                "cp", "all_to_all", passes * (w.cp - 1) * layers * runs, keys_values * w.element
+            )
             out.add("cp", "all_to_all", w.cp * layers * runs, keys_values * FP32)
         else:
             out.add("cp", "all_gather", passes * layers * runs, keys_values * w.element * w.cp)
             out.add("cp", "reduce_scatter", layers * runs, keys_values * FP32 * w.cp)
     if w.pp > 1:
         last = len(w.stages) - 1
-        sends = sum((index < last) + (index > 0) for index, stage in enumerate(w.stages) if stage.rank == pp_rank)
+        sends = sum(
+            (index < last) + (index > 0)
+            for index, stage in enumerate(w.stages)
+            if stage.rank == pp_rank
+        )
         out.add("pp", "send", sends * runs, hidden / w.tp * w.element)
     return out
 
 
-def _add_data_parallel(out: Collectives, w: Workload, layers: int, weights: int) -> None:
-    """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they are on other ranks,
-    and one for embedding, norm and output."""
-    ends, padded = weights - layers * w.block_params, w.expert_params * w.expert_padding
+def _add_data_parallel(
+    out: Collectives,
+    w: Workload,
+    layers: int,
+    weights: int,
+) -> None:
+    """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they
+    are on other ranks, and one for embedding, norm and output.
+    """
+    ends = weights - layers * w.block_params
+    padded = w.expert_params * w.expert_padding
     own = w.block_params - w.expert_params + padded * (not w.experts_apart)
     groups = layers + (ends > 0)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
     reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
-    # Blocks that were resharded are gathered again for the backward; by default the last one stays gathered.
-    regathered = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
+    # Blocks that were resharded are gathered again for the backward; by default the last one stays
+    # gathered.
+    regathered = {
+        "never": 0,
+        "default": max(0, layers - 1),
+        "always": layers,
+    }[reshard]
     gathers = w.accumulation * (layers + regathered)
     if w.fsdp > 1:
         out.add("fsdp", "all_gather", gathers, own * w.gathered)
         out.add(
-            "fsdp", "all_gather", w.accumulation * (groups - layers) * (1 + (reshard == "always")), ends * w.element
+            "fsdp",
+            "all_gather",
+            w.accumulation * (groups - layers) * (1 + (reshard == "always")),
+            ends * w.element,
         )
-        out.add("fsdp", "reduce_scatter", groups * scatters, (layers * own + ends) / groups * w.reduced)
+        out.add(
+            "fsdp", "reduce_scatter", groups * scatters, (layers * own + ends) / groups * w.reduced
+        )
     if w.experts_apart and w.efsdp > 1:
         out.add("efsdp", "all_gather", gathers, padded * w.element)
         out.add("efsdp", "reduce_scatter", layers * scatters, padded * w.reduced)
     if w.dp_replicate > 1:
-        out.add("dp_replicate", "all_reduce", groups * reduces, (layers * own + ends) / groups / w.fsdp * w.reduced)
-        out.add("dp_replicate", "all_reduce", layers * reduces * w.experts_apart, padded / w.efsdp * w.reduced)
+        out.add(
+            "dp_replicate",
+            "all_reduce",
+            groups * reduces,
+            (layers * own + ends) / groups / w.fsdp * w.reduced,
+        )
+        out.add(
+            "dp_replicate",
+            "all_reduce",
+            layers * reduces * w.experts_apart,
+            padded / w.efsdp * w.reduced,
+        )

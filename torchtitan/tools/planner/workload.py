@@ -1,9 +1,10 @@
 """A configuration reduced to the quantities that the planner's formulas take.
 
-Notation of `costs.py` and `memory.py`: d is the width of the residual stream, q and kv the widths of all query heads
-and of all key (or value) heads, f the inner width of the feed-forward network or of an expert, V the vocabulary, S the
-sequence length, T the tokens of one microbatch on one rank before tensor parallelism splits them, E the experts of a
-block, and k those of a token. All experts are assumed to get equally many tokens.
+Notation of `costs.py` and `memory.py`: d is the width of the residual stream, q and kv the widths
+of all query heads and of all key (or value) heads, f the inner width of the feed-forward network or
+of an expert, V the vocabulary, S the sequence length, T the tokens of one microbatch on one rank
+before tensor parallelism splits them, E the experts of a block, and k those of a token. All experts
+are assumed to get equally many tokens.
 """
 
 import math
@@ -34,17 +35,24 @@ from torchtitan.parallel.pipeline_stages import PipelineStages
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
-FP32, FP8 = 4, 1
+FP32 = 4
+FP8 = 1
 """Bytes of an element. Gradients add up in fp32."""
 
 BACKWARD_PRODUCTS = 2
-"""Matrix products in the backward per product in the forward: the gradients of its input and of its weight."""
+"""Matrix products in the backward per product in the forward: the gradients of its input and of its
+weight.
+"""
 BACKWARD_ATTENTION = 2.5
-"""FLOPs of attention's backward per FLOP of its forward: 5 products, with the scores recomputed, for 2
-(Dao, arXiv:2307.08691, section 4.1)."""
-FLOAT8_MULTIPLE, MX_MULTIPLE = 16, 32
-"""An 8-bit linear layer's sizes on each rank must be multiples of this: torch._scaled_mm's alignment in elements, and
-the block that shares a scale in the OCP Microscaling Formats specification 1.0."""
+"""FLOPs of attention's backward per FLOP of its forward: 5 products, with the scores recomputed,
+for 2 (Dao, arXiv:2307.08691, section 4.1).
+"""
+FLOAT8_MULTIPLE = 16
+MX_MULTIPLE = 32
+"""An 8-bit linear layer's sizes on each rank must be multiples of this: torch._scaled_mm's
+alignment in elements, and the block that shares a scale in the OCP Microscaling Formats
+specification 1.0.
+"""
 
 _SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
 
@@ -101,13 +109,21 @@ class Recompute:
 class Workload:
     """One training step of `config` on each rank."""
 
-    def __init__(self, config: Config, args: Any, stages: PipelineStages | None, *, kv_repeated: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        args: Any,
+        stages: PipelineStages | None,
+        *,
+        kv_repeated: bool = False,
+    ):
         """
         Args:
             config: derived and validated.
             args: the model's arguments.
             stages: the pipeline; None without one.
-            kv_repeated: keys and values are copied for every query head before attention, as TorchTitan did when its
+            kv_repeated: keys and values are copied for every query head before attention, as
+            TorchTitan did when its
                 tables were measured. This project's attention doesn't copy them.
 
         Raises:
@@ -118,14 +134,21 @@ class Workload:
                 f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
                 f"{config.model.name} has no {', '.join(missing)}"
             )
-        self.experts, self.top_k = getattr(args, "n_experts", 0), getattr(args, "experts_per_token", 0)
+        self.experts = getattr(args, "n_experts", 0)
+        self.top_k = getattr(args, "experts_per_token", 0)
         if self.experts and args.n_dense_layers:
             raise UserError(
-                "model.overrides.n_dense_layers: the planner's closed forms need blocks that are alike; plan with 0"
+                "model.overrides.n_dense_layers: the planner's closed forms need blocks "
+                "that are alike; plan with 0"
             )
-        t, p = config.training, config.parallelism
-        self.config, self.args, self.pipeline = config, args, stages
-        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (axis_degrees(p)[axis] for axis in AXES)
+        t = config.training
+        p = config.parallelism
+        self.config = config
+        self.args = args
+        self.pipeline = stages
+        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
+            axis_degrees(p)[axis] for axis in AXES
+        )
         self.fsdp = self.dp_shard * self.cp
         self.world = self.pp * self.dp_replicate * self.fsdp * self.tp
         self.ep = p.expert_parallel_degree
@@ -133,15 +156,20 @@ class Workload:
         """Ranks over which FSDP shards an expert."""
         self.experts_apart = self.experts > 0 and (self.tp > 1 or self.ep > 1)
         """FSDP gathers the experts of a block apart from it."""
-        self.dim, self.vocab, self.seq_len = args.dim, args.vocab_size, t.seq_len
+        self.dim = args.dim
+        self.vocab = args.vocab_size
+        self.seq_len = t.seq_len
         self.ffn = args.expert_dim if self.experts else args.ffn_dim
-        self.q, self.kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        self.q = args.n_heads * args.head_dim
+        self.kv = args.n_kv_heads * args.head_dim
         self.kv_attended = self.q if kv_repeated else self.kv
         """Width of the keys (or values) that attention reads and context parallelism sends."""
         rows = stages.microbatch_size if stages else t.local_batch_size
         self.microbatches = t.local_batch_size // rows
         self.accumulation = gradient_accumulation_steps(config)
-        self.sums_whole_gradients = sums_whole_gradients(config) and self.accumulation > 1 and stages is None
+        self.sums_whole_gradients = (
+            sums_whole_gradients(config) and self.accumulation > 1 and stages is None
+        )
         """The batches of a step add up in whole gradients, which are reduced after the last one."""
         self.replicas_apart = stages is None and sums_on_replicas(config)
         """The batches of a step add up on each replica, and are all-reduced after the last one."""
@@ -154,13 +182,17 @@ class Workload:
         """Bytes of a sharded parameter."""
         self.reduced = BYTES[t.mixed_precision_reduce]
         """Bytes of a gradient in a reduction."""
-        self.float8, self.mx = uses(config, FLOAT8), uses(config, MX)
+        self.float8 = uses(config, FLOAT8)
+        self.mx = uses(config, MX)
         recipe = config.quantize.linear.float8.recipe_name or "tensorwise"
         self.tensorwise = self.float8 and recipe == "tensorwise"
-        self.float8_gather = self.float8 and config.quantize.linear.float8.enable_fsdp_float8_all_gather
+        self.float8_gather = (
+            self.float8 and config.quantize.linear.float8.enable_fsdp_float8_all_gather
+        )
         self.gathered = FP8 if self.float8_gather else self.element
         """Bytes of a block's parameter in FSDP's all-gather."""
-        grouped, experts = config.quantize.grouped_mm, "layers.0.moe.experts"
+        grouped = config.quantize.grouped_mm
+        experts = "layers.0.moe.experts"
         self.eight_bit_experts = self.experts > 0 and (
             (uses(config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts))
             or (uses(config, GROUPED_MX) and names_any(grouped.mx.fqns, experts))
@@ -177,7 +209,11 @@ class Workload:
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or of the output projection, on one tensor-parallel rank."""
         self.output = Linear(
-            "output", self.dim, self.vocab // self.tp, self._eight_bit("output", self.dim, self.vocab), 0.0
+            "output",
+            self.dim,
+            self.vocab // self.tp,
+            self._eight_bit("output", self.dim, self.vocab),
+            0.0,
         )
         self.async_tp = p.enable_async_tensor_parallel and self.tp > 1
         self.sharded_loss = self.tp > 1 and not p.disable_loss_parallel
@@ -190,23 +226,35 @@ class Workload:
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of one block's causal attention on one rank, forward, per token: the unmasked half of 4 S q."""
+        """FLOPs of one block's causal attention on one rank, forward, per token: the unmasked half
+        of 4 S q.
+        """
         return 2.0 * self.seq_len * self.q / self.tp
 
     def params(self, stage: Stage) -> int:
-        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP shards them."""
+        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP shards
+        them.
+        """
         tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
         ends = stage.has_embedding + (stage.has_output and not tied)
-        return stage.layers * self.block_params + ends * self.vocab_params + stage.has_output * self.dim
+        return (
+            stage.layers * self.block_params
+            + ends * self.vocab_params
+            + stage.has_output * self.dim
+        )
 
     def shard(self, stage: Stage) -> float:
         """Parameters of a stage on one rank."""
         experts = stage.layers * self.expert_params
-        return (self.params(stage) - experts) / self.fsdp + experts * self.expert_padding / self.efsdp
+        return (
+            self.params(stage) - experts
+        ) / self.fsdp + experts * self.expert_padding / self.efsdp
 
     @property
     def expert_rows(self) -> float:
-        """Rows per token that a rank sends to the experts; and with equal loads, that it gets for its own."""
+        """Rows per token that a rank sends to the experts; and with equal loads, that it gets for
+        its own.
+        """
         return self.top_k / self.tp
 
     def stages_of(self, pp_rank: int) -> list[Stage]:
@@ -231,8 +279,14 @@ class Workload:
         return Recompute(0.0, 0.0, 0.0)
 
     def _linears(self) -> Iterator[Linear]:
-        """The linear layers in the order in which a block runs them: checkpointing by operation keeps every second."""
-        d, q, kv, f, tp = self.dim, self.q, self.kv, self.ffn, self.tp
+        """The linear layers in the order in which a block runs them: checkpointing by operation
+        keeps every second.
+        """
+        d = self.dim
+        q = self.q
+        kv = self.kv
+        f = self.ffn
+        tp = self.tp
         network = "moe.experts" if self.experts else "feed_forward"
         sizes = {
             "attention.wq": (d, q),
@@ -247,29 +301,45 @@ class Workload:
         forced = self.config.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
         counted = 0
         for name, (inputs, outputs) in sizes.items():
-            of_experts, of_router = name.startswith("moe.experts"), name == "moe.router.gate"
+            of_experts = name.startswith("moe.experts")
+            of_router = name == "moe.router.gate"
             if name == "moe.experts.w1" and self.experts_apart:
                 counted = 0  # a region of its own
             may_be_kept = of_experts or of_router or not any(part in name for part in forced)
             counted += may_be_kept
             kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
-            unused = name == "feed_forward.w2" and self.compiled  # no gradient needs it, and the compiler drops it
+            unused = (
+                name == "feed_forward.w2" and self.compiled
+            )  # no gradient needs it, and the compiler drops it
             recomputed = 0.0 if kept or unused else self.recompute.products
             if of_experts:
-                rows, experts = self.expert_rows, self.experts // self.ep
-                yield Linear(name, inputs, outputs, self.eight_bit_experts, recomputed, rows, experts)
+                rows = self.expert_rows
+                experts = self.experts // self.ep
+                yield Linear(
+                    name, inputs, outputs, self.eight_bit_experts, recomputed, rows, experts
+                )
             elif of_router:
                 yield Linear(name, inputs, outputs, False, recomputed, 1 / tp, fp32=True)
             else:
                 row_parallel = name.endswith(("wo", "w2"))
                 local = (inputs // tp, outputs) if row_parallel else (inputs, outputs // tp)
-                yield Linear(name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed)
+                yield Linear(
+                    name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed
+                )
 
     def _expert_padding(self) -> float:
-        """Whole matrices are padded where the ranks don't divide their number: the first ranks then hold more."""
+        """Whole matrices are padded where the ranks don't divide their number: the first ranks then
+        hold more.
+        """
         own = max(1, self.experts // self.ep)
-        splits_matrices = self.experts_apart and not any(width % self.efsdp for width in (self.dim, self.ffn))
-        return 1.0 if splits_matrices or not self.experts else math.ceil(own / self.efsdp) * self.efsdp / own
+        splits_matrices = self.experts_apart and not any(
+            width % self.efsdp for width in (self.dim, self.ffn)
+        )
+        return (
+            1.0
+            if splits_matrices or not self.experts
+            else math.ceil(own / self.efsdp) * self.efsdp / own
+        )
 
     def _vector_params(self) -> int:
         """Norms, of heads too, and biases of a block."""
@@ -284,7 +354,11 @@ class Workload:
         linear = self.config.quantize.linear
         filters = linear.float8.filter_fqns if self.float8 else linear.mx.filter_fqns
         multiple = (FLOAT8_MULTIPLE if self.float8 else MX_MULTIPLE) * self.tp
-        if any(part in name for part in filters if part != SMALL_LAYERS) or inputs % multiple or outputs % multiple:
+        if (
+            any(part in name for part in filters if part != SMALL_LAYERS)
+            or inputs % multiple
+            or outputs % multiple
+        ):
             return False
         filtered = self.float8 and SMALL_LAYERS in filters
         return not filtered or gains_by_float8(linear.float8.recipe_name, inputs, outputs)
@@ -299,7 +373,9 @@ class Workload:
 
 
 def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
-    """FLOPs of one step on one rank by (`matmul` or `attention`, dtype): the pipeline's mean, with recomputation."""
+    """FLOPs of one step on one rank by (`matmul` or `attention`, dtype): the pipeline's mean, with
+    recomputation.
+    """
     tokens = w.tokens * w.microbatches * w.accumulation / w.pp
     dtype = "float32" if w.element == FP32 else "bfloat16"
     products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
@@ -308,6 +384,8 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
         key = "matmul", "float8" if linear.eight_bit else "float32" if linear.fp32 else dtype
         flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
-    attention = (1 + BACKWARD_ATTENTION + w.recompute.attention) * w.attention_flops * w.args.n_layers
+    attention = (
+        (1 + BACKWARD_ATTENTION + w.recompute.attention) * w.attention_flops * w.args.n_layers
+    )
     out["attention", dtype] = attention * tokens
     return out

@@ -1,8 +1,8 @@
 """What one rank does that other ranks wait for. Imports no torch.
 
-A group is known by its slot: its place among the groups that a rank is a member of, in the order of their creation.
-Slot 0 is all ranks. If all ranks create the same groups, a slot means the same on all of them: the rank's own group
-along one axis, say.
+A group is known by its slot: its place among the groups that a rank is a member of, in the order of
+their creation. Slot 0 is all ranks. If all ranks create the same groups, a slot means the same on
+all of them: the rank's own group along one axis, say.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,9 @@ class Post(NamedTuple):
     """Of this rank's posts, from 0."""
     messages: tuple[Message, ...]
     pair: bool
-    """They travel over a communicator of two ranks, as those that are posted alone do, not over that of the group."""
+    """They travel over a communicator of two ranks, as those that are posted alone do, not over
+    that of the group.
+    """
     at: str
     during: str
 
@@ -113,7 +115,9 @@ class Record:
     layers: tuple[int, int] = (1, 1)
     """How many layers of its stages ran, and how many there are."""
     parts: tuple[int, int] = (0, 0)
-    """Into which a checkpoint cuts the tensors of the layers that ran, and those of other modules, over all ranks."""
+    """Into which a checkpoint cuts the tensors of the layers that ran, and those of other modules,
+    over all ranks.
+    """
     cpu_seconds: float = 0.0
     """Of its process."""
     memory: int = 0

@@ -1,4 +1,6 @@
-"""Whether ranks make the same groups, enter the same collectives, and receive what others send. Imports no torch."""
+"""Whether ranks make the same groups, enter the same collectives, and receive what others send.
+Imports no torch.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,7 +54,8 @@ def errors(records: Mapping[int, Record]) -> list[Fault]:
             faults.append(Fault("error", rank, f"rank {rank} raised {record.error}"))
         if record.loop:
             text = (
-                f"rank {rank} loops without end at {record.loop}: the loop waits for a tensor's value to change, and "
+                f"rank {rank} loops without end at {record.loop}: the loop waits for a "
+                "tensor's value to change, and "
                 "the values of a rehearsal are made up. Bound the number of its turns"
             )
             faults.append(Fault("loop", rank, text))
@@ -66,17 +69,27 @@ def check_groups(records: Mapping[int, Record]) -> list[Fault]:
     """All ranks must create the same groups in the same order, members or not."""
     length = max(len(record.creations) for record in records.values())
     for i in range(length):
-        made = {r: record.creations[i] if i < len(record.creations) else None for r, record in records.items()}
+        made = {
+            r: record.creations[i] if i < len(record.creations) else None
+            for r, record in records.items()
+        }
         few, most = _sides(made, key=lambda c: c and (c.ranks, c.description))
         if few:
-            one, other = made[few[0]], made[most[0]]
+            one = made[few[0]]
+            other = made[most[0]]
             texts = [
                 f"creates group #{i + 1} {c.description} ({name_ranks(c.ranks)}), at {c.at}"
                 if c
                 else f"creates only {i} groups"
                 for c in (one, other)
             ]
-            return [Fault("groups", few[0], f"{name_ranks(few)} {texts[0]}, where {name_ranks(most)} {texts[1]}")]
+            return [
+                Fault(
+                    "groups",
+                    few[0],
+                    f"{name_ranks(few)} {texts[0]}, where {name_ranks(most)} {texts[1]}",
+                )
+            ]
     return []
 
 
@@ -95,7 +108,9 @@ def all_groups(record: Record) -> list[tuple[tuple[int, ...], int]]:
 
 
 def check_collectives(records: Mapping[int, Record], cast: Cast, counts: Counts) -> list[Fault]:
-    """All members of each group of the cluster must enter the same collectives in the same order."""
+    """All members of each group of the cluster must enter the same collectives in the same
+    order.
+    """
     entered = {rank: _by_slot(record.collectives) for rank, record in records.items()}
     counts.collectives = sum(len(record.collectives) for record in records.values())
     counts.bytes += sum(event.bytes for record in records.values() for event in record.collectives)
@@ -110,7 +125,9 @@ def check_collectives(records: Mapping[int, Record], cast: Cast, counts: Counts)
             continue
         compared.add(key)
         lists = {rank: entered[by].get(slot, []) for rank, by in stand_ins.items()}
-        if fault := _first_difference(lists, Group(ranks, records[min(records)].groups[slot].description, "")):
+        if fault := _first_difference(
+            lists, Group(ranks, records[min(records)].groups[slot].description, "")
+        ):
             faults[slot] = fault
     return [fault for _, fault in sorted(faults.items())]
 
@@ -123,7 +140,9 @@ def _by_slot(events: Iterable[Collective]) -> dict[int, list[Collective]]:
 
 
 def _first_difference(lists: Mapping[int, list[Collective]], group: Group) -> Fault | None:
-    different = {id(events): [_call(event) for event in events] for events in lists.values()}.values()
+    different = {
+        id(events): [_call(event) for event in events] for events in lists.values()
+    }.values()
     if all(calls == next(iter(different)) for calls in different):
         return None
     for i in range(max(map(len, lists.values()))):
@@ -131,18 +150,23 @@ def _first_difference(lists: Mapping[int, list[Collective]], group: Group) -> Fa
         few, most = _sides(at, key=_call)
         if not few:
             continue
-        one, other = at[few[0]], at[most[0]]
+        one = at[few[0]]
+        other = at[most[0]]
         theirs, usual = ([_call(e) for e in lists[side[0]][i:]] for side in (few, most))
         if other is not None and _begins(usual[1:], theirs):
             last = lists[few[0]][i - 1] if i else None
-            before = f"; its last one there is #{last.number} {last.op}, at {last.at}" if last else ""
+            before = (
+                f"; its last one there is #{last.number} {last.op}, at {last.at}" if last else ""
+            )
             text = (
-                f"{name_ranks(few)} did not enter {describe(other, group)} during the {other.during}, "
+                f"{name_ranks(few)} did not enter {describe(other, group)} during the "
+                f"{other.during}, "
                 f"where {name_ranks(most)} waits, at {other.at}{before}"
             )
         elif one is not None and _begins(theirs[1:], usual):
             text = (
-                f"{name_ranks(few)} entered {describe(one, group)} during the {one.during}, at {one.at}, "
+                f"{name_ranks(few)} entered {describe(one, group)} during the "
+                f"{one.during}, at {one.at}, "
                 f"which {name_ranks(most)} did not enter"
             )
         else:
@@ -153,8 +177,10 @@ def _first_difference(lists: Mapping[int, list[Collective]], group: Group) -> Fa
                 for e, r in ((one, other), (other, one))
             ]
             text = (
-                f"{name_ranks(few)} entered {describe(one, group)}{root[0]} during the {one.during}, at {one.at}, "
-                f"where {name_ranks(most)} entered {other.op} ({other.tensors}){root[1]}, at {other.at}"
+                f"{name_ranks(few)} entered {describe(one, group)}{root[0]} during the "
+                f"{one.during}, at {one.at}, "
+                f"where {name_ranks(most)} entered {other.op} "
+                f"({other.tensors}){root[1]}, at {other.at}"
             )
         return Fault("collectives", few[0], text)
     return None
@@ -170,8 +196,12 @@ def _call(event: Collective | None) -> tuple[str, str, int | None] | None:
     return event and (event.op, event.tensors, event.root)
 
 
-def _sides(by_rank: Mapping[int, object], key: Callable[..., object]) -> tuple[list[int], list[int]]:
-    """The ranks that differ from most, and most; empty if all agree. Of two equal sides, the lowest rank's is right."""
+def _sides(
+    by_rank: Mapping[int, object], key: Callable[..., object]
+) -> tuple[list[int], list[int]]:
+    """The ranks that differ from most, and most; empty if all agree. Of two equal sides, the lowest
+    rank's is right.
+    """
     kinds: dict[object, list[int]] = {}
     for rank, value in sorted(by_rank.items()):
         kinds.setdefault(key(value), []).append(rank)
@@ -190,7 +220,9 @@ class _Sent(NamedTuple):
 
 
 def check_messages(records: Mapping[int, Record], cast: Cast, counts: Counts) -> list[Fault]:
-    """Each send of a rank must have its receive on the other, of the same size and over the same communicator."""
+    """Each send of a rank must have its receive on the other, of the same size and over the same
+    communicator.
+    """
     faults = []
     seen: set[tuple[int, int, int, int]] = set()
     lists = {rank: _messages(record) for rank, record in records.items()}
@@ -223,30 +255,42 @@ def _messages(record: Record) -> dict[tuple[int, int], tuple[list[_Sent], list[_
     return found
 
 
-def _unmatched(source: int, target: int, sends: list[_Sent], receives: list[_Sent]) -> list[Fault]:
+def _unmatched(
+    source: int,
+    target: int,
+    sends: list[_Sent],
+    receives: list[_Sent],
+) -> list[Fault]:
     for number, (sent, received) in enumerate(zip(sends, receives, strict=False), 1):
-        here = f"rank {source} sends message #{number} ({sent.message.tensors}) to rank {target}, at {sent.post.at}"
+        here = (
+            f"rank {source} sends message #{number} ({sent.message.tensors}) to rank "
+            f"{target}, at {sent.post.at}"
+        )
         if sent.message.tensors != received.message.tensors:
             text = f"{here}, which receives {received.message.tensors}, at {received.post.at}"
             return [Fault("messages", source, text)]
         if sent.post.pair != received.post.pair:
             ways = ("over the group's communicator", "over that of the two ranks")
             text = (
-                f"{here}, {ways[sent.post.pair]}, but it is received {ways[received.post.pair]}, at {received.post.at}"
+                f"{here}, {ways[sent.post.pair]}, but it is received "
+                f"{ways[received.post.pair]}, at {received.post.at}"
             )
             return [Fault("messages", source, text)]
     number = min(len(sends), len(receives))
     if len(sends) > number:
         left = sends[number]
         text = (
-            f"rank {source} sends message #{number + 1} ({left.message.tensors}) to rank {target} during the "
-            f"{left.post.during}, at {left.post.at}, but rank {target} receives only {number} from it"
+            f"rank {source} sends message #{number + 1} ({left.message.tensors}) to rank "
+            f"{target} during the "
+            f"{left.post.during}, at {left.post.at}, but rank {target} receives only "
+            f"{number} from it"
         )
         return [Fault("messages", target, text)]
     if len(receives) > number:
         left = receives[number]
         text = (
-            f"rank {target} receives message #{number + 1} ({left.message.tensors}) from rank {source} during the "
+            f"rank {target} receives message #{number + 1} ({left.message.tensors}) from "
+            f"rank {source} during the "
             f"{left.post.during}, at {left.post.at}, but rank {source} sends only {number} to it"
         )
         return [Fault("messages", source, text)]
@@ -269,8 +313,14 @@ def check_exchanges(records: Mapping[int, Record], counts: Counts) -> list[Fault
         for i, sender in exchanges.items():
             for j, receiver in exchanges.items():
                 counts.exchanges += 1
-                sent, expected = sender.sent[ranks.index(j)], receiver.expected[ranks.index(i)]
+                sent = sender.sent[ranks.index(j)]
+                expected = receiver.expected[ranks.index(i)]
                 if sent != expected:
-                    text = f"rank {i} sends {sent} rows to rank {j}, which expects {expected}, in exchange #{number}"
-                    return [Fault("exchanges", i, f"{text} of experts' rows among {name_ranks(ranks)}")]
+                    text = (
+                        f"rank {i} sends {sent} rows to rank {j}, which expects {expected}, "
+                        f"in exchange #{number}"
+                    )
+                    return [
+                        Fault("exchanges", i, f"{text} of experts' rows among {name_ranks(ranks)}")
+                    ]
     return []

@@ -1,6 +1,8 @@
-"""What a rank tells and sends to others on the fake process group: objects, and tensors from one rank to another.
+"""What a rank tells and sends to others on the fake process group: objects, and tensors from one
+rank to another.
 
-These calls of torch.distributed are replaced, because their results would be data that no rank has sent.
+These calls of torch.distributed are replaced, because their results would be data that no rank has
+sent.
 """
 
 import dataclasses
@@ -26,7 +28,9 @@ class _Work:
     """Replaces `dist.Work` of a send or receive."""
 
     def __init__(self, recorder: Recorder, post: int):
-        self._recorder, self._post, self._done = recorder, post, False
+        self._recorder = recorder
+        self._post = post
+        self._done = False
 
     def wait(self, *_: Any) -> bool:
         if not self._done:
@@ -46,7 +50,8 @@ class Network:
         Args:
             told: what rank 0 broadcasts, in order; None on rank 0.
         """
-        self.recorder, self.told = recorder, told
+        self.recorder = recorder
+        self.told = told
         self._heard = 0
         self._gathered: Any = None
 
@@ -74,12 +79,20 @@ class Network:
             values[:] = self.told[self._heard]
         self._heard += 1
 
-    def _object(self, op: str, group: ProcessGroup | None, size: int, root: int | None = None) -> None:
+    def _object(
+        self,
+        op: str,
+        group: ProcessGroup | None,
+        size: int,
+        root: int | None = None,
+    ) -> None:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
         self.recorder.entered(slot, op, "object", size, index)
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
+    ) -> None:
         self._object("all_gather_object", group, len(pickle.dumps(obj)))
         object_list[:] = [obj] * len(object_list)
 
@@ -102,7 +115,9 @@ class Network:
         group: ProcessGroup | None = None,
         group_dst: int | None = None,
     ) -> None:
-        self._object("gather_object", group, len(pickle.dumps(obj)), self._global(dst, group_dst, group))
+        self._object(
+            "gather_object", group, len(pickle.dumps(obj)), self._global(dst, group_dst, group)
+        )
         self._gathered = obj
         if object_gather_list is not None:
             object_gather_list[:] = [obj] + [_without_items(obj)] * (len(object_gather_list) - 1)
@@ -116,7 +131,12 @@ class Network:
         group_src: int | None = None,
     ) -> None:
         own = scatter_object_input_list[0] if scatter_object_input_list else self._gathered
-        self._object("scatter_object_list", group, len(pickle.dumps(own)), self._global(src, group_src, group))
+        self._object(
+            "scatter_object_list",
+            group,
+            len(pickle.dumps(own)),
+            self._global(src, group_src, group),
+        )
         scatter_object_output_list[0] = own
 
     def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
@@ -126,7 +146,14 @@ class Network:
 
     # ---- sends and receives
 
-    def _message(self, sends: bool, tensor: Tensor, peer: int | None, in_group: int | None, group: Any) -> Message:
+    def _message(
+        self,
+        sends: bool,
+        tensor: Tensor,
+        peer: int | None,
+        in_group: int | None,
+        group: Any,
+    ) -> Message:
         other = self._global(peer, in_group, group)
         if not sends:
             mark(tensor, frozenset())
@@ -136,14 +163,32 @@ class Network:
         return _Work(self.recorder, self.recorder.posted(slot, messages, pair=pair))
 
     def isend(
-        self, tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_dst: int | None = None,
     ) -> _Work:
-        return self._post(self.recorder.slot(group), [self._message(True, tensor, dst, group_dst, group)], pair=True)
+        return self._post(
+            self.recorder.slot(group),
+            [self._message(True, tensor, dst, group_dst, group)],
+            pair=True,
+        )
 
     def irecv(
-        self, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_src: int | None = None,
     ) -> _Work:
-        return self._post(self.recorder.slot(group), [self._message(False, tensor, src, group_src, group)], pair=True)
+        return self._post(
+            self.recorder.slot(group),
+            [self._message(False, tensor, src, group_src, group)],
+            pair=True,
+        )
 
     def send(self, *args: Any, **kwargs: Any) -> None:
         self.isend(*args, **kwargs).wait()
@@ -154,7 +199,8 @@ class Network:
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
         group = operations[0].group
         messages = [
-            self._message(o.op is distributed_c10d.isend, o.tensor, None, o.group_peer, group) for o in operations
+            self._message(o.op is distributed_c10d.isend, o.tensor, None, o.group_peer, group)
+            for o in operations
         ]
         return [self._post(self.recorder.slot(group), messages, pair=False)]
 
@@ -172,13 +218,22 @@ def recording(recorder: Recorder, told: list[Any] | None) -> Iterator[None]:
 
     @functools.wraps(create)
     def created(
-        size: int, place: int, ranks: list[int], backend: Any, store: Any, name: Any, *args: Any, **kwargs: Any
+        size: int,
+        place: int,
+        ranks: list[int],
+        backend: Any,
+        store: Any,
+        name: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         with _disable_current_modes():
             made = create(size, place, ranks, "fake", store, name, *args, **kwargs)
         members = tuple(ranks) or tuple(range(size))
         member = made[0] is not dist.GroupMember.NON_GROUP_MEMBER
-        recorder.created(members, kwargs.get("group_desc") or "default_pg", name if member else None)
+        recorder.created(
+            members, kwargs.get("group_desc") or "default_pg", name if member else None
+        )
         return made
 
     names = ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]

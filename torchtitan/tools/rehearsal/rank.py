@@ -1,7 +1,8 @@
-"""Runs the trainer of one rank on the fake process group: a step, its report, a validation, a save, a resume, the end.
+"""Runs the trainer of one rank on the fake process group: a step, its report, a validation, a save,
+a resume, the end.
 
-It is the code of a run, from the first process group to the last barrier. Replaced are the network, the memory, the
-data (rows without content) and the files of checkpoints.
+It is the code of a run, from the first process group to the last barrier. Replaced are the network,
+the memory, the data (rows without content) and the files of checkpoints.
 """
 
 import dataclasses
@@ -61,11 +62,19 @@ from torchtitan.train.step import train_step as train_one_step
 from torchtitan.utils import activity as phase
 
 BATCHES = 3
-"""Batches that run of an accumulated step, or of a validation: the first, one in the middle, the last."""
+"""Batches that run of an accumulated step, or of a validation: the first, one in the middle, the
+last.
+"""
 
 
 def rehearse_rank(
-    config: Config, world: int, rank: int, *, layers: int | None, large: bool, told: list[Any] | None
+    config: Config,
+    world: int,
+    rank: int,
+    *,
+    layers: int | None,
+    large: bool,
+    told: list[Any] | None,
 ) -> Record:
     """Run one rank in this process, which can't run another one afterwards.
 
@@ -82,18 +91,29 @@ def rehearse_rank(
         config = rehearsed(config, world, folder)
         setup = preflight(config, output=False)
         recorder = Recorder(rank, axis_degrees(config.parallelism), large=large)
-        with no_network() as mode, recording(recorder, told), _replaced(config, setup, world, recorder, mode, layers):
+        with (
+            no_network() as mode,
+            recording(recorder, told),
+            _replaced(config, setup, world, recorder, mode, layers),
+        ):
             try:
                 with mode, recorder:
                     _run(config, setup, recorder)
             except EndlessLoopError as loop:
                 recorder.record.loop = str(loop)
             except Exception as error:
-                frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)][::-1]
                 frames = [
-                    f for f in frames if "torchtitan/tools/rehearsal/" not in f[0] and not is_library(f[0])
+                    (f.filename, f.lineno, f.name)
+                    for f in traceback.extract_tb(error.__traceback__)
+                ][::-1]
+                frames = [
+                    f
+                    for f in frames
+                    if "torchtitan/tools/rehearsal/" not in f[0] and not is_library(f[0])
                 ] or frames
-                recorder.record.error = f"{type(error).__name__}: {error}".splitlines()[0] + f", at {where(frames)}"
+                recorder.record.error = (
+                    f"{type(error).__name__}: {error}".splitlines()[0] + f", at {where(frames)}"
+                )
     recorder.record.exchanges = phase.last_exchanges()
     recorder.record.cpu_seconds = time.process_time()
     recorder.record.memory = _most_memory()
@@ -102,7 +122,8 @@ def rehearse_rank(
 
 def rehearsed(config: Config, world: int, folder: str) -> Config:
     """The configuration of a rehearsal: one step, after which everything that a run does is due."""
-    training, degrees = config.training, axis_degrees(config.parallelism)
+    training = config.training
+    degrees = axis_degrees(config.parallelism)
     rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
     changes: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": folder},
@@ -115,12 +136,20 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
             "enable_cpu_offload": False,
             "stages": [],
         },
-        "metrics": {"log_freq": 1, "sinks": [], "enable_tensorboard": False, "enable_wandb": False},
+        "metrics": {
+            "log_freq": 1,
+            "sinks": [],
+            "enable_tensorboard": False,
+            "enable_wandb": False,
+        },
         "notifications": {"webhook_env": "", "command": []},
         "validation": {
             "freq": 1,
             "steps": _at_most(config.validation.steps),
-            "sets": [one.model_copy(update={"steps": _at_most(one.steps)}) for one in config.validation.sets],
+            "sets": [
+                one.model_copy(update={"steps": _at_most(one.steps)})
+                for one in config.validation.sets
+            ],
         },
         "checkpoint": {
             "interval": 1,
@@ -138,7 +167,10 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
         "sampling": {"prompts": []},
     }
     return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+        update={
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in changes.items()
+        }
     )
 
 
@@ -172,7 +204,12 @@ def _run(config: Config, setup: Setup, recorder: Recorder) -> None:
 
 @contextmanager
 def _replaced(
-    config: Config, setup: Setup, world: int, recorder: Recorder, mode: FakeTensorMode, layers: int | None
+    config: Config,
+    setup: Setup,
+    world: int,
+    recorder: Recorder,
+    mode: FakeTensorMode,
+    layers: int | None,
 ) -> Iterator[None]:
     def start(*_: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -185,13 +222,20 @@ def _replaced(
         return dataclasses.replace(train_step(*args, **kwargs), stop=False)  # nobody asks to stop
 
     def stage_modules(*args: Any) -> list[Any]:
-        stages = [stage or tuple(setup.spec.module_flops(setup.args, 1)) for stage in all_modules(*args)]
+        stages = [
+            stage or tuple(setup.spec.module_flops(setup.args, 1)) for stage in all_modules(*args)
+        ]
         kept = stages if layers is None else [_fewer(stage, layers) for stage in stages]
-        run, of = (sum(name.startswith("layers.") for stage in part for name in stage) for part in (kept, stages))
+        run, of = (
+            sum(name.startswith("layers.") for stage in part for name in stage)
+            for part in (kept, stages)
+        )
         recorder.record.layers = run, of
         return kept
 
-    train_step, all_modules, during = train_one_step, pipeline.stage_modules, _during(recorder)
+    train_step = train_one_step
+    all_modules = pipeline.stage_modules
+    during = _during(recorder)
     with ExitStack() as stack:
         for module, name, replacement in (
             (trainer, "init_distributed", start),
@@ -208,8 +252,16 @@ def _replaced(
             (dcp_storage.CommittingWriter, "write_data", _write_nothing),
             (dcp_storage.CommittingWriter, "finish", lambda *_, **__: None),
             (dcp_storage.Reader, "read_data", _read_nothing),
-            (dcp.DefaultSavePlanner, "create_local_plan", aside(dcp.DefaultSavePlanner.create_local_plan)),
-            (dcp.DefaultLoadPlanner, "create_local_plan", aside(dcp.DefaultLoadPlanner.create_local_plan)),
+            (
+                dcp.DefaultSavePlanner,
+                "create_local_plan",
+                aside(dcp.DefaultSavePlanner.create_local_plan),
+            ),
+            (
+                dcp.DefaultLoadPlanner,
+                "create_local_plan",
+                aside(dcp.DefaultLoadPlanner.create_local_plan),
+            ),
             (dcp.DefaultSavePlanner, "create_global_plan", lambda _, plans: (plans, Metadata({}))),
         ):
             stack.enter_context(patch.object(module, name, replacement))
@@ -221,7 +273,8 @@ def _during(recorder: Recorder) -> Any:
 
     def named(part: str, method: Any) -> Any:
         def run(*args: Any) -> Any:
-            before, recorder.during = recorder.during, part
+            before = recorder.during
+            recorder.during = part
             result = method(*args)
             recorder.during = before
             return result
@@ -232,35 +285,68 @@ def _during(recorder: Recorder) -> Any:
 
 
 def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The modules of a stage, of which at most `layers` are layers: the first ones, and the last."""
+    """The modules of a stage, of which at most `layers` are layers: the first ones, and the
+    last.
+    """
     own = [name for name in modules if name.startswith("layers.")]
     kept = {*own[: layers - 1], *own[-1:]}
     return tuple(name for name in modules if name in kept or not name.startswith("layers."))
 
 
-def _splits(recorder: Recorder, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def _splits(
+    recorder: Recorder,
+    sent: Tensor,
+    received: Tensor,
+    rows: int,
+) -> tuple[list[int], list[int]]:
     """Unequal numbers of rows that each rank sends to each other, the same in the eyes of both."""
-    ranks, groups = len(sent), recorder.record.groups
+    ranks = len(sent)
+    groups = recorder.record.groups
     group = next((group for group in groups if group.description == "ep"), groups[0])
     own = group.ranks.index(recorder.record.rank)
 
     def rows_of(source: int, target: int) -> int:
-        shift, share = (target - source) % ranks, rows // ranks
+        shift = (target - source) % ranks
+        share = rows // ranks
         return share + (shift < rows % ranks) + ((shift == 1) - (shift == 0) if share else 0)
 
-    return [rows_of(own, other) for other in range(ranks)], [rows_of(other, own) for other in range(ranks)]
+    return [rows_of(own, other) for other in range(ranks)], [
+        rows_of(other, own) for other in range(ranks)
+    ]
 
 
 class _Loader:
     """Replaces the data of a rank: rows without content."""
 
-    def __init__(self, config: Config, section: Any, rows: int, sources: Sequence[str]):
-        self.rows, self.count, self.length, self.sources = rows, section.global_batch_size, section.seq_len, sources
+    def __init__(
+        self,
+        config: Config,
+        section: Any,
+        rows: int,
+        sources: Sequence[str],
+    ):
+        self.rows = rows
+        self.count = section.global_batch_size
+        self.length = section.seq_len
+        self.sources = sources
         self.name = "no data"
-        self.fingerprint = DataFingerprint(sources={}, tokenizer="", seq_len=self.length, seed=0)
+        self.fingerprint = DataFingerprint(
+            sources={},
+            tokenizer="",
+            seq_len=self.length,
+            seed=0,
+        )
         self.record = SimpleNamespace(add_held_out=lambda _: None, lists=lambda: b"{}")
         read = {name: SourcePosition(contents="", rows=1) for name in sources}
-        self.start = DataPosition(step=1, shares=SharesState(weights={}, rows=0, counts={}), sources=read)
+        self.start = DataPosition(
+            step=1,
+            shares=SharesState(
+                weights={},
+                rows=0,
+                counts={},
+            ),
+            sources=read,
+        )
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
@@ -269,7 +355,9 @@ class _Loader:
     def blank(self) -> StepBatch:
         tokens = torch.empty(self.rows, self.length, dtype=torch.int64)
         sources = torch.empty(self.rows, dtype=torch.int64)
-        return StepBatch(tokens, tokens.clone(), self.start, self.count, sources, [0.0] * len(self.sources))
+        return StepBatch(
+            tokens, tokens.clone(), self.start, self.count, sources, [0.0] * len(self.sources)
+        )
 
     def skipped(self, _: Any) -> Any:
         return Counter()
@@ -323,8 +411,13 @@ def _parts(tensors: dict[str, Any]) -> tuple[int, int]:
 
 def _metadata_bytes() -> float:
     """Bytes for each part of `.metadata` and `tensors.json`, measured on a tensor in many parts."""
-    name, size, parts = "optimizer.layers.10.attention.wo.weight.exp_avg", 2**24, 256
-    chunks = [ChunkStorageMetadata(torch.Size([size * i, 0]), torch.Size([size, 2**14])) for i in range(parts)]
+    name = "optimizer.layers.10.attention.wo.weight.exp_avg"
+    size = 2**24
+    parts = 256
+    chunks = [
+        ChunkStorageMetadata(torch.Size([size * i, 0]), torch.Size([size, 2**14]))
+        for i in range(parts)
+    ]
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([size * parts, 2**14]), chunks)
     places = {
         MetadataIndex(name, chunk.offsets, i): _StorageInfo(f"__{i}_0.distcp", size * i, size)
@@ -341,11 +434,16 @@ def _stored(checkpointer: Any) -> Iterator[None]:
     state = flatten_state_dict(checkpointer.trained.tensors())[0]
     found = {}
     for name, value in state.items():
-        properties, whole = TensorProperties(dtype=value.dtype), torch.Size([0] * value.dim())
+        properties = TensorProperties(dtype=value.dtype)
+        whole = torch.Size([0] * value.dim())
         chunk = ChunkStorageMetadata(whole, value.size())
         found[name] = TensorStorageMetadata(properties, value.size(), [chunk])
     metadata = Metadata(found, storage_data={})
-    manifest = SimpleNamespace(step=1, model_only=False, tensor_bytes=checkpointer.trained.tensors())
+    manifest = SimpleNamespace(
+        step=1,
+        model_only=False,
+        tensor_bytes=checkpointer.trained.tensors(),
+    )
     manifest.state = lambda: None
     manifest.model_dump = dict
     with ExitStack() as stack:

@@ -1,9 +1,10 @@
 """Which ranks are rehearsed, and which of them stands for each of the others.
 
-Ranks at one place of the pipeline run the same stages, so what they do can differ in their coordinates along the other
-axes alone: the first has the root's or the log's work, the last has what uneven shards leave. Rehearsed are, at each
-place of the pipeline, the rank that is first along all other axes and the one that is last; at the first place also
-those that are last, or in the middle, along one axis only.
+Ranks at one place of the pipeline run the same stages, so what they do can differ in their
+coordinates along the other axes alone: the first has the root's or the log's work, the last has
+what uneven shards leave. Rehearsed are, at each place of the pipeline, the rank that is first along
+all other axes and the one that is last; at the first place also those that are last, or in the
+middle, along one axis only.
 """
 
 import math
@@ -60,7 +61,9 @@ class Cast:
         self._kinds = {rank: self._kind(rank) for rank in sorted(rehearsed)}
 
     def _kind(self, rank: int) -> tuple[int, ...]:
-        """The place in the pipeline; along each other axis 0 for the first rank, 2 for the last, 1 between them."""
+        """The place in the pipeline; along each other axis 0 for the first rank, 2 for the last, 1
+        between them.
+        """
         kind = []
         for axis, at in coordinates(rank, self.degrees).items():
             is_last = at == self.degrees[axis] - 1
@@ -68,8 +71,9 @@ class Cast:
         return tuple(kind)
 
     def stands_for(self, rank: int) -> int:
-        """The rehearsed rank at the same place of the pipeline that is most like `rank`: first along most of the axes
-        along which `rank` is, then last along most. A rehearsed rank itself."""
+        """The rehearsed rank at the same place of the pipeline that is most like `rank`: first
+        along most of the axes along which `rank` is, then last along most. A rehearsed rank itself.
+        """
         if rank in self.rehearsed:
             return rank
         kind = self._kind(rank)
@@ -79,6 +83,8 @@ class Cast:
         return self._known[kind]
 
     def large(self, rank: int) -> bool:
-        """Whether what the rank reads of its own tensors is large: its neighbours in the comparison get the other."""
+        """Whether what the rank reads of its own tensors is large: its neighbours in the comparison
+        get the other.
+        """
         place = coordinates(rank, self.degrees)
         return sum(at > 0 if axis != "pp" else at for axis, at in place.items()) % 2 == 1

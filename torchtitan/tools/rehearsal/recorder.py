@@ -1,6 +1,8 @@
-"""Records what a rank does on the fake process group: groups, collectives of tensors, and values that it reads.
+"""Records what a rank does on the fake process group: groups, collectives of tensors, and values
+that it reads.
 
-A dispatch mode below DTensor sees collectives of tensors. `network.py` adds those of objects, sends and receives.
+A dispatch mode below DTensor sees collectives of tensors. `network.py` adds those of objects, sends
+and receives.
 """
 
 import functools
@@ -21,7 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.tools.planner.tracer import INSIDE, group_name, nbytes, tensors
-from torchtitan.tools.rehearsal.events import Collective, Creation, Group, Message, Post, Read, Record, Wait
+from torchtitan.tools.rehearsal.events import (
+    Collective,
+    Creation,
+    Group,
+    Message,
+    Post,
+    Read,
+    Record,
+    Wait,
+)
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 
 _OPS = (
@@ -41,16 +52,27 @@ _OPS = (
 """Part of an operator's name, and the collective that it is; the first match wins."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _OWN = __file__.rpartition("/")[0]
-_HELPERS = ("all_reduce", "gather", "from_rank_0", "together", "redistribute_and_wait", "AnyRank.__init__")
+_HELPERS = (
+    "all_reduce",
+    "gather",
+    "from_rank_0",
+    "together",
+    "redistribute_and_wait",
+    "AnyRank.__init__",
+)
 """Functions that communicate for others: the place of a collective is their caller's."""
 
 
 _MOST_READS = 20_000
-"""Reads of values by one line, above which it is taken for a loop. The optimizer reads a few per parameter."""
+"""Reads of values by one line, above which it is taken for a loop. The optimizer reads a few per
+parameter.
+"""
 
 
 class EndlessLoopError(Exception):
-    """A loop waits for a value to change, which the values of a rehearsal never do. Its text is the loop's line."""
+    """A loop waits for a value to change, which the values of a rehearsal never do. Its text is the
+    loop's line.
+    """
 
 
 class Recorder(TorchDispatchMode):
@@ -60,11 +82,14 @@ class Recorder(TorchDispatchMode):
         """
         Args:
             degrees: of the mesh axes, from outer to inner.
-            large: what a rank reads of its own tensors is large and true, otherwise small and false. Ranks that are
+            large: what a rank reads of its own tensors is large and true, otherwise small and
+            false. Ranks that are
                 compared get different ones.
         """
         super().__init__()
-        self.record, self.degrees, self.large = Record(rank), degrees, large
+        self.record = Record(rank)
+        self.degrees = degrees
+        self.large = large
         self.during = "start"
         self.slots: dict[str, int] = {}
         """By the group's name."""
@@ -79,7 +104,8 @@ class Recorder(TorchDispatchMode):
 
     def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
         """A group was created. `name` is None if this rank is not a member."""
-        at, world = self.at(), math.prod(self.degrees.values())
+        at = self.at()
+        world = math.prod(self.degrees.values())
         spanning = (axis for axis, degree in self.degrees.items() if degree == world > 1)
         if description == "default_pg":
             description = " = ".join(["all ranks", *spanning])
@@ -94,7 +120,9 @@ class Recorder(TorchDispatchMode):
         """Mesh axes that a group spans whole."""
         places = [coordinates(rank, self.degrees) for rank in ranks]
         spans = {axis: len({place[axis] for place in places}) for axis in self.degrees}
-        whole = {axis for axis, degree in self.degrees.items() if degree > 1 and spans[axis] == degree}
+        whole = {
+            axis for axis, degree in self.degrees.items() if degree > 1 and spans[axis] == degree
+        }
         count = 1
         for axis in whole:
             count *= self.degrees[axis]
@@ -105,11 +133,20 @@ class Recorder(TorchDispatchMode):
 
     # ---- collectives
 
-    def entered(self, slot: int, op: str, what: str, size: int, root: int | None = None) -> None:
+    def entered(
+        self,
+        slot: int,
+        op: str,
+        what: str,
+        size: int,
+        root: int | None = None,
+    ) -> None:
         if len(self.record.groups[slot].ranks) == 1:
             return
         number = self._counts[slot] = self._counts.get(slot, 0) + 1
-        self.record.events.append(Collective(slot, number, op, what, size, root, self.at(), self.during))
+        self.record.events.append(
+            Collective(slot, number, op, what, size, root, self.at(), self.during)
+        )
 
     def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
         """Sends and receives begin; the number of the post."""
@@ -122,7 +159,11 @@ class Recorder(TorchDispatchMode):
         self.record.events.append(Wait(post, self.at()))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
@@ -161,7 +202,9 @@ class Recorder(TorchDispatchMode):
             what += f" {reduction(args) or self.reduction}"
         root = None
         if kind in ("broadcast", "gather", "scatter", "reduce") and func.namespace == "c10d":
-            root = next((arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)), None)
+            root = next(
+                (arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)), None
+            )
         self.entered(slot, kind, what, sum(map(nbytes, inputs)), root)
         before = _shared(tensors(args))
         for result in (*tensors(out), *(tensors(args) if func.namespace == "c10d" else ())):
@@ -172,7 +215,8 @@ class Recorder(TorchDispatchMode):
     # ---- values
 
     def _read(self, tensor: Tensor) -> bool | int | float:
-        """A value for the host: the same on all ranks if all are known to compute the same, else this rank's own.
+        """A value for the host: the same on all ranks if all are known to compute the same, else
+        this rank's own.
 
         Raises:
             EndlessLoopError: this line reads values without end.
@@ -238,12 +282,16 @@ def describe(tensor: Tensor, kind: str) -> str:
 
 
 def reduction(args: tuple[Any, ...]) -> str:
-    """The reduction of a call of torch.distributed, or of an operator that names it; empty for c10d's operators."""
+    """The reduction of a call of torch.distributed, or of an operator that names it; empty for
+    c10d's operators.
+    """
     for arg in args:
         if isinstance(arg, str) and arg in ("sum", "avg", "max", "min", "product"):
             return arg
         if isinstance(arg, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            return re.sub(r"[^a-z_].*", "", str(arg).lower().removeprefix("<").removeprefix("redoptype."))
+            return re.sub(
+                r"[^a-z_].*", "", str(arg).lower().removeprefix("<").removeprefix("redoptype.")
+            )
     return ""
 
 

@@ -1,4 +1,6 @@
-"""Rehearse the ranks of a configuration, each in its own process, and check them against each other."""
+"""Rehearse the ranks of a configuration, each in its own process, and check them against each
+other.
+"""
 
 import multiprocessing
 import os
@@ -42,7 +44,13 @@ class Rehearsal:
     faults: list[Fault]
 
 
-def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: int | None = 2) -> Rehearsal:
+def rehearse(
+    config: Config,
+    world: int,
+    *,
+    ranks: Sequence[int] = (),
+    layers: int | None = 2,
+) -> Rehearsal:
     """Rehearse a configuration, in as many processes at a time as there are cores.
 
     Args:
@@ -54,8 +62,12 @@ def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: i
     cast = Cast(sorted({*corners(degrees), *ranks}), degrees)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(min(cores, len(cast.rehearsed)), mp_context=context, max_tasks_per_child=1) as pool:
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with ProcessPoolExecutor(
+        min(cores, len(cast.rehearsed)), mp_context=context, max_tasks_per_child=1
+    ) as pool:
 
         def run(rank: int, large: bool, told: list[Any] | None) -> Any:
             return pool.submit(_alone, config, world, rank, layers, large, told)
@@ -68,8 +80,12 @@ def rehearse(config: Config, world: int, *, ranks: Sequence[int] = (), layers: i
         faults = check(records, cast, counts)
         again = partial(run, told=first.broadcasts)
         faults = [
-            _because_of_data(fault, records, lambda rank: again(rank, not cast.large(rank)).result())
-            if fault.kind in ("collectives", "messages", "error", "groups") and fault.rank in records and fault.rank
+            _because_of_data(
+                fault, records, lambda rank: again(rank, not cast.large(rank)).result()
+            )
+            if fault.kind in ("collectives", "messages", "error", "groups")
+            and fault.rank in records
+            and fault.rank
             else fault
             for fault in faults
         ]
@@ -84,8 +100,8 @@ def few_ranks(world: int) -> bool:
 def few_layers(config: Config) -> int:
     """Layers of each stage that show all that a stage does.
 
-    Without a pipeline, FSDP gathers a layer while another one computes, which takes two. With one, the schedule gathers
-    whole stages.
+    Without a pipeline, FSDP gathers a layer while another one computes, which takes two. With one,
+    the schedule gathers whole stages.
     """
     return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
 
@@ -101,10 +117,19 @@ def check(records: dict[int, Record], cast: Cast, counts: Counts) -> list[Fault]
     return faults or check_circles(records)
 
 
-def _because_of_data(fault: Fault, records: dict[int, Record], again: Callable[[int], Record]) -> Fault:
-    """The fault, or that it is due to the rank's own data: if its tensors hold other values, it does something else."""
-    before, after = records[fault.rank], again(fault.rank)
-    same = before.events == after.events and before.creations == after.creations and before.error == after.error
+def _because_of_data(
+    fault: Fault, records: dict[int, Record], again: Callable[[int], Record]
+) -> Fault:
+    """The fault, or that it is due to the rank's own data: if its tensors hold other values, it
+    does something else.
+    """
+    before = records[fault.rank]
+    after = again(fault.rank)
+    same = (
+        before.events == after.events
+        and before.creations == after.creations
+        and before.error == after.error
+    )
     if same:
         return fault
     pairs = enumerate(zip(before.events, after.events, strict=False))
@@ -112,13 +137,30 @@ def _because_of_data(fault: Fault, records: dict[int, Record], again: Callable[[
     read = [place for position, place in before.own_reads if position <= first]
     if not read:
         return fault
-    text = f"rank {fault.rank} depends on a value of its own data, which it reads at {read[-1]}: {fault.text}"
+    text = (
+        f"rank {fault.rank} depends on a value of its own data, which it reads at "
+        f"{read[-1]}: {fault.text}"
+    )
     return Fault("data", fault.rank, text)
 
 
-def _alone(config: Config, world: int, rank: int, layers: int | None, large: bool, told: list[Any] | None) -> Record:
+def _alone(
+    config: Config,
+    world: int,
+    rank: int,
+    layers: int | None,
+    large: bool,
+    told: list[Any] | None,
+) -> Record:
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(config, world, rank, layers=layers, large=large, told=told)
+    return rehearse_rank(
+        config,
+        world,
+        rank,
+        layers=layers,
+        large=large,
+        told=told,
+    )

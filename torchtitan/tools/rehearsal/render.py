@@ -12,9 +12,14 @@ from torchtitan.utils.text import aligned, plural, show_gib
 
 def as_text(rehearsal: Rehearsal) -> str:
     """What was checked, and the verdict."""
-    counts, records = rehearsal.counts, rehearsal.records
+    counts = rehearsal.counts
+    records = rehearsal.records
     model = rehearsal.config.model
-    layers = "all layers" if rehearsal.layers is None else f"up to {plural(rehearsal.layers, 'layer')} of each stage"
+    layers = (
+        "all layers"
+        if rehearsal.layers is None
+        else f"up to {plural(rehearsal.layers, 'layer')} of each stage"
+    )
     lines = [
         f"{model.name} {model.flavor} on {plural(rehearsal.world, 'rank')}: "
         f"{layout_name(layout_degrees(rehearsal.config.parallelism))}",
@@ -22,8 +27,10 @@ def as_text(rehearsal: Rehearsal) -> str:
         "",
         aligned(_table(rehearsal)),
         "",
-        f"Compared {plural(counts.groups, 'group')} of several ranks, {plural(counts.collectives, 'collective')}, "
-        f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of experts' rows; "
+        f"Compared {plural(counts.groups, 'group')} of several ranks, "
+        f"{plural(counts.collectives, 'collective')}, "
+        f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of "
+        "experts' rows; "
         f"{show_gib(counts.bytes / 2**30)} of messages",
         f"It took {sum(r.cpu_seconds for r in records.values()):,.0f} CPU seconds, and at most "
         f"{show_gib(max(r.memory for r in records.values()) / 2**30)} in each process",
@@ -48,7 +55,8 @@ def _who(rehearsal: Rehearsal) -> str:
     if _is_whole(rehearsal):
         return "every rank"
     return (
-        f"{name_ranks(rehearsal.records)}: at each place of the pipeline the first and the last rank, and along each "
+        f"{name_ranks(rehearsal.records)}: at each place of the pipeline the first and "
+        "the last rank, and along each "
         "axis one at its end and one in its middle"
     )
 
@@ -59,8 +67,10 @@ def _verdict(rehearsal: Rehearsal) -> str:
         return f"No rank can wait for another forever: {agree}"
     others = plural(rehearsal.world - len(rehearsal.records), "other rank")
     return (
-        f"None of these ranks can wait for another forever, nor can the {others} if each does what the rank that "
-        f"stands for it does: {agree}. Code that singles out one of the others is not seen; --ranks and --every-rank "
+        f"None of these ranks can wait for another forever, nor can the {others} if each "
+        "does what the rank that "
+        f"stands for it does: {agree}. Code that singles out one of the others is not "
+        "seen; --ranks and --every-rank "
         "rehearse more"
     )
 
@@ -79,19 +89,29 @@ def _table(rehearsal: Rehearsal) -> list[list[str]]:
         entered = [event for event in record.collectives if event.slot == slot]
         sent = [m for post in record.posts if post.slot == slot for m in post.messages if m.sends]
         size = sum(event.bytes for event in entered) + sum(message.bytes for message in sent)
-        row = [group.description, len(group.ranks), f"{len(entered):,}", f"{len(sent):,}", f"{size / 2**20:,.1f}"]
+        row = [
+            group.description,
+            len(group.ranks),
+            f"{len(entered):,}",
+            f"{len(sent):,}",
+            f"{size / 2**20:,.1f}",
+        ]
         rows.append([*map(str, row), group.at])
     return rows
 
 
 def _own(rehearsal: Rehearsal) -> str:
-    places = {read.at for record in rehearsal.records.values() for read in record.reads if not read.shared}
+    places = {
+        read.at for record in rehearsal.records.values() for read in record.reads if not read.shared
+    }
     return "; ".join(sorted(places)) or "none"
 
 
 def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
     counts = rehearsal.counts
-    reads = {(read.at, read.shared) for record in rehearsal.records.values() for read in record.reads}
+    reads = {
+        (read.at, read.shared) for record in rehearsal.records.values() for read in record.reads
+    }
     return {
         "world": rehearsal.world,
         "layout": layout_degrees(rehearsal.config.parallelism),
@@ -103,7 +123,14 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
-                "groups": [{"name": g.description, "ranks": list(g.ranks), "at": g.at} for g in record.groups],
+                "groups": [
+                    {
+                        "name": g.description,
+                        "ranks": list(g.ranks),
+                        "at": g.at,
+                    }
+                    for g in record.groups
+                ],
                 "collectives": len(record.collectives),
                 "posts": len(record.posts),
                 "cpu_seconds": record.cpu_seconds,

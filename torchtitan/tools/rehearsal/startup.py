@@ -1,4 +1,6 @@
-"""What a start, a save and a resume cost beside training, as it grows with the number of ranks. Imports no torch."""
+"""What a start, a save and a resume cost beside training, as it grows with the number of ranks.
+Imports no torch.
+"""
 
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -43,8 +45,8 @@ class Startup:
 def startup(rehearsal: Rehearsal) -> Startup:
     """Count from the records; what depends on layers that did not run is scaled by their number.
 
-    gloo's operations on the store were counted on real groups: of n members, each sets one key, and waits for and gets
-    n. With `TORCH_GLOO_LAZY_INIT`, each only sets one.
+    gloo's operations on the store were counted on real groups: of n members, each sets one key, and
+    waits for and gets n. With `TORCH_GLOO_LAZY_INIT`, each only sets one.
     """
     record = rehearsal.records[0]
     own = [group.ranks for group in record.groups if len(group.ranks) > 1]
@@ -66,7 +68,8 @@ def startup(rehearsal: Rehearsal) -> Startup:
 
 def _objects(rehearsal: Rehearsal, during: str) -> int:
     """Bytes of objects that rank 0 exchanges with the others during a part of the rehearsal."""
-    record, total = rehearsal.records[0], 0.0
+    record = rehearsal.records[0]
+    total = 0.0
     run, of = record.layers
     for event in record.collectives:
         if event.during == during and event.tensors == "object":
@@ -78,7 +81,8 @@ def _objects(rehearsal: Rehearsal, during: str) -> int:
 
 
 def _parts(rehearsal: Rehearsal) -> int:
-    degrees, total = axis_degrees(rehearsal.config.parallelism), 0.0
+    degrees = axis_degrees(rehearsal.config.parallelism)
+    total = 0.0
     for rank, record in rehearsal.records.items():
         if not any(at for axis, at in coordinates(rank, degrees).items() if axis != "pp"):
             run, of = record.layers
@@ -93,11 +97,17 @@ def rows(found: Startup) -> list[tuple[str, str]]:
         ("process groups of rank 0", f"{found.groups:,}"),
         ("calls that create groups (gloo; NCCL)", f"{found.calls:,}; {found.splits:,}"),
         ("connections of rank 0, if gloo makes all at once", f"{found.connections:,}"),
-        ("store operations (all at once; as needed)", f"{found.store:,}; {found.lazy_store:,} and more"),
+        (
+            "store operations (all at once; as needed)",
+            f"{found.store:,}; {found.lazy_store:,} and more",
+        ),
         ("objects received by a rank at the start", f"{found.start_objects / mib:,.1f} MiB"),
         ("objects through rank 0 in a save", f"{found.save_objects / mib:,.1f} MiB"),
         ("objects through rank 0 in a resume", f"{found.resume_objects / mib:,.1f} MiB"),
-        ("parts of tensors in a checkpoint, and their metadata", f"{found.parts:,}; {found.metadata / mib:,.1f} MiB"),
+        (
+            "parts of tensors in a checkpoint, and their metadata",
+            f"{found.parts:,}; {found.metadata / mib:,.1f} MiB",
+        ),
     ]
 
 

@@ -1,12 +1,15 @@
-"""Whether ranks can wait for each other in a circle: their collectives, sends and receives, run in order.
+"""Whether ranks can wait for each other in a circle: their collectives, sends and receives, run in
+order.
 
 The strictest order that a backend can impose, so one that waits less can't hang either:
 
 - a collective blocks its rank until all members of the group have entered it;
-- sends and receives are posted without blocking, but those of one communicator run one after the other, in the order
-  of posting, as on a stream of NCCL. A send or receive ends only together with its other end (no buffers). A batch ends
-  when all of it has;
-- messages that are posted alone use the communicator of the two ranks, those of a mixed batch, and collectives, that
+- sends and receives are posted without blocking, but those of one communicator run one after the
+other, in the order
+  of posting, as on a stream of NCCL. A send or receive ends only together with its other end (no
+  buffers). A batch ends when all of it has;
+- messages that are posted alone use the communicator of the two ranks, those of a mixed batch, and
+collectives, that
   of the group;
 - waiting for a post blocks.
 """
@@ -56,19 +59,26 @@ def check_circles(records: Mapping[int, Record]) -> list[Fault]:
     stuck = {rank: state for rank, state in ranks.items() if state.event is not None}
     if not stuck:
         return []
-    text = "; ".join(f"rank {rank} {_doing(state, ranks)}" for rank, state in _circle(stuck, members)[:4])
+    text = "; ".join(
+        f"rank {rank} {_doing(state, ranks)}" for rank, state in _circle(stuck, members)[:4]
+    )
     return [Fault("circle", min(stuck), f"ranks wait for each other: {text}")]
 
 
 def _with_their_peers(records: Mapping[int, Record]) -> list[int]:
     """The ranks all of whose correspondents were rehearsed; the others are like one of them."""
-    peers = {r: {m.peer for post in record.posts for m in post.messages} for r, record in records.items()}
+    peers = {
+        r: {m.peer for post in record.posts for m in post.messages} for r, record in records.items()
+    }
     return sorted(rank for rank, others in peers.items() if others <= records.keys())
 
 
-def _advance(rank: int, ranks: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]) -> set[int]:
+def _advance(
+    rank: int, ranks: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]
+) -> set[int]:
     """Run a rank until it blocks; the ranks that may now continue."""
-    state, woken = ranks[rank], set[int]()
+    state = ranks[rank]
+    woken = set[int]()
     while (event := state.event) is not None:
         if isinstance(event, Post):
             state.streams[state.stream(event)].append((event, list(event.messages)))
@@ -91,12 +101,17 @@ def _advance(rank: int, ranks: Mapping[int, _Rank], members: Mapping[tuple[int, 
 def _has_entered(state: _Rank, event: Collective) -> bool:
     own = state.event
     free = not state.streams[event.slot, -1]
-    return isinstance(own, Collective) and (own.slot, own.number) == (event.slot, event.number) and free
+    return (
+        isinstance(own, Collective)
+        and (own.slot, own.number) == (event.slot, event.number)
+        and free
+    )
 
 
 def _match(rank: int, stream: _Stream, ranks: Mapping[int, _Rank]) -> set[int]:
     """End what has both ends at the head of its streams; the ranks that may now continue."""
-    woken, todo = set[int](), deque([(rank, stream)])
+    woken = set[int]()
+    todo = deque([(rank, stream)])
     while todo:
         own, at = todo.popleft()
         queue = ranks[own].streams[at]
@@ -107,7 +122,9 @@ def _match(rank: int, stream: _Stream, ranks: Mapping[int, _Rank]) -> set[int]:
             there = at[0], own if at[1] >= 0 else -1
             if message not in left or not (others := ranks[message.peer].streams[there]):
                 continue
-            mirror = next((m for m in others[0][1] if m.peer == own and m.sends != message.sends), None)
+            mirror = next(
+                (m for m in others[0][1] if m.peer == own and m.sends != message.sends), None
+            )
             if mirror is None:
                 continue
             left.remove(message)
@@ -123,9 +140,12 @@ def _match(rank: int, stream: _Stream, ranks: Mapping[int, _Rank]) -> set[int]:
 # ---- words
 
 
-def _circle(stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]) -> list[tuple[int, _Rank]]:
+def _circle(
+    stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]
+) -> list[tuple[int, _Rank]]:
     """Ranks of which each waits for the next, and the last for the first."""
-    rank, path = min(stuck), list[int]()
+    rank = min(stuck)
+    path = list[int]()
     while rank not in path:
         path.append(rank)
         rank = min(_waits_for(rank, stuck, members) & stuck.keys(), default=rank)
@@ -133,7 +153,9 @@ def _circle(stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[i
 
 
 def _head(state: _Rank) -> Post | None:
-    """The oldest unfinished post on the stream that this rank is blocked on; None if only other ranks block it."""
+    """The oldest unfinished post on the stream that this rank is blocked on; None if only other
+    ranks block it.
+    """
     event = state.event
     if isinstance(event, Wait):
         posted = next(p for p in state.record.posts if p.number == event.post)
@@ -143,7 +165,9 @@ def _head(state: _Rank) -> Post | None:
     return None
 
 
-def _waits_for(rank: int, stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]) -> set[int]:
+def _waits_for(
+    rank: int, stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]
+) -> set[int]:
     state = stuck[rank]
     if head := _head(state):
         return {m.peer for m in state.streams[state.stream(head)][0][1]}
@@ -157,7 +181,10 @@ def _doing(state: _Rank, ranks: Mapping[int, _Rank]) -> str:
     event = state.event
     if head := _head(state):
         left = state.streams[state.stream(head)][0][1]
-        what = " and ".join(f"to {'send to' if m.sends else 'receive from'} rank {m.peer} ({m.tensors})" for m in left)
+        what = " and ".join(
+            f"to {'send to' if m.sends else 'receive from'} rank {m.peer} ({m.tensors})"
+            for m in left
+        )
         group = state.record.groups[head.slot].description
         return f"waits {what} in {group}, posted at {head.at}"
     assert isinstance(event, Collective)

@@ -29,7 +29,9 @@ def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[Candidat
     for name, path in zip(run_names(folders), folders, strict=True):
         folder = read_folder(path)
         began = folder.starts[0].time if folder.starts else None
-        runs.append(Candidate(name, folder, read_curves(path, folder.config, points=points, began=began)))
+        runs.append(
+            Candidate(name, folder, read_curves(path, folder.config, points=points, began=began))
+        )
     return runs
 
 
@@ -42,11 +44,22 @@ def as_report(runs: Sequence[Candidate]) -> dict[str, Any]:
     }
 
 
-def window(folder: Path, first_step: int, last_step: int, points: int = POINTS) -> dict[str, Any]:
+def window(
+    folder: Path,
+    first_step: int,
+    last_step: int,
+    points: int = POINTS,
+) -> dict[str, Any]:
     """The curves of a run between two steps, in as much detail as `points` allow."""
     starts = read_folder(folder).starts
-    curves = read_window(folder, first_step, last_step, points, began=starts[0].time if starts else None)
-    return {"axes": curves.axes(), "metrics": curves.metrics(), "sampled": curves.sampled}
+    curves = read_window(
+        folder, first_step, last_step, points, began=starts[0].time if starts else None
+    )
+    return {
+        "axes": curves.axes(),
+        "metrics": curves.metrics(),
+        "sampled": curves.sampled,
+    }
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -58,8 +71,10 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 def describe(run: Candidate) -> dict[str, Any]:
     """One run of a report."""
-    folder, curves = run.folder, run.curves
-    latest, last = curves.latest(), folder.starts[-1] if folder.starts else None
+    folder = run.folder
+    curves = run.curves
+    latest = curves.latest()
+    last = folder.starts[-1] if folder.starts else None
     step = max([curves.last_step, *([last.step] if last else [])])
     return {
         "name": run.name,
@@ -90,7 +105,9 @@ def describe(run: Candidate) -> dict[str, Any]:
 
 
 def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
-    """How long a running run will take, at the mean rate since the first record of its last start."""
+    """How long a running run will take, at the mean rate since the first record of its last
+    start.
+    """
     if folder.state != "running" or folder.total_steps is None or not folder.starts:
         return None
     rate = curves.seconds_per_step(since=folder.starts[-1].time)
@@ -111,4 +128,6 @@ def _start(start: Start, began: float) -> dict[str, Any]:
 
 
 def _event(event: dict[str, Any], began: float) -> dict[str, Any]:
-    return {"hours": (event["time"] - began) / 3600} | {key: event[key] for key in ("kind", "step", "message")}
+    return {"hours": (event["time"] - began) / 3600} | {
+        key: event[key] for key in ("kind", "step", "message")
+    }

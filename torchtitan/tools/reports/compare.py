@@ -16,7 +16,8 @@ SHARE = 0.25
 """Part of the common tokens over which losses are compared: the last ones."""
 _MOST = 4096
 """Records of a run that are compared, at most."""
-_LOSS, _SPEED = ("lower", "higher"), ("slower", "faster")
+_LOSS = ("lower", "higher")
+_SPEED = ("slower", "faster")
 
 
 class Point(NamedTuple):
@@ -48,7 +49,10 @@ class Candidate:
         """The records of some steps; the last `_MOST` if there are more."""
         first = max(first, last - round(_MOST * self.curves.steps_per_record))
         places = read_window(self.folder.path, first, last, 2 * _MOST, began=None).training
-        return [Point(p.step, *map(p.record.get, ("tokens", "loss", "tokens_per_second"))) for p in places]
+        return [
+            Point(p.step, *map(p.record.get, ("tokens", "loss", "tokens_per_second")))
+            for p in places
+        ]
 
 
 def compare(runs: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -62,7 +66,13 @@ def _against(run: Candidate, base: Candidate) -> Iterator[dict[str, Any]]:
         if found:
             metric, difference, text = found
             numbers = {"difference": difference.value, "noise": difference.noise}
-            yield {"metric": metric, **pair, **numbers, "significant": difference.significant, "text": text}
+            yield {
+                "metric": metric,
+                **pair,
+                **numbers,
+                "significant": difference.significant,
+                "text": text,
+            }
 
 
 # ---- loss
@@ -91,10 +101,17 @@ def _loss(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None
 
 def _losses(run: Candidate, tokens: float) -> dict[float, float]:
     """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
-    begin, last = (1 - SHARE) * tokens, run.curves.step_at(tokens)
-    points = run.tail if last >= run.curves.last_step else run.read(run.curves.step_at(begin) + 1, last)
+    begin = (1 - SHARE) * tokens
+    last = run.curves.step_at(tokens)
+    points = (
+        run.tail if last >= run.curves.last_step else run.read(run.curves.step_at(begin) + 1, last)
+    )
     known = ((point.tokens, point.loss) for point in points)
-    return {at: loss for at, loss in known if at is not None and loss is not None and begin < at <= tokens}
+    return {
+        at: loss
+        for at, loss in known
+        if at is not None and loss is not None and begin < at <= tokens
+    }
 
 
 # ---- validation
@@ -107,9 +124,13 @@ def _validation(run: Candidate, base: Candidate) -> Iterator[tuple[str, Differen
         losses, base_losses = (_by_step(one) for one in (curve, other.get(name)))
         common = sorted(losses.keys() & base_losses.keys())
         if common:
-            step, metric = common[-1], f"validation_loss/{name}".rstrip("/")
+            step = common[-1]
+            metric = f"validation_loss/{name}".rstrip("/")
             difference = Difference(losses[step] - base_losses[step], None)
-            text = f"validation loss{f' of {name}' if name else ''} {_verdict(difference, show_loss, _LOSS)}"
+            text = (
+                f"validation loss{f' of {name}' if name else ''} "
+                f"{_verdict(difference, show_loss, _LOSS)}"
+            )
             yield metric, difference, f"{text}, at step {step:,}, one validation of each"
 
 
@@ -121,15 +142,22 @@ def _by_step(curve: dict[str, list[Any]] | None) -> dict[int, float]:
 
 
 def _speed(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None:
-    """The difference of the medians of tokens per second and device, over the last `SHARE` of each run's own steps."""
-    rates, base_rates = _rates(run), _rates(base)
+    """The difference of the medians of tokens per second and device, over the last `SHARE` of each
+    run's own steps.
+    """
+    rates = _rates(run)
+    base_rates = _rates(base)
     difference = unpaired(rates, base_rates)
     if not rates or not base_rates:
         return None
     text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
-    return "tokens_per_second", difference, f"speed {text} ({relative:+.1%}), over the last {records}"
+    return (
+        "tokens_per_second",
+        difference,
+        f"speed {text} ({relative:+.1%}), over the last {records}",
+    )
 
 
 def _rates(run: Candidate) -> list[float]:
@@ -143,7 +171,12 @@ def _rates(run: Candidate) -> list[float]:
 # ---- words
 
 
-def _verdict(difference: Difference, show: Callable[[float], str], words: tuple[str, str], unit: str = "") -> str:
+def _verdict(
+    difference: Difference,
+    show: Callable[[float], str],
+    words: tuple[str, str],
+    unit: str = "",
+) -> str:
     """
     Args:
         words: for a negative and a positive difference.

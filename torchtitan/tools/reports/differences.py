@@ -19,15 +19,24 @@ def settings(folder: Folder) -> dict[str, Any]:
         last = folder.starts[-1]
         layout = " x ".join(f"{axis} {degree}" for axis, degree in last.layout.items())
         devices = ", ".join(f"{count} {name}" for name, count in last.devices.items())
-        found |= {"ranks": last.ranks, "layout": layout or None, "devices": devices or None} | last.about
+        found |= {
+            "ranks": last.ranks,
+            "layout": layout or None,
+            "devices": devices or None,
+        } | last.about
     return found
 
 
 def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
-    """The keys whose values are not the same in all runs: `key` and `values`, None where it is unset."""
+    """The keys whose values are not the same in all runs: `key` and `values`, None where it is
+    unset.
+    """
     found = [settings(folder) for folder in folders]
     keys = {key: None for one in found for key in one}
-    rows = [{"key": cut(key, _LONGEST), "values": [_plain(one.get(key)) for one in found]} for key in keys]
+    rows = [
+        {"key": cut(key, _LONGEST), "values": [_plain(one.get(key)) for one in found]}
+        for key in keys
+    ]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"][1:])]
 
 

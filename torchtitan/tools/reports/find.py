@@ -7,7 +7,9 @@ from pathlib import Path
 
 from torchtitan.tools.reports.folder import METRICS, RECORD
 
-_INNER = re.compile(r"step-\d+|checkpoint|tb|logs|wandb|mlruns|comm_traces|profile_traces|memory_snapshot|\..*")
+_INNER = re.compile(
+    r"step-\d+|checkpoint|tb|logs|wandb|mlruns|comm_traces|profile_traces|memory_snapshot|\..*"
+)
 """Folders in which there are no runs, but maybe many files."""
 
 
@@ -25,7 +27,9 @@ class Runs:
             yield from self._below(folder)
 
     def _below(self, top: Path) -> Iterator[Path]:
-        """The runs in `top` and the folders below. Links are followed; no folder is visited twice."""
+        """The runs in `top` and the folders below. Links are followed; no folder is visited
+        twice.
+        """
         waiting = [str(top)]
         while waiting:
             folder = waiting.pop()
@@ -41,7 +45,11 @@ class Runs:
                 continue
             if found.get(RECORD) is False or found.get(METRICS) is False:
                 yield Path(folder)
-            inner = (name for name, is_folder in found.items() if is_folder and not _INNER.fullmatch(name))
+            inner = (
+                name
+                for name, is_folder in found.items()
+                if is_folder and not _INNER.fullmatch(name)
+            )
             waiting += (os.path.join(folder, name) for name in sorted(inner, reverse=True))
 
 

@@ -1,4 +1,6 @@
-"""What a run's folder says about the run: its starts, whether it is alive, its configuration, its events."""
+"""What a run's folder says about the run: its starts, whether it is alive, its configuration, its
+events.
+"""
 
 import json
 import time
@@ -17,12 +19,17 @@ from torchtitan.utils.files import open_regular, read_regular
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
 from torchtitan.utils.text import cut
 
-RECORD, METRICS, CONFIG, EVENTS, SPIKES = "run.json", "metrics.jsonl", "config.toml", "events.jsonl", "guard.jsonl"
+RECORD = "run.json"
+METRICS = "metrics.jsonl"
+CONFIG = "config.toml"
+EVENTS = "events.jsonl"
+SPIKES = "guard.jsonl"
 STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
 
 _LARGEST = 16 * 2**20
 """Bytes of a file that is read as a whole."""
-_EVENT_BYTES, _EVENTS = 4 * 2**20, 5000
+_EVENT_BYTES = 4 * 2**20
+_EVENTS = 5000
 """The latest events that are read."""
 _MESSAGE = 1000
 
@@ -79,7 +86,9 @@ def read_folder(path: Path, *, now: float | None = None) -> Folder:
     folder = Folder(path)
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(read_regular(path / RECORD, _LARGEST, links=True))
-        folder.starts = [start for entry in _list(_get(content, "starts")) if (start := _start(entry))]
+        folder.starts = [
+            start for entry in _list(_get(content, "starts")) if (start := _start(entry))
+        ]
         folder.goodput = _goodput(_get(content, "goodput"))
     folder.last_seen = folder.starts[-1].last_seen if folder.starts else _modified(path / METRICS)
     folder.state, folder.message = _state(folder, time.time() if now is None else now)
@@ -98,11 +107,18 @@ def _state(folder: Folder, now: float) -> tuple[str, str]:
     end = folder.starts[-1].end if folder.starts else None
     alive = _alive(folder.path, now)
     if alive or (
-        alive is None and end is None and folder.starts and now - folder.starts[-1].last_seen < EXPIRY_SECONDS
+        alive is None
+        and end is None
+        and folder.starts
+        and now - folder.starts[-1].last_seen < EXPIRY_SECONDS
     ):
         return "running", ""
     if end is None:
-        return ("killed", "it recorded no end") if folder.starts else ("unknown", f"no readable {RECORD}")
+        return (
+            ("killed", "it recorded no end")
+            if folder.starts
+            else ("unknown", f"no readable {RECORD}")
+        )
     name, _, message = end.partition(": ")
     return (name, message) if name in STATES else ("unknown", end)
 
@@ -120,7 +136,8 @@ def _alive(folder: Path, now: float) -> bool | None:
 
 
 def _start(entry: Any) -> Start | None:
-    began, last_seen = _time(_get(entry, "time")), _time(_get(entry, "last_seen"))
+    began = _time(_get(entry, "time"))
+    last_seen = _time(_get(entry, "last_seen"))
     if began is None:
         return None
     end = _get(entry, "end")
@@ -137,25 +154,35 @@ def _start(entry: Any) -> Start | None:
         ranks=_whole(_get(entry, "ranks")),
         layout=_counts(_get(entry, "layout")),
         devices=_counts(_get(entry, "devices")),
-        about={cut(key, 100): cut(value, 100) for key, value in about.items() if isinstance(value, str)},
+        about={
+            cut(key, 100): cut(value, 100) for key, value in about.items() if isinstance(value, str)
+        },
     )
 
 
 def _goodput(content: Any) -> dict[str, Any]:
     seconds = _get(content, "seconds")
     known = {kind: number(_get(seconds, kind)) for kind in KINDS}
-    return {"percent": number(_get(content, "percent")), "seconds": {k: s for k, s in known.items() if s is not None}}
+    return {
+        "percent": number(_get(content, "percent")),
+        "seconds": {k: s for k, s in known.items() if s is not None},
+    }
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The run's latest events, each with `time`, `kind`, `step` (or None) and `message`, in the order of time.
+    """The run's latest events, each with `time`, `kind`, `step` (or None) and `message`, in the
+    order of time.
 
     A run without a file of events has at least the guard's spikes.
     """
     events = _json_objects(path / EVENTS)
     if not events:
         events = [
-            {"kind": "rewound" if "back_to" in spike else "spike", "message": str(spike.get("reason", "")), **spike}
+            {
+                "kind": "rewound" if "back_to" in spike else "spike",
+                "message": str(spike.get("reason", "")),
+                **spike,
+            }
             for spike in _json_objects(path / SPIKES)
         ]
     found = [
@@ -167,7 +194,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         }
         for event in events
     ]
-    return sorted((event for event in found if event["time"] is not None), key=lambda event: event["time"])
+    return sorted(
+        (event for event in found if event["time"] is not None), key=lambda event: event["time"]
+    )
 
 
 def _json_objects(path: Path) -> list[dict[str, Any]]:
@@ -222,5 +251,9 @@ def _time(value: Any) -> float | None:
 
 def _counts(content: Any) -> dict[str, int]:
     """A table of whole numbers."""
-    found = {cut(key, 100): _whole(value) for key, value in content.items()} if isinstance(content, dict) else {}
+    found = (
+        {cut(key, 100): _whole(value) for key, value in content.items()}
+        if isinstance(content, dict)
+        else {}
+    )
     return {key: value for key, value in found.items() if value is not None}

@@ -1,7 +1,8 @@
-"""Files of JSON lines of any size: records by place or by step, at a cost that doesn't grow with the file.
+"""Files of JSON lines of any size: records by place or by step, at a cost that doesn't grow with
+the file.
 
-A file is seen as it was when it was opened, up to its last whole line: one that is appended to, or replaced by a
-rewind, may be read meanwhile. Whatever it holds, bytes read and memory are bounded.
+A file is seen as it was when it was opened, up to its last whole line: one that is appended to, or
+replaced by a rewind, may be read meanwhile. Whatever it holds, bytes read and memory are bounded.
 """
 
 import json
@@ -65,7 +66,11 @@ def parse(line: bytes) -> tuple[int, Record] | None:
         return None
     if type(step) is not int or not 0 <= step < _LARGEST_STEP:
         return None
-    return step, {key: number(value) for key, value in islice(content.items(), _ENTRIES) if type(value) in _NUMBERS}
+    return step, {
+        key: number(value)
+        for key, value in islice(content.items(), _ENTRIES)
+        if type(value) in _NUMBERS
+    }
 
 
 def number(value: Any) -> float | None:
@@ -91,14 +96,20 @@ class JsonLines:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._file.close()
 
     # ---- by place
 
-    def places(self, first: int = 0, after: int | None = None, reach: int = LONGEST) -> Iterator[Place]:
-        """Records that begin in `[first, after)`, in order; ends early if `_WRONG` lines in succession are none.
+    def places(
+        self, first: int = 0, after: int | None = None, reach: int = LONGEST
+    ) -> Iterator[Place]:
+        """Records that begin in `[first, after)`, in order; ends early if `_WRONG` lines in
+        succession are none.
 
         Args:
             reach: bytes to read, at most, in search of the end of a line.
@@ -114,10 +125,13 @@ class JsonLines:
                 return
 
     def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[Place]:
-        """The last `most` records that are `wanted`, or fewer if they are further apart than `LONGEST`."""
+        """The last `most` records that are `wanted`, or fewer if they are further apart than
+        `LONGEST`.
+        """
         reach = max(_BLOCK, most * 1024)
         while True:
-            first, found = max(self.size - reach, 0), []
+            first = max(self.size - reach, 0)
+            found = []
             for begin, line in reversed(list(self._lines(first, reach))):
                 parsed = parse(line)
                 if parsed and wanted(parsed[1]):
@@ -128,8 +142,15 @@ class JsonLines:
                 return found[::-1]
             reach *= 4
 
-    def sample(self, points: int, wanted: Callable[[Record], bool], first: int = 0, after: int | None = None) -> Sample:
-        """About `points` wanted records, evenly spaced over `[first, after)`, its last one among them.
+    def sample(
+        self,
+        points: int,
+        wanted: Callable[[Record], bool],
+        first: int = 0,
+        after: int | None = None,
+    ) -> Sample:
+        """About `points` wanted records, evenly spaced over `[first, after)`, its last one among
+        them.
 
         A part of at most `DENSE` bytes per point is read whole.
         """
@@ -139,17 +160,27 @@ class JsonLines:
             found = [place for place in places if wanted(place.record)]
             every = max(1, math.ceil(len(found) / points))
             thinned = found[::every] + (found[-1:] if (len(found) - 1) % every else [])
-            return Sample(thinned, [place for place in places if not wanted(place.record)], every, True)
+            return Sample(
+                thinned, [place for place in places if not wanted(place.record)], every, True
+            )
         found, others = self._spaced(points - 1, wanted, first, after)
-        end = [p for p in self.places(max(first, after - 16 * _BLOCK), after) if wanted(p.record)][-1:]
+        end = [p for p in self.places(max(first, after - 16 * _BLOCK), after) if wanted(p.record)][
+            -1:
+        ]
         found += [p for p in end if not found or p.begin > found[-1].begin]
         length = sum(p.end - p.begin for p in found) / (len(found) or 1)
         return Sample(found, others, max(1, round((after - first) / (length or 1) / points)), False)
 
     def _spaced(
-        self, points: int, wanted: Callable[[Record], bool], first: int, after: int
+        self,
+        points: int,
+        wanted: Callable[[Record], bool],
+        first: int,
+        after: int,
     ) -> tuple[list[Place], list[Place]]:
-        """The first wanted record at or after each of `points` places, and the other records seen."""
+        """The first wanted record at or after each of `points` places, and the other records
+        seen.
+        """
         found: list[Place] = []
         others: list[Place] = []
         reach = LONGEST
@@ -163,23 +194,27 @@ class JsonLines:
                     found.append(seen)
                     break
                 others.append(seen)
-            reach = LONGEST if seen else 16 * _BLOCK  # inside of an endless line: don't read it again for each point
+            reach = (
+                LONGEST if seen else 16 * _BLOCK
+            )  # inside of an endless line: don't read it again for each point
         return found, others
 
     # ---- by step
 
     def find(self, step: int, below: Place | None = None, above: Place | None = None) -> int:
-        """Where the first record of `step` or a later one begins; the end of the searched part if there is none.
+        """Where the first record of `step` or a later one begins; the end of the searched part if
+        there is none.
 
-        Steps mostly grow evenly, so a search by interpolation takes one or two reads; every second read halves the
-        part, whatever the steps are.
+        Steps mostly grow evenly, so a search by interpolation takes one or two reads; every second
+        read halves the part, whatever the steps are.
 
         Args:
             below, above: records of earlier and of later steps, which bound the search.
         """
         low, low_step = (below.end, below.step) if below else (0, 0)
         high, high_step = (above.begin, above.step) if above else (self.size, None)
-        end, halve = high, False
+        end = high
+        halve = False
         while high - low > _BLOCK:
             middle = (low + high) // 2
             if high_step is not None and high_step > low_step and not halve:
@@ -192,12 +227,16 @@ class JsonLines:
             if at or (at == 0 and middle == low):
                 return seen[at].begin
             if seen and at is None:
-                low, low_step = seen[-1].end, seen[-1].step
+                low = seen[-1].end
+                low_step = seen[-1].step
             else:
-                high, high_step = middle, seen[0].step if seen else None
+                high = middle
+                high_step = seen[0].step if seen else None
         return next((place.begin for place in self.places(low, end) if place.step >= step), end)
 
-    def of_step(self, step: int, below: Place | None = None, above: Place | None = None) -> list[Place]:
+    def of_step(
+        self, step: int, below: Place | None = None, above: Place | None = None
+    ) -> list[Place]:
         """The records of a step, searched as by `find`."""
         found = []
         for place in self.places(self.find(step, below, above)):
@@ -210,9 +249,13 @@ class JsonLines:
 
     def _lines(self, first: int, reach: int) -> Iterator[tuple[int, bytes]]:
         """Whole lines that begin at `first` or later, each with where it begins."""
-        begin, held = max(first - 1, 0), b""  # the byte before tells whether a line begins at `first`
+        begin, held = (
+            max(first - 1, 0),
+            b"",
+        )  # the byte before tells whether a line begins at `first`
         inside = first > 0
-        block, beyond = _BLOCK, 0
+        block = _BLOCK
+        beyond = 0
         while data := self._read(begin + len(held), block):
             block = min(2 * block, LONGEST)
             *lines, rest = (held + data).split(b"\n")
@@ -226,8 +269,12 @@ class JsonLines:
             held = rest
             if beyond >= reach and inside:
                 return
-            if len(held) > LONGEST or inside:  # too long, or not seen from its beginning: pass over it
-                begin, held, inside = begin + len(held), b"", True
+            if (
+                len(held) > LONGEST or inside
+            ):  # too long, or not seen from its beginning: pass over it
+                begin = begin + len(held)
+                held = b""
+                inside = True
 
     def _read(self, offset: int, length: int) -> bytes:
         length = min(length, self.size - offset, MOST - self.bytes_read)

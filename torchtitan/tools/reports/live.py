@@ -1,8 +1,8 @@
 """Runs as they train: the report once, then what is new, at a cost of what is new.
 
-A generation is a report and the updates since. What was appended to a run's files becomes an update. Whatever else
-happens to them (a rewind, another run, a folder that vanishes) ends the generation, and so does a log of updates that
-has grown: whoever follows reads the report again.
+A generation is a report and the updates since. What was appended to a run's files becomes an
+update. Whatever else happens to them (a rewind, another run, a folder that vanishes) ends the
+generation, and so does a log of updates that has grown: whoever follows reads the report again.
 """
 
 import gzip
@@ -45,7 +45,9 @@ class Tail:
 
     def __init__(self, path: Path):
         """Begin after the last whole line that is there now."""
-        self.path, self.identity, self.position = path, None, 0
+        self.path = path
+        self.identity = None
+        self.position = 0
         with suppress(OSError), open_regular(path, links=True) as file:
             stat = os.fstat(file.fileno())
             begin = max(stat.st_size - LONGEST, 0)
@@ -69,7 +71,8 @@ class Tail:
                 return []
             raise Rewritten(self.path) from None
         whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == _READ_BYTES else 0)
-        found, begin = [], self.position
+        found = []
+        begin = self.position
         for line in data[:whole].splitlines(keepends=True):
             if record := parse(line):
                 found.append(Place(begin, begin + len(line), *record))
@@ -87,13 +90,19 @@ class Follower:
             shown: what the report says of the run.
             tail: of its metrics; may begin before the end of what `run` holds.
         """
-        self.path, self.name, self._tail = run.folder.path, run.name, tail
+        self.path = run.folder.path
+        self.name = run.name
+        self._tail = tail
         self._head = {key: value for key, value in shown.items() if key not in _OF_GENERATION}
-        self._events, self._training, self._began = shown["events"], list(run.curves.training), run.curves.began
-        self._files, self._looked = self._signature(), time.monotonic()
+        self._events = shown["events"]
+        self._training = list(run.curves.training)
+        self._began = run.curves.began
+        self._files = self._signature()
+        self._looked = time.monotonic()
 
     def news(self) -> dict[str, Any] | None:
-        """What the run has recorded since the last call, in the form of a report's run; None if nothing.
+        """What the run has recorded since the last call, in the form of a report's run; None if
+        nothing.
 
         Raises:
             Rewritten: the report has to be read again.
@@ -103,22 +112,35 @@ class Follower:
         training = [p for p in places if is_training(p.record) and p.step > last]
         if any(b.step <= a.step for a, b in pairwise(training)):
             raise Rewritten(self._tail.path)
-        files, now = self._signature(), time.monotonic()
+        files = self._signature()
+        now = time.monotonic()
         if not places and files == self._files and now - self._looked < _STATE_SECONDS:
             return None
-        self._files, self._looked = files, now
+        self._files = files
+        self._looked = now
         folder = read_folder(self.path)
-        if folder.starts and self._head["starts"] and folder.starts[0].time != self._head["starts"][0]["time"]:
+        if (
+            folder.starts
+            and self._head["starts"]
+            and folder.starts[0].time != self._head["starts"][0]["time"]
+        ):
             raise Rewritten(self.path)
         since = folder.starts[-1].time if folder.starts else 0.0
-        context = [p for p in self._training if (p.record.get("time") or 0.0) >= since][:1] + self._training[-1:]
-        curves = Curves([*context, *training], [p for p in places if not is_training(p.record)], 1, self._began)
+        context = [p for p in self._training if (p.record.get("time") or 0.0) >= since][
+            :1
+        ] + self._training[-1:]
+        curves = Curves(
+            [*context, *training], [p for p in places if not is_training(p.record)], 1, self._began
+        )
         shown = describe(Candidate(self.name, folder, curves))
-        self._training = self._training[:1] + (context + training)[:1] + (self._training + training)[-1:]
+        self._training = (
+            self._training[:1] + (context + training)[:1] + (self._training + training)[-1:]
+        )
         return self._changes(shown, bool(places))
 
     def _changes(self, shown: dict[str, Any], recorded: bool) -> dict[str, Any] | None:
-        events, known = shown["events"], len(self._events)
+        events = shown["events"]
+        known = len(self._events)
         if events[:known] != self._events:
             raise Rewritten(self.path)
         head = {key: shown[key] for key in self._head if shown[key] != self._head[key]}
@@ -144,7 +166,9 @@ class Live:
     """What a server says about some runs. Its methods may be called from any thread."""
 
     def __init__(self, folders: list[Path]):
-        self.folders, self._lock, self._reading = folders, threading.Lock(), threading.Lock()
+        self.folders = folders
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._generation: str | None = None
         self._log: list[bytes] = []
 
@@ -162,7 +186,9 @@ class Live:
             return self._report
 
     def updates(self, after: str) -> bytes:
-        """JSON of what is new `after` the place that the last answer named; whether to read the report again."""
+        """JSON of what is new `after` the place that the last answer named; whether to read the
+        report again.
+        """
         with self._lock:
             self._refresh()
             generation, _, number = after.partition("-")
@@ -172,7 +198,13 @@ class Live:
             at = f"{self._generation}-{len(self._log)}"
             return b'{"at": "%s", "runs": [%s]}' % (at.encode(), b", ".join(self._log[known:]))
 
-    def window(self, run: int, first_step: int, last_step: int, points: int) -> bytes:
+    def window(
+        self,
+        run: int,
+        first_step: int,
+        last_step: int,
+        points: int,
+    ) -> bytes:
         """JSON of a run's curves between two steps, one reader at a time."""
         with self._reading:
             return _json(window(self.folders[run], first_step, last_step, points))
@@ -181,7 +213,9 @@ class Live:
         tails = [Tail(folder / METRICS) for folder in self.folders]
         runs = read_runs(self.folders)
         report = as_report(runs)
-        self._generation, self._log, self._began = secrets.token_hex(4), [], time.monotonic()
+        self._generation = secrets.token_hex(4)
+        self._log = []
+        self._began = time.monotonic()
         self._refreshed = self._began
         self._followers = [Follower(*one) for one in zip(runs, report["runs"], tails, strict=True)]
         self._report = gzip.compress(_json({"at": f"{self._generation}-0", "report": report}), 3)
@@ -198,7 +232,9 @@ class Live:
         except Rewritten:
             self._generation = None
             return
-        if self._log and (now - self._began > MOST_SECONDS or sum(map(len, self._log)) > _LOG_BYTES):
+        if self._log and (
+            now - self._began > MOST_SECONDS or sum(map(len, self._log)) > _LOG_BYTES
+        ):
             self._generation = None
 
 

@@ -1,10 +1,11 @@
 """Differences between noisy curves: which are real, and which are within noise.
 
-The values of successive steps are not independent, so the standard error of their mean can't be taken from their
-variance. The values are divided into `BLOCKS` successive blocks, and the means of the blocks are treated as a sample of
-a normal distribution: Student's t-test on them holds for any autocorrelation shorter than a block, and for variances
-that change (R. Ibragimov, U. K. Müller: "t-statistic based correlation and heterogeneity robust inference", Journal of
-Business & Economic Statistics 28(4), 2010). Where the autocorrelation is too long for that, there is no verdict.
+The values of successive steps are not independent, so the standard error of their mean can't be
+taken from their variance. The values are divided into `BLOCKS` successive blocks, and the means of
+the blocks are treated as a sample of a normal distribution: Student's t-test on them holds for any
+autocorrelation shorter than a block, and for variances that change (R. Ibragimov, U. K. Müller:
+"t-statistic based correlation and heterogeneity robust inference", Journal of Business & Economic
+Statistics 28(4), 2010). Where the autocorrelation is too long for that, there is no verdict.
 """
 
 import math
@@ -18,8 +19,10 @@ BLOCKS = 10
 _T = 2.262
 """Student's t for 95 % with `BLOCKS - 1` degrees of freedom."""
 _INDEPENDENT = 4 * BLOCKS
-"""Independent values that it takes for the means of blocks to be nearly independent. Simulated: 4 to 8 % of series
-without a difference are then said to have one, at any autocorrelation (tests/unit/test_report_compare.py)."""
+"""Independent values that it takes for the means of blocks to be nearly independent. Simulated: 4
+to 8 % of series without a difference are then said to have one, at any autocorrelation
+(tests/unit/test_report_compare.py).
+"""
 
 
 class Difference(NamedTuple):
@@ -41,22 +44,30 @@ def paired(differences: Sequence[float]) -> Difference:
         return Difference(math.nan, None)
     enough = independent_values(differences) >= _INDEPENDENT
     return Difference(
-        fmean(differences), _interval([fmean(block) for block in blocks(differences)]) if enough else None
+        fmean(differences),
+        _interval([fmean(block) for block in blocks(differences)]) if enough else None,
     )
 
 
 def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Difference:
-    """The mean difference of two curves over the points that both cover, where few of their points are the same.
+    """The mean difference of two curves over the points that both cover, where few of their points
+    are the same.
 
     Args:
         series, base: point to value.
     """
-    first, last = max(min(series), min(base)), min(max(series), max(base))
-    cut = [sorted((at, value) for at, value in one.items() if first <= at <= last) for one in (series, base)]
+    first = max(min(series), min(base))
+    last = min(max(series), max(base))
+    cut = [
+        sorted((at, value) for at, value in one.items() if first <= at <= last)
+        for one in (series, base)
+    ]
     if not all(cut):
         return Difference(math.nan, None)
     ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
-    parts = [[[v for at, v in one if bisect_left(ends, at) == i] for i in range(BLOCKS)] for one in cut]
+    parts = [
+        [[v for at, v in one if bisect_left(ends, at) == i] for i in range(BLOCKS)] for one in cut
+    ]
     independent = min(independent_values([v for _, v in one]) for one in cut)
     if independent < _INDEPENDENT or not all(part for one in parts for part in one):
         return Difference(fmean(v for _, v in cut[0]) - fmean(v for _, v in cut[1]), None)
@@ -79,9 +90,12 @@ def unpaired(values: Sequence[float], base: Sequence[float]) -> Difference:
 
 
 def _clipped(values: Sequence[float]) -> list[float]:
-    """The values, with the outermost 5 % at each end moved inwards: outliers would hide how the others correlate."""
+    """The values, with the outermost 5 % at each end moved inwards: outliers would hide how the
+    others correlate.
+    """
     ordered = sorted(values)
-    low, high = ordered[len(values) // 20], ordered[-1 - len(values) // 20]
+    low = ordered[len(values) // 20]
+    high = ordered[-1 - len(values) // 20]
     return [min(max(value, low), high) for value in values]
 
 
@@ -98,14 +112,17 @@ def _interval(means: Sequence[float]) -> float:
 def independent_values(values: Sequence[float]) -> float:
     """How many independent values would tell as much about the mean: n (1 - r) / (1 + r).
 
-    r is the correlation of successive values, after a linear trend is taken out, corrected for its bias in short series
-    (F. H. C. Marriott and J. A. Pope, Biometrika 41, 1954).
+    r is the correlation of successive values, after a linear trend is taken out, corrected for its
+    bias in short series (F. H. C. Marriott and J. A. Pope, Biometrika 41, 1954).
     """
     n = len(values)
     if n < 3:
         return 0.0
-    center, middle = fmean(values), (n - 1) / 2
-    slope = sum((i - middle) * v for i, v in enumerate(values)) / sum((i - middle) ** 2 for i in range(n))
+    center = fmean(values)
+    middle = (n - 1) / 2
+    slope = sum((i - middle) * v for i, v in enumerate(values)) / sum(
+        (i - middle) ** 2 for i in range(n)
+    )
     rest = [v - center - slope * (i - middle) for i, v in enumerate(values)]
     variance = sum(v * v for v in rest)
     if variance <= (1e-12 * (abs(center) + abs(slope) * n)) ** 2 * n:  # no noise at all
@@ -116,7 +133,8 @@ def independent_values(values: Sequence[float]) -> float:
 
 
 def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
-    """Exponential moving averages of a curve, each with the weights of its terms summing to one; gaps stay gaps.
+    """Exponential moving averages of a curve, each with the weights of its terms summing to one;
+    gaps stay gaps.
 
     Args:
         weight: of the past, from 0 (no smoothing) to below 1.
@@ -125,6 +143,7 @@ def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
     out: list[float | None] = []
     for value in values:
         if value is not None:
-            total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+            total = weight * total + (1 - weight) * value
+            norm = weight * norm + (1 - weight)
         out.append(None if value is None else total / norm)
     return out

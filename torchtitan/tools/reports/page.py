@@ -1,7 +1,7 @@
 """The page of runs: `torchtitan report --html` writes it, `torchtitan watch` serves it.
 
-`formats.js` has numbers as people read them, `curves.js` charts of curves, `timeline.js` what happened when, `page.js`
-the sections, and `live.js` keeps the page of a server up to date.
+`formats.js` has numbers as people read them, `curves.js` charts of curves, `timeline.js` what
+happened when, `page.js` the sections, and `live.js` keeps the page of a server up to date.
 """
 
 from pathlib import Path
@@ -12,7 +12,9 @@ from torchtitan.tools.web import web_page
 from torchtitan.utils.text import listed
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = [_FOLDER / name for name in ("formats.js", "curves.js", "timeline.js", "live.js", "page.js")]
+_SCRIPTS = [
+    _FOLDER / name for name in ("formats.js", "curves.js", "timeline.js", "live.js", "page.js")
+]
 _STYLES = [_FOLDER / "page.css"]
 
 

@@ -7,7 +7,12 @@ from torchtitan.tools.reports.noise import smooth
 from torchtitan.utils.text import printable, show_tokens
 
 HEIGHT = 14
-SMOOTHED = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}
+SMOOTHED = {
+    "loss": 0.95,
+    "grad_norm": 0.9,
+    "tokens_per_second": 0.9,
+    "mfu": 0.9,
+}
 """Metrics that are drawn smoothed, with the weight of the past in the average."""
 _TICKS = 5
 _MARKERS = "+x*o#@%&"
@@ -22,7 +27,14 @@ class Line(NamedTuple):
     ys: Sequence[float | None]
 
 
-def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: bool) -> str | None:
+def plot(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    unit: str,
+    width: int,
+    color: bool,
+) -> str | None:
     """The curves in one plot; None if they have no values.
 
     Args:
@@ -31,7 +43,10 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
     """
     from plotext import figure
 
-    found = {line.name: [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None] for line in lines}
+    found = {
+        line.name: [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
+        for line in lines
+    }
     if not any(found.values()):
         return None
     figure.clear()
@@ -48,9 +63,18 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
                 signal.label(printable(name))
             figure.draw(signal)
     shown = [point for points in found.values() for point in points]
-    first, last = min(x for x, _ in shown), max(x for x, _ in shown)
-    low, high = min(y for _, y in shown), max(y for _, y in shown)
-    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
+    first = min(x for x, _ in shown)
+    last = max(x for x, _ in shown)
+    low = min(y for _, y in shown)
+    high = max(y for _, y in shown)
+    figure.legend(
+        not alone,
+        x=last,
+        y=high,
+        ha="right",
+        va="top",
+        relative=True,
+    )
     figure.ruler("x").ticks(_ticks(first, last), [_tick(x, unit) for x in _ticks(first, last)])
     figure.ruler("y").ticks(_ticks(low, high), [_value(y) for y in _ticks(low, high)])
     figure.label(unit, "x")
@@ -69,7 +93,11 @@ def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Lin
 
 
 def _ticks(first: float, last: float) -> list[float]:
-    return [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)] if last > first else [first]
+    return (
+        [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)]
+        if last > first
+        else [first]
+    )
 
 
 def _tick(value: float, unit: str) -> str:

@@ -16,15 +16,23 @@ POINTS = 2000
 _CHECKS = 500
 """Validations and benchmarks shown, at most."""
 _AXES = ("step", "tokens", "time")
-_VALIDATION, _EVAL, _SOURCE = "validation_loss", "eval/", "loss/"
+_VALIDATION = "validation_loss"
+_EVAL = "eval/"
+_SOURCE = "loss/"
 _EXPERTS = {"load_max": "expert_load_max", "entropy": "expert_entropy"}
 
 
 class Curves:
-    """What a run recorded: training records, evenly thinned, and those of validations and benchmarks."""
+    """What a run recorded: training records, evenly thinned, and those of validations and
+    benchmarks.
+    """
 
     def __init__(
-        self, training: Sequence[Place] = (), others: Iterable[Place] = (), sampled: int = 1, began: float | None = None
+        self,
+        training: Sequence[Place] = (),
+        others: Iterable[Place] = (),
+        sampled: int = 1,
+        began: float | None = None,
     ):
         """
         Args:
@@ -37,7 +45,9 @@ class Curves:
         self._steps = [p.step for p in self.training]
         self._tokens = _filled(p.record.get("tokens") for p in self.training)
         times = (p.record.get("time") for p in self.training)
-        self.began = began if began is not None else next((time for time in times if time is not None), 0.0)
+        self.began = (
+            began if began is not None else next((time for time in times if time is not None), 0.0)
+        )
 
     def axes(self) -> dict[str, list[Any] | None]:
         """A value of each axis for every training record."""
@@ -46,7 +56,9 @@ class Curves:
             "step": self._steps,
             "tokens": self._tokens,
             "hours": _filled(self._hours(p) for p in self.training),
-            "flops": None if per_token is None else _filled(number(per_token * n) for n in self._tokens),
+            "flops": None
+            if per_token is None
+            else _filled(number(per_token * n) for n in self._tokens),
         }
 
     def metrics(self) -> dict[str, list[float | None]]:
@@ -58,7 +70,8 @@ class Curves:
     def flops_per_token(self) -> float | None:
         """What the run's TFLOP/s count for each token."""
         for place in reversed(self.training):
-            rate, tflops = place.record.get("tokens_per_second"), place.record.get("tflops")
+            rate = place.record.get("tokens_per_second")
+            tflops = place.record.get("tflops")
             if rate and tflops:
                 return tflops * 1e12 / rate
         return None
@@ -119,7 +132,11 @@ class Curves:
     @property
     def steps_per_record(self) -> float:
         """Mean number of steps from one record in the file to the next."""
-        return (self._steps[-1] - self._steps[0]) / (len(self._steps) * self.sampled) if self._steps else 0.0
+        return (
+            (self._steps[-1] - self._steps[0]) / (len(self._steps) * self.sampled)
+            if self._steps
+            else 0.0
+        )
 
     def step_at(self, tokens: float) -> int:
         """The step after which so many tokens were trained on."""
@@ -142,21 +159,39 @@ class Curves:
         return round(_interpolated(step, self._steps, self._tokens)) if self._steps else None
 
 
-def read_curves(path: Path, config: Mapping[str, Any], *, points: int = POINTS, began: float | None = None) -> Curves:
+def read_curves(
+    path: Path,
+    config: Mapping[str, Any],
+    *,
+    points: int = POINTS,
+    began: float | None = None,
+) -> Curves:
     """The curves of the run in a folder; empty if it has none.
 
     Args:
-        config: of the run, by dotted key. It says at which steps to look for validations in a large file.
+        config: of the run, by dotted key. It says at which steps to look for validations in a large
+        file.
         began: from which hours count; by default the first record.
     """
     with suppress(OSError), JsonLines(path / METRICS) as lines:
         sample = lines.sample(points, is_training)
-        others = sample.others if sample.whole else [*sample.others, *_checks(lines, sample.found, config)]
+        others = (
+            sample.others
+            if sample.whole
+            else [*sample.others, *_checks(lines, sample.found, config)]
+        )
         return Curves(sample.found, others, sample.every, began)
     return Curves(began=began)
 
 
-def read_window(path: Path, first_step: int, last_step: int, points: int, *, began: float | None) -> Curves:
+def read_window(
+    path: Path,
+    first_step: int,
+    last_step: int,
+    points: int,
+    *,
+    began: float | None,
+) -> Curves:
     """The training records from `first_step` to `last_step`, thinned to about `points`."""
     with suppress(OSError), JsonLines(path / METRICS) as lines:
         begin = lines.find(first_step)
@@ -171,7 +206,8 @@ def is_training(record: Record) -> bool:
 
 
 def _checks(lines: JsonLines, sample: Sequence[Place], config: Mapping[str, Any]) -> list[Place]:
-    """Records of validations and benchmarks, found by the steps at which the configuration asks for them.
+    """Records of validations and benchmarks, found by the steps at which the configuration asks for
+    them.
 
     Args:
         sample: training records, whose places narrow the search.
@@ -186,9 +222,13 @@ def _checks(lines: JsonLines, sample: Sequence[Place], config: Mapping[str, Any]
     known = [place.step for place in sample]
     found: list[Place] = []
     for step in sorted(steps):
-        at, beyond = bisect_left(known, step), bisect_right(known, step)
-        below, above = sample[at - 1] if at else None, sample[beyond] if beyond < len(sample) else None
-        found += (place for place in lines.of_step(step, below, above) if not is_training(place.record))
+        at = bisect_left(known, step)
+        beyond = bisect_right(known, step)
+        below = sample[at - 1] if at else None
+        above = sample[beyond] if beyond < len(sample) else None
+        found += (
+            place for place in lines.of_step(step, below, above) if not is_training(place.record)
+        )
     return found
 
 
@@ -203,7 +243,9 @@ def _in_order(places: Iterable[Place]) -> list[Place]:
 
 
 def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The line through points with ascending `xs`, at `x`; before the first one it comes from zero."""
+    """The line through points with ascending `xs`, at `x`; before the first one it comes from
+    zero.
+    """
     at = bisect_left(xs, x)
     if at == len(xs):
         return ys[-1]
@@ -219,5 +261,7 @@ def _filled(values: Iterable[float | None]) -> list[float]:
 def _curve(places: Iterable[Place], keys: Mapping[str, str]) -> dict[str, list[Any]]:
     """The steps and values of those records that have all of `keys`; name in the result to key."""
     rows = [(p.step, *(p.record.get(key) for key in keys.values())) for p in places]
-    columns = list(zip(*(row for row in rows if None not in row), strict=True)) or [()] * (len(keys) + 1)
+    columns = list(zip(*(row for row in rows if None not in row), strict=True)) or [()] * (
+        len(keys) + 1
+    )
     return {name: list(column) for name, column in zip(("step", *keys), columns, strict=True)}

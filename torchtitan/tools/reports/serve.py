@@ -1,8 +1,9 @@
-"""The server of `torchtitan watch`: a page, and what is new. It only answers GET, and no path of a request is opened.
+"""The server of `torchtitan watch`: a page, and what is new. It only answers GET, and no path of a
+request is opened.
 
-A connection is one request, has a thread and a deadline, and there are few at a time; so slow or many clients cost
-a bounded amount. Pages of other sites can't read answers: their requests name another host (DNS rebinding), or lack
-the token.
+A connection is one request, has a thread and a deadline, and there are few at a time; so slow or
+many clients cost a bounded amount. Pages of other sites can't read answers: their requests name
+another host (DNS rebinding), or lack the token.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POINTS = 4000
 _MOST_FIELDS = 8
 """Of a query."""
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"  # noqa: E501
 
 
 class Server(ThreadingHTTPServer):
@@ -49,9 +50,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self, live: Live, address: tuple[str, int] | Path, token: str | None = None):
         """
         Args:
-            token: that each client must have; None serves whoever connects and names this machine as `LOOPBACK` does.
+            token: that each client must have; None serves whoever connects and names this machine
+            as `LOOPBACK` does.
         """
-        self.live, self.token = live, token
+        self.live = live
+        self.token = token
         self.page = live_page(live.names).encode()
         self.policy = content_security_policy(self.page.decode())
         self._room = threading.BoundedSemaphore(CONNECTIONS)
@@ -80,7 +83,9 @@ class Server(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie with the token. Cookies don't tell ports apart, and several servers may run."""
+        """The name of the cookie with the token. Cookies don't tell ports apart, and several
+        servers may run.
+        """
         return f"torchtitan-{hashlib.sha256((self.token or '').encode()).hexdigest()[:8]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -121,7 +126,8 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "torchtitan", ""
+    server_version = "torchtitan"
+    sys_version = ""
     timeout = DEADLINE_SECONDS
 
     def do_GET(self) -> None:
@@ -131,9 +137,14 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.token is None and not self._names_loopback():
             self._text(HTTPStatus.FORBIDDEN, "This server answers to localhost only.")
         elif self.server.token is not None and not self._may(query):
-            self._text(HTTPStatus.UNAUTHORIZED, "Open the address that `torchtitan watch` printed: it has a token.")
+            self._text(
+                HTTPStatus.UNAUTHORIZED,
+                "Open the address that `torchtitan watch` printed: it has a token.",
+            )
         elif self.server.token is not None and "token" in query:
-            self._send(HTTPStatus.SEE_OTHER, b"", {"Location": "./", "Set-Cookie": self._set_cookie()})
+            self._send(
+                HTTPStatus.SEE_OTHER, b"", {"Location": "./", "Set-Cookie": self._set_cookie()}
+            )
         elif path is None:
             self._text(HTTPStatus.BAD_REQUEST, "Not an address of this server.")
         else:
@@ -151,7 +162,9 @@ class Handler(BaseHTTPRequestHandler):
         return url.path, {key: values[-1] for key, values in query.items()}
 
     def _names_loopback(self) -> bool:
-        """Whether the host that the client asks for is this machine's loopback, by a name that nobody can redirect."""
+        """Whether the host that the client asks for is this machine's loopback, by a name that
+        nobody can redirect.
+        """
         try:
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
         except ValueError:
@@ -171,7 +184,10 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, path: str, query: dict[str, str]) -> None:
         live = self.server.live
         if path == "/":
-            headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": self.server.policy}
+            headers = {
+                "Content-Type": "text/html; charset=utf-8",
+                "Content-Security-Policy": self.server.policy,
+            }
             self._send(HTTPStatus.OK, self.server.page, headers)
         elif path == "/data":
             self._json(live.report(), compressed=True)
@@ -202,11 +218,17 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         always = {
-            "Content-Length": str(len(body)), "Connection": "close", "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
-        }  # fmt: skip
-        for name, value in ({"Content-Security-Policy": "default-src 'none'"} | always | headers).items():
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Opener-Policy": "same-origin",
+        }
+        for name, value in (
+            {"Content-Security-Policy": "default-src 'none'"} | always | headers
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -215,7 +237,11 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request that isn't one, or isn't GET."""
         self.close_connection = True
-        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        status = (
+            HTTPStatus.METHOD_NOT_ALLOWED
+            if code == HTTPStatus.NOT_IMPLEMENTED
+            else HTTPStatus(code)
+        )
         self._text(status, status.phrase)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -250,7 +276,12 @@ def _remove_stale(path: Path) -> None:
 @contextlib.contextmanager
 def serving(server: Server) -> Iterator[Server]:
     """Serve in a thread meanwhile."""
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="watch", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever,
+        args=(0.05,),
+        name="watch",
+        daemon=True,
+    )
     thread.start()
     try:
         yield server

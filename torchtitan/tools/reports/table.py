@@ -13,7 +13,16 @@ from torchtitan.tools.reports.differences import differences
 from torchtitan.tools.reports.folder import METRICS, STATES, Folder, read_folder
 from torchtitan.tools.reports.lines import JsonLines, Record
 from torchtitan.tools.reports.series import is_training
-from torchtitan.utils.text import aligned, cut, plural, printable, show_duration, show_loss, show_percent, show_rate
+from torchtitan.utils.text import (
+    aligned,
+    cut,
+    plural,
+    printable,
+    show_duration,
+    show_loss,
+    show_percent,
+    show_rate,
+)
 
 _MESSAGE = 80
 _COLUMNS = 12
@@ -61,7 +70,11 @@ ORDERS: dict[str, Callable[[Row], Any]] = {
 def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[Row]:
     """A row for each run."""
     folders = [read_folder(path) for path in paths]
-    changed = [one for one in differences(folders) if one["key"] not in _SHOWN] if with_differences else []
+    changed = (
+        [one for one in differences(folders) if one["key"] not in _SHOWN]
+        if with_differences
+        else []
+    )
     names = run_names(paths)
     settings = [{one["key"]: one["values"][i] for one in changed} for i in range(len(folders))]
     return [_row(*columns) for columns in zip(names, folders, settings, strict=True)]
@@ -111,7 +124,19 @@ def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
     differing = list(rows[0].settings) if rows else []
     keys = differing[:_COLUMNS]
     messages = any(row.message for row in rows)
-    heading = ["run", "state", "step", "loss", "tokens/s", "MFU", "goodput", "last seen", "ranks", "layout", *keys]
+    heading = [
+        "run",
+        "state",
+        "step",
+        "loss",
+        "tokens/s",
+        "MFU",
+        "goodput",
+        "last seen",
+        "ranks",
+        "layout",
+        *keys,
+    ]
     cells = [[*_cells(row, now), *(_setting(row.settings[key]) for key in keys)] for row in rows]
     if messages:
         heading.append("message")
@@ -120,7 +145,11 @@ def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
     states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     table = aligned([heading, *([printable(cell) for cell in line] for line in cells)])
     more = len(differing) - len(keys)
-    note = f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them" if more else ""
+    note = (
+        f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
+        if more
+        else ""
+    )
     return f"{table}\n\n{plural(len(rows), 'run')}{': ' if states else ''}{states}{note}"
 
 
@@ -144,4 +173,10 @@ def _shown(value: Any, show: Callable[[Any], str]) -> str:
 
 
 def _setting(value: Any) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else cut(str(value), 40)
+    return (
+        ""
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else cut(str(value), 40)
+    )

@@ -29,7 +29,14 @@ _KIND = 40
 _VALUE = 60
 
 
-def as_text(data: dict[str, Any], *, metrics: Sequence[str], axis: str, width: int, color: bool) -> str:
+def as_text(
+    data: dict[str, Any],
+    *,
+    metrics: Sequence[str],
+    axis: str,
+    width: int,
+    color: bool,
+) -> str:
     """What `collect` returns, as text.
 
     Args:
@@ -40,10 +47,20 @@ def as_text(data: dict[str, Any], *, metrics: Sequence[str], axis: str, width: i
     parts: list[str | None] = ["\n".join(_summary(run)) for run in runs]
     for metric in metrics:
         title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHED else "")
-        parts.append(plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color))
+        parts.append(
+            plot(
+                title,
+                lines_of(runs, metric, axis),
+                unit=axis,
+                width=width,
+                color=color,
+            )
+        )
     parts.append(_time_by_kind(runs))
     parts += [
-        "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)]) for run in runs if run["starts"]
+        "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)])
+        for run in runs
+        if run["starts"]
     ]
     if len(runs) > 1:
         parts += [_differences(data), _comparison(data)]
@@ -59,7 +76,8 @@ def _summary(run: Run) -> Iterator[str]:
     yield printable(f"{run['name']}  {run['state']}{message}")
     total = f"/{run['total_steps']:,}" if run["total_steps"] is not None else ""
     validation = (
-        f"validation loss{f' of {name}' if name else ''} {show_loss(curve['loss'][-1])} (step {curve['step'][-1]:,})"
+        f"validation loss{f' of {name}' if name else ''} {show_loss(curve['loss'][-1])} "
+        f"(step {curve['step'][-1]:,})"
         for name, curve in run["validation"].items()
     )
     yield _joined(
@@ -102,20 +120,34 @@ def time_line(run: Run, width: int) -> list[str]:
     """
     entries = [(one["hours"], one["kind"], one["step"], one["message"]) for one in run["events"]]
     logged = any(kind in ("started", "resumed") for _, kind, _, _ in entries)
-    entries += (entry for entry in _starts(run["starts"]) if not logged or entry[1] == "killed")  # which logs nothing
+    # which logs nothing
+    entries += (entry for entry in _starts(run["starts"]) if not logged or entry[1] == "killed")
     entries.sort(key=lambda entry: entry[0])
     rows = []
     for kind, group in groupby(entries, key=lambda entry: entry[1]):
         first, *rest = group
         last = rest[-1] if rest else first
         often = f"{kind} x {len(rest) + 1}" if rest else kind
-        steps = " to ".join(dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None))
+        steps = " to ".join(
+            dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None)
+        )
         message = cut(last[3], max(width - _BEFORE_MESSAGE, 64))
-        rows.append([show_duration(first[0] * 3600), printable(cut(often, _KIND)), steps, printable(message)])
+        rows.append(
+            [
+                show_duration(first[0] * 3600),
+                printable(cut(often, _KIND)),
+                steps,
+                printable(message),
+            ]
+        )
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
         rows = rows[:1] + [["", f"{left_out:,} more", "", ""]] + rows[1 + left_out :]
-    return [f"  {line}" for line in aligned([["after", "event", "step", ""], *rows]).splitlines()] if rows else []
+    return (
+        [f"  {line}" for line in aligned([["after", "event", "step", ""], *rows]).splitlines()]
+        if rows
+        else []
+    )
 
 
 def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int, str]]:
@@ -125,7 +157,12 @@ def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int,
         where = f"{plural(start['ranks'] or 1, 'rank')}, {layout_name(start['layout'])}"
         changed = " (changed)" if layout not in (None, start["layout"]) else ""
         layout = start["layout"]
-        yield start["hours"], "resumed" if start["resumed_step"] else "started", start["resumed_step"], where + changed
+        yield (
+            start["hours"],
+            "resumed" if start["resumed_step"] else "started",
+            start["resumed_step"],
+            where + changed,
+        )
         if start["end"]:
             kind, _, message = start["end"].partition(": ")
             yield start["last_seen_hours"], kind, start["step"], message
@@ -142,7 +179,10 @@ def _time_by_kind(runs: Sequence[Run]) -> str | None:
     rows = [["time", *(printable(run["name"]) for run in runs)]]
     for kind in kinds:
         shares = ((one.get(kind, 0.0), sum(one.values())) for one in seconds)
-        cells = [f"{show_duration(s)}, {show_percent(100 * s / total)}" if s and total else "" for s, total in shares]
+        cells = [
+            f"{show_duration(s)}, {show_percent(100 * s / total)}" if s and total else ""
+            for s, total in shares
+        ]
         rows.append([KINDS[kind], *cells])
     return aligned(rows)
 
@@ -151,14 +191,21 @@ def _differences(data: dict[str, Any]) -> str:
     if not data["differences"]:
         return "The configurations are the same"
     heading = ["differs", *(printable(run["name"]) for run in data["runs"])]
-    return aligned([heading, *([one["key"], *map(_value, one["values"])] for one in data["differences"])])
+    return aligned(
+        [heading, *([one["key"], *map(_value, one["values"])] for one in data["differences"])]
+    )
 
 
 def _value(value: Any) -> str:
-    text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = (
+        "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
     return printable(cut(text, _VALUE))
 
 
 def _comparison(data: dict[str, Any]) -> str | None:
-    lines = [f"  {printable(one['run'])} against {printable(one['base'])}: {one['text']}" for one in data["comparison"]]
+    lines = [
+        f"  {printable(one['run'])} against {printable(one['base'])}: {one['text']}"
+        for one in data["comparison"]
+    ]
     return "\n".join(["Differences, with 95 % confidence", *lines]) if lines else None

@@ -1,7 +1,8 @@
 """Self-contained pages: styles, scripts, the charting library and the data in one HTML file.
 
-Such a file opens without a network, can be mailed, and loads nothing. `page.js` has what pages share (numbers, tables,
-stacked bars, tooltips that the keyboard reaches), `chart.js` charts with two axes, drawn by uPlot.
+Such a file opens without a network, can be mailed, and loads nothing. `page.js` has what pages
+share (numbers, tables, stacked bars, tooltips that the keyboard reaches), `chart.js` charts with
+two axes, drawn by uPlot.
 """
 
 import base64
@@ -18,7 +19,12 @@ _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "page.js", "chart.js")
 
 
-def web_page(title: str, data: dict[str, Any], scripts: Sequence[Path], styles: Sequence[Path] = ()) -> str:
+def web_page(
+    title: str,
+    data: dict[str, Any],
+    scripts: Sequence[Path],
+    styles: Sequence[Path] = (),
+) -> str:
     """A page that runs `scripts` on `data`.
 
     Args:
@@ -28,22 +34,36 @@ def web_page(title: str, data: dict[str, Any], scripts: Sequence[Path], styles: 
     """
     parts = {
         "TITLE": html.escape(title),
-        "STYLE": "\n".join(_read(path) for path in (*(_FOLDER / name for name in _STYLES), *styles)),
-        "DATA": json.dumps(data).replace("<", "\\u003c"),  # what the data holds begins and ends no script
-        "SCRIPTS": "\n".join(_read(path) for path in (*(_FOLDER / name for name in _SCRIPTS), *scripts)),
+        "STYLE": "\n".join(
+            _read(path) for path in (*(_FOLDER / name for name in _STYLES), *styles)
+        ),
+        "DATA": json.dumps(data).replace(
+            "<", "\\u003c"
+        ),  # what the data holds begins and ends no script
+        "SCRIPTS": "\n".join(
+            _read(path) for path in (*(_FOLDER / name for name in _SCRIPTS), *scripts)
+        ),
     }
     pieces = _read(_FOLDER / "page.html").split("__")
     return "".join(parts.get(piece, piece) for piece in pieces)
 
 
 def content_security_policy(page: str) -> str:
-    """The strictest policy under which a page of `web_page` works when a server sends it: its own scripts and styles,
-    and requests to that server. Nothing else is run, loaded, framed or submitted."""
+    """The strictest policy under which a page of `web_page` works when a server sends it: its own
+    scripts and styles, and requests to that server. Nothing else is run, loaded, framed or
+    submitted.
+    """
     sources = []
     for name in ("script", "style"):
-        hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in _inline(page, name)]
+        hashes = [
+            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            for text in _inline(page, name)
+        ]
         sources.append(" ".join([f"{name}-src", *(f"'sha256-{one}'" for one in hashes)]))
-    rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    rest = (
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
     return "; ".join(["default-src 'none'", *sources, rest])
 
 
