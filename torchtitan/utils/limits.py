@@ -1,7 +1,7 @@
-"""Limits on what is read from outside: far above any honest use, so that broken or hostile input is refused early.
+"""Limits on what is read from outside, far above any honest use: broken or hostile input is refused.
 
 Sizes are bytes unless the comment says otherwise. A constant is named by what it limits.
-"""  # noqa: E501
+"""
 
 # checkpoint
 
