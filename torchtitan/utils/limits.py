@@ -1,4 +1,4 @@
-"""Limits on what is read from outside, far above any honest use: broken or hostile input is refused.
+"""Limits on what is read from outside, far above any honest use: more is refused early.
 
 Sizes are bytes unless the comment says otherwise. A constant is named by what it limits.
 """
