@@ -21,7 +21,7 @@ from torchtitan.telemetry.events import Events
 from torchtitan.telemetry.notify import Notifier, RateLimit, report_error, report_failure
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.torchrun_error import REPORTER_ENV
+from torchtitan.utils.process import REPORTER_ENV
 
 SECRET = "T0K3N"
 

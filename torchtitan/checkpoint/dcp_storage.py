@@ -51,9 +51,9 @@ from torchtitan.checkpoint.sums import SummedFile, SummedPart
 from torchtitan.parallel.agree import from_all
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
+from torchtitan.utils.formats import load_tensor
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_compat import record_places
-from torchtitan.utils.unpickle import load_tensor
 
 _REQUEST = 1 << 25
 """Bytes of small parts that are fetched from remote storage at once."""
