@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.dcp_storage import Reader
+from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.utils.text import aligned, flat, show_size

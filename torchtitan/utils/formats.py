@@ -4,7 +4,7 @@ import io
 import json
 import pickle
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -68,7 +68,7 @@ def safe_loads(content: bytes) -> Any:
         raise ValueError(str(reason)) from None
 
 
-def load_tensor(file: IO[bytes]) -> "Tensor":
+def load_tensor(file: Any) -> "Tensor":
     """Read a tensor that `torch.save` wrote, on the CPU. torch refuses a pickle that names anything
     else.
     """

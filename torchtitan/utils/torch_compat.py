@@ -1,7 +1,7 @@
 """Workarounds for faults in torch, one function each; those for torchao are in `torchao_compat`.
 
 Every docstring states the fault, the releases it was seen in, and when to delete the function.
-Those of DCP's staging are methods of one class in `torchtitan.checkpoint.saving`. torch is imported
+Those of DCP's staging are methods of one class in `torchtitan.checkpoint.save`. torch is imported
 inside the functions, because the configuration asks for its version without loading it.
 """
 
