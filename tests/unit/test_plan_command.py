@@ -14,7 +14,7 @@ from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, product_seconds, 
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.parallel.quantize import check_hardware
-from torchtitan.telemetry.peak_flops import peak_flops
+from torchtitan.telemetry.metrics import peak_flops
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.advice import changes
 from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, WIDTH

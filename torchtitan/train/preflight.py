@@ -24,7 +24,7 @@ from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_na
 from torchtitan.models.decoder_spec import is_decoder
 from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
 from torchtitan.telemetry.delivery import unreachable
-from torchtitan.telemetry.trackers.chosen import missing_packages
+from torchtitan.telemetry.trackers.base import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.patterns import TooManyEntriesError, matching_files
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
