@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import replace
 from torchtitan.config.rules.device import check_device
+from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.costs import BUBBLE, REPEATED
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
@@ -62,9 +62,7 @@ def changes(plan: Plan, part: str) -> list[Change]:
     """
     found = []
     for text, settings in _candidates(plan.workload, plan.hardware, part):
-        config = plan.config
-        for key, value in settings.items():
-            config = replace(config, key, value)
+        config = applied(plan.config, settings)
         try:
             check_device(config, plan.hardware.accelerator)
             after = predict(

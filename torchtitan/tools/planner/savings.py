@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import divisors, gradient_accumulation_steps, replace
+from torchtitan.config.derive import divisors, gradient_accumulation_steps
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
+from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError
@@ -49,9 +50,7 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     before = predict_memory(now).reserved / GIB
     found = []
     for settings, ranks in _candidates(config, world, mixture=now.experts > 0):
-        changed = config
-        for key, value in settings.items():
-            changed = replace(changed, key, value)
+        changed = applied(config, settings)
         try:
             after = predict_memory(derived_workload(changed, spec, ranks)).reserved / GIB
         except ConfigError:
@@ -88,13 +87,8 @@ def _candidates(
     if more := [chunks for chunks in divisors(part, _LOSS_CHUNKS) if chunks > t.loss_chunks]:
         yield {"training.loss_chunks": more[-1]}, world
     if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_microbatch_size > 1:
-        yield (
-            {
-                "parallelism.pipeline_parallel_microbatch_size": p.pipeline_parallel_microbatch_size
-                // 2
-            },
-            world,
-        )
+        half = p.pipeline_parallel_microbatch_size // 2
+        yield {"parallelism.pipeline_parallel_microbatch_size": half}, world
     if t.local_batch_size > 1:
         yield {"training.local_batch_size": t.local_batch_size // 2}, world
     if p.fsdp_reduce_once_per_step:
@@ -122,11 +116,8 @@ def _more_shards(config: Config, world: int) -> Iterator[tuple[dict[str, Any], i
     t = config.training
     twice = {"parallelism.data_parallel_shard_degree": 2 * p.data_parallel_shard_degree}
     if p.data_parallel_replicate_degree % 2 == 0:
-        yield (
-            {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
-            | twice,
-            world,
-        )
+        half = {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
+        yield half | twice, world
     if gradient_accumulation_steps(config) % 2 == 0:
         yield twice, 2 * world
     elif t.local_batch_size % 2 == 0:
@@ -143,9 +134,7 @@ def advice(config: Config, spec: ModelSpec, world: int) -> str:
     """
     try:
         found = savings(config, spec, world)
-    except (
-        Exception
-    ):  # of a run that has failed already, whatever keeps the planner from telling is no news
+    except Exception:  # the run has failed already; the planner's own failure is no news
         return ""
     if not found:
         return ""

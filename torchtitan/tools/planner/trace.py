@@ -34,10 +34,10 @@ from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
-from torchtitan.tools.planner.allocator import Event, reserved
+from torchtitan.tools.planner.allocator import peak_by_part, replay
 from torchtitan.tools.planner.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.tools.planner.memory import PARTS, TRACED_BATCHES
-from torchtitan.tools.planner.tracer import Block, Tracer
+from torchtitan.tools.planner.tracer import Tracer
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
@@ -178,7 +178,7 @@ def trace_rank(
         events = [(number, new) for number, new in events if number not in host]
         lasting -= host
     steady = [(number, new) for number, new in events if number not in lasting]
-    memory = _at_peak(blocks, sorted(lasting), steady)
+    memory = peak_by_part(blocks, sorted(lasting), steady)
     active = sum(memory.values())
     collectives: dict[str, dict[str, tuple[int, int]]] = {}
     for (axis, kind), calls in sorted(tracer.counts.calls.items()):
@@ -188,7 +188,7 @@ def trace_rank(
         pp_rank=pp_rank,
         memory=memory,
         peak_active=active,
-        peak_reserved=_replay(blocks, events, steady) if device_type == "cuda" else active,
+        peak_reserved=replay(blocks, events, steady) if device_type == "cuda" else active,
         flops={kind: float(count) for kind, count in tracer.counts.flops.items()},
         collectives=collectives,
     )
@@ -363,50 +363,3 @@ def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     for name in {group.group_name for group in parts.values() if group.size() > 1}:
         axes[name] = tuple(axis for axis, group in parts.items() if group.group_name == name)
     return axes
-
-
-# ---- from events to bytes
-
-
-def _at_peak(
-    blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
-) -> dict[str, int]:
-    """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
-    now = dict.fromkeys(PARTS, 0)
-    for number in lasting:
-        now[blocks[number].part] += blocks[number].size
-    total = most = sum(now.values())
-    peak = dict(now)
-    alive: set[int] = set()
-    for number, new in events:
-        block = blocks[number]
-        if new:
-            alive.add(number)
-        elif number in alive:
-            alive.remove(number)
-        else:
-            continue
-        now[block.part] += block.size if new else -block.size
-        total += block.size if new else -block.size
-        if total > most:
-            most = total
-            peak = dict(now)
-    return peak
-
-
-def _replay(
-    blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
-) -> int:
-    """Reserved bytes after two steps: in the second, the optimizer's state is where the first
-    allocated it.
-    """
-    alive = {number for number, new in first if new} - {number for number, new in first if not new}
-    left = alive & {number for number, _ in steady}
-    again = [(number + len(blocks), new) for number, new in steady]
-
-    def events() -> Iterator[Event]:
-        for number, new in (*first, *((number, False) for number in left), *again):
-            block = blocks[number % len(blocks)]
-            yield number, block.size if new else 0, block.stream
-
-    return reserved(events())

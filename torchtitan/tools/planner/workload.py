@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import (
-    AXES,
     axis_degrees,
     gradient_accumulation_steps,
     sums_on_replicas,
@@ -106,6 +105,32 @@ class Recompute:
     pointwise: float
 
 
+def _check_covered(config: Config, args: Any) -> None:
+    """
+    Raises:
+        UserError: the formulas don't cover this model.
+    """
+    if missing := [name for name in _SIZES if not hasattr(args, name)]:
+        raise UserError(
+            f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
+            f"{config.model.name} has no {', '.join(missing)}"
+        )
+    if getattr(args, "n_experts", 0) and args.n_dense_layers:
+        raise UserError(
+            "model.overrides.n_dense_layers: the planner's closed forms need blocks "
+            "that are alike; plan with 0"
+        )
+
+
+def _rounds_experts(config: Config) -> bool:
+    """Whether a converter changes the experts' products."""
+    grouped = config.quantize.grouped_mm
+    experts = "layers.0.moe.experts"
+    if uses(config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts):
+        return True
+    return uses(config, GROUPED_MX) and names_any(grouped.mx.fqns, experts)
+
+
 class Workload:
     """One training step of `config` on each rank."""
 
@@ -123,32 +148,25 @@ class Workload:
             args: the model's arguments.
             stages: the pipeline; None without one.
             kv_repeated: keys and values are copied for every query head before attention, as
-            TorchTitan did when its
-                tables were measured. This project's attention doesn't copy them.
+            TorchTitan did when its tables were measured. This project's attention doesn't.
 
         Raises:
             UserError: the formulas don't cover this model family.
         """
-        if missing := [name for name in _SIZES if not hasattr(args, name)]:
-            raise UserError(
-                f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
-                f"{config.model.name} has no {', '.join(missing)}"
-            )
-        self.experts = getattr(args, "n_experts", 0)
-        self.top_k = getattr(args, "experts_per_token", 0)
-        if self.experts and args.n_dense_layers:
-            raise UserError(
-                "model.overrides.n_dense_layers: the planner's closed forms need blocks "
-                "that are alike; plan with 0"
-            )
+        _check_covered(config, args)
         t = config.training
         p = config.parallelism
         self.config = config
         self.args = args
+        self.experts = getattr(args, "n_experts", 0)
+        self.top_k = getattr(args, "experts_per_token", 0)
         self.pipeline = stages
-        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
-            axis_degrees(p)[axis] for axis in AXES
-        )
+        degrees = axis_degrees(p)
+        self.pp = degrees["pp"]
+        self.dp_replicate = degrees["dp_replicate"]
+        self.dp_shard = degrees["dp_shard"]
+        self.cp = degrees["cp"]
+        self.tp = degrees["tp"]
         self.fsdp = self.dp_shard * self.cp
         self.world = self.pp * self.dp_replicate * self.fsdp * self.tp
         self.ep = p.expert_parallel_degree
@@ -167,9 +185,8 @@ class Workload:
         rows = stages.microbatch_size if stages else t.local_batch_size
         self.microbatches = t.local_batch_size // rows
         self.accumulation = gradient_accumulation_steps(config)
-        self.sums_whole_gradients = (
-            sums_whole_gradients(config) and self.accumulation > 1 and stages is None
-        )
+        accumulates = self.accumulation > 1 and stages is None
+        self.sums_whole_gradients = accumulates and sums_whole_gradients(config)
         """The batches of a step add up in whole gradients, which are reduced after the last one."""
         self.replicas_apart = stages is None and sums_on_replicas(config)
         """The batches of a step add up on each replica, and are all-reduced after the last one."""
@@ -186,17 +203,10 @@ class Workload:
         self.mx = uses(config, MX)
         recipe = config.quantize.linear.float8.recipe_name or "tensorwise"
         self.tensorwise = self.float8 and recipe == "tensorwise"
-        self.float8_gather = (
-            self.float8 and config.quantize.linear.float8.enable_fsdp_float8_all_gather
-        )
-        self.gathered = FP8 if self.float8_gather else self.element
+        float8_gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
+        self.gathered = FP8 if self.float8 and float8_gather else self.element
         """Bytes of a block's parameter in FSDP's all-gather."""
-        grouped = config.quantize.grouped_mm
-        experts = "layers.0.moe.experts"
-        self.eight_bit_experts = self.experts > 0 and (
-            (uses(config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts))
-            or (uses(config, GROUPED_MX) and names_any(grouped.mx.fqns, experts))
-        )
+        self.eight_bit_experts = self.experts > 0 and _rounds_experts(config)
         """Grouped products round their operands to 8 bits."""
         self.recompute = self._recompute()
         self.linears = list(self._linears())
@@ -208,13 +218,8 @@ class Workload:
         """Parameters of one block on one tensor- and expert-parallel rank."""
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or of the output projection, on one tensor-parallel rank."""
-        self.output = Linear(
-            "output",
-            self.dim,
-            self.vocab // self.tp,
-            self._eight_bit("output", self.dim, self.vocab),
-            0.0,
-        )
+        rounded = self._eight_bit("output", self.dim, self.vocab)
+        self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, 0.0)
         self.async_tp = p.enable_async_tensor_parallel and self.tp > 1
         self.sharded_loss = self.tp > 1 and not p.disable_loss_parallel
         self.stages = list(self._stages())
@@ -237,18 +242,14 @@ class Workload:
         """
         tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
         ends = stage.has_embedding + (stage.has_output and not tied)
-        return (
-            stage.layers * self.block_params
-            + ends * self.vocab_params
-            + stage.has_output * self.dim
-        )
+        blocks = stage.layers * self.block_params
+        return blocks + ends * self.vocab_params + stage.has_output * self.dim
 
     def shard(self, stage: Stage) -> float:
         """Parameters of a stage on one rank."""
         experts = stage.layers * self.expert_params
-        return (
-            self.params(stage) - experts
-        ) / self.fsdp + experts * self.expert_padding / self.efsdp
+        others = self.params(stage) - experts
+        return others / self.fsdp + experts * self.expert_padding / self.efsdp
 
     @property
     def expert_rows(self) -> float:
@@ -308,38 +309,39 @@ class Workload:
             may_be_kept = of_experts or of_router or not any(part in name for part in forced)
             counted += may_be_kept
             kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
-            unused = (
-                name == "feed_forward.w2" and self.compiled
-            )  # no gradient needs it, and the compiler drops it
+            # No gradient needs it, and the compiler drops it.
+            unused = name == "feed_forward.w2" and self.compiled
             recomputed = 0.0 if kept or unused else self.recompute.products
             if of_experts:
-                rows = self.expert_rows
-                experts = self.experts // self.ep
                 yield Linear(
-                    name, inputs, outputs, self.eight_bit_experts, recomputed, rows, experts
+                    name,
+                    inputs,
+                    outputs,
+                    self.eight_bit_experts,
+                    recomputed,
+                    self.expert_rows,
+                    self.experts // self.ep,
                 )
             elif of_router:
                 yield Linear(name, inputs, outputs, False, recomputed, 1 / tp, fp32=True)
             else:
-                row_parallel = name.endswith(("wo", "w2"))
-                local = (inputs // tp, outputs) if row_parallel else (inputs, outputs // tp)
-                yield Linear(
-                    name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed
-                )
+                rounded = self._eight_bit(f"layers.0.{name}", inputs, outputs)
+                if name.endswith(("wo", "w2")):
+                    yield Linear(name, inputs // tp, outputs, rounded, recomputed)
+                else:
+                    yield Linear(name, inputs, outputs // tp, rounded, recomputed)
 
     def _expert_padding(self) -> float:
         """Whole matrices are padded where the ranks don't divide their number: the first ranks then
         hold more.
         """
+        if not self.experts:
+            return 1.0
+        divides = self.dim % self.efsdp == 0 and self.ffn % self.efsdp == 0
+        if self.experts_apart and divides:  # splits each matrix instead
+            return 1.0
         own = max(1, self.experts // self.ep)
-        splits_matrices = self.experts_apart and not any(
-            width % self.efsdp for width in (self.dim, self.ffn)
-        )
-        return (
-            1.0
-            if splits_matrices or not self.experts
-            else math.ceil(own / self.efsdp) * self.efsdp / own
-        )
+        return math.ceil(own / self.efsdp) * self.efsdp / own
 
     def _vector_params(self) -> int:
         """Norms, of heads too, and biases of a block."""
@@ -354,11 +356,8 @@ class Workload:
         linear = self.config.quantize.linear
         filters = linear.float8.filter_fqns if self.float8 else linear.mx.filter_fqns
         multiple = (FLOAT8_MULTIPLE if self.float8 else MX_MULTIPLE) * self.tp
-        if (
-            any(part in name for part in filters if part != SMALL_LAYERS)
-            or inputs % multiple
-            or outputs % multiple
-        ):
+        excluded = any(part in name for part in filters if part != SMALL_LAYERS)
+        if excluded or inputs % multiple or outputs % multiple:
             return False
         filtered = self.float8 and SMALL_LAYERS in filters
         return not filtered or gains_by_float8(linear.float8.recipe_name, inputs, outputs)
@@ -381,11 +380,10 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
     products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
     out: dict[tuple[str, str], float] = {}
     for linear, count in products:
-        key = "matmul", "float8" if linear.eight_bit else "float32" if linear.fp32 else dtype
+        own = "float32" if linear.fp32 else dtype
+        key = "matmul", "float8" if linear.eight_bit else own
         flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
-    attention = (
-        (1 + BACKWARD_ATTENTION + w.recompute.attention) * w.attention_flops * w.args.n_layers
-    )
-    out["attention", dtype] = attention * tokens
+    passes = 1 + BACKWARD_ATTENTION + w.recompute.attention
+    out["attention", dtype] = passes * w.attention_flops * w.args.n_layers * tokens
     return out
