@@ -21,6 +21,7 @@ from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.load.toml_file import excess
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.limits import GRID_FILE_BYTES
 from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.storage import is_url
 from torchtitan.utils.text import brief, flat, plural
@@ -29,7 +30,6 @@ MOST_RUNS = 1000
 """Slurm's default of `MaxArraySize` allows as many."""
 _LONGEST_VALUE = 40
 _LONGEST_NAME = 120
-_LARGEST_FILE = 2**20
 _DUMP = "job.dump_folder"
 _CHECKPOINTS = "checkpoint.folder"
 
@@ -100,7 +100,7 @@ def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
         ConfigError: it can't be read, or holds something else.
     """
     try:
-        text = read_regular(path, _LARGEST_FILE, links=True).decode()
+        text = read_regular(path, GRID_FILE_BYTES, links=True).decode()
         tables = tomli.loads(text) if path.suffix == ".toml" else {}
     except OSError as error:
         raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None

@@ -12,8 +12,9 @@ from torchtitan.config.rules.device import check_device
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.predict import Plan, predict, trace_memory
-from torchtitan.tools.planner.search import LIKELY, Found, any_layout, search
+from torchtitan.tools.planner.search import LIKELY, Found, search
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings

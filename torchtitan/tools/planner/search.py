@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
-from torchtitan.config.rules.support import compiles_blocks
+from torchtitan.config.derive import divisors, replace
 from torchtitan.config.rules.validate import validate
-from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
@@ -27,6 +25,7 @@ from torchtitan.tools.planner.axes import (
 )
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.layouts import layouts
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.proposals import (
@@ -39,7 +38,6 @@ from torchtitan.tools.planner.proposals import (
     with_baseline,
 )
 from torchtitan.tools.planner.workload import Workload
-from torchtitan.train.preflight import check_experts
 from torchtitan.utils.errors import ConfigError
 
 LIKELY = 0.9
@@ -61,16 +59,6 @@ _MAX_COMPUTATIONS = 4096
 """Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows
 are cut into several batches.
 """
-_OF_ONE_PIPELINE = (
-    "pipeline_parallel_schedule",
-    "pipeline_parallel_schedule_csv",
-    "pipeline_parallel_microbatch_size",
-    "pipeline_parallel_layers_per_stage",
-    "pipeline_parallel_first_stage_less_layers",
-    "pipeline_parallel_last_stage_less_layers",
-    "module_fqns_per_model_part",
-)
-"""Keys of `[parallelism]` that are for one number of stages."""
 _REASONS = 4
 """Why layouts are illegal, if none is legal."""
 _MAX_EXPANDED = 200
@@ -134,33 +122,6 @@ def search(
     )
 
 
-def any_layout(config: Config, world: int) -> Config:
-    """A configuration for a search on `world` ranks to start from: without its layout, and valid on
-    one rank.
-
-    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives
-    it: per rank as many as there, unless it sets the degree of FSDP.
-    """
-    p = config.parallelism
-    t = config.training
-    rows = t.global_batch_size
-    if rows == -1:
-        others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
-        shards = p.data_parallel_shard_degree
-        ranks = world / others if shards == -1 else shards * p.data_parallel_replicate_degree
-        rows = max(1, round(t.local_batch_size * ranks))
-    fresh = Parallelism()
-    reset = {
-        key: getattr(fresh, key)
-        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)
-    }
-    reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
-    batch = {"global_batch_size": rows, "local_batch_size": rows}
-    return config.model_copy(
-        update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)}
-    )
-
-
 class _Search:
     """One search. What many layouts share is computed once: whether they are legal, and how layers
     are split.
@@ -199,7 +160,7 @@ class _Search:
     def run(self) -> None:
         for rows in batches(self.config, self.axes):
             given = replace(self.config, "training.global_batch_size", rows)
-            for layout in _layouts(given, self.spec, self.args, self.world):
+            for layout in layouts(given, self.spec, self.args, self.world):
                 for batch in self._batches(layout):
                     self._price_schedules(batch)
         for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
@@ -420,40 +381,3 @@ def _near(rows: int, unit: int) -> str:
     """Multiples of `unit` next to `rows`."""
     below = rows // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
-
-
-def _layouts(
-    config: Config,
-    spec: ModelSpec,
-    args: Any,
-    world: int,
-) -> Iterator[Config]:
-    """Every split of `world` ranks into degrees, first those without a pipeline."""
-    tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    sizes = spec.expert_sizes(args)
-    experts = next(iter(sizes.values()), 0)
-    async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
-    for pp in divisors(world, 1 if spec.tied_modules(args) else None):
-        for tp in (d for d in divisors(world // pp) if tp_multiple % d == 0):
-            for cp in divisors(world // pp // tp):
-                ranks = world // pp // tp // cp
-                for replicate in divisors(ranks):
-                    degrees = {
-                        "pipeline_parallel_degree": pp,
-                        "data_parallel_replicate_degree": replicate,
-                        "data_parallel_shard_degree": ranks // replicate,
-                        "context_parallel_degree": cp,
-                        "tensor_parallel_degree": tp,
-                        "enable_async_tensor_parallel": tp > 1 and async_tp,
-                    }
-                    for ep in (
-                        divisors(math.gcd(experts, ranks // replicate * cp * tp))
-                        if experts
-                        else [1]
-                    ):
-                        p = config.parallelism.model_copy(
-                            update=degrees | {"expert_parallel_degree": ep}
-                        )
-                        layout = config.model_copy(update={"parallelism": p})
-                        if not list(check_experts(layout, sizes)):
-                            yield layout

@@ -28,6 +28,7 @@ from torchtitan.tools.reports.collect import live_page
 from torchtitan.tools.reports.live import Live
 from torchtitan.tools.web import content_security_policy
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.limits import QUERY_FIELDS
 
 CONNECTIONS = 32
 """At the same time; others are told to come back."""
@@ -35,8 +36,6 @@ DEADLINE_SECONDS = 20.0
 """For a request and its answer."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POINTS = 4000
-_MOST_FIELDS = 8
-"""Of a query."""
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"  # noqa: E501
 
 
@@ -156,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         """The path and the query of the request; no path if they can't be read."""
         try:
             url = urlsplit(self.path)
-            query = parse_qs(url.query, max_num_fields=_MOST_FIELDS)
+            query = parse_qs(url.query, max_num_fields=QUERY_FIELDS)
         except ValueError:
             return None, {}
         return url.path, {key: values[-1] for key, values in query.items()}
