@@ -14,7 +14,7 @@ from random import Random
 import psutil
 import pytest
 
-from torchtitan.tools import reports as report
+from torchtitan.tools.reports import collect as report
 from torchtitan.tools.reports import lines as lines_module
 from torchtitan.tools.reports.folder import read_folder
 from torchtitan.tools.reports.lines import JsonLines

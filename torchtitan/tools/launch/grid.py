@@ -39,7 +39,7 @@ class GridRun:
     """One of several runs."""
 
     name: str
-    """Of its folder."""
+    """Name of the run and its folder."""
     flags: tuple[str, ...]
     """What it overrides."""
 
@@ -93,8 +93,7 @@ def _word(value: Any) -> str:
 
 
 def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
-    """The runs of a file: a line of flags each, or the tables `[[runs]]` of a TOML file, which may
-    have a `name`.
+    """The runs of a file: a line of flags each, or `[[runs]]` tables, which may have a `name`.
 
     Raises:
         ConfigError: it can't be read, or holds something else.
@@ -210,9 +209,7 @@ def _merged(parts: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flag
 
 
 def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
-    """A folder's name for each run: its own, and the keys that differ between runs, as
-    `lr=3e-4_seed=1`.
-    """
+    """A folder's name for each run: its name, and the keys that vary, as `lr=3e-4_seed=1`."""
     keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
     given = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
     short = _short(keys)

@@ -57,9 +57,7 @@ def largest_costs(plan: Plan) -> list[Cost]:
 
 
 def changes(plan: Plan, part: str) -> list[Change]:
-    """Legal changes that aim at `part` and make training faster, the best first; those that don't
-    fit come last.
-    """
+    """Legal changes that target `part` and speed up training, the best first, misfits last."""
     found = []
     for text, settings in _candidates(plan.workload, plan.hardware, part):
         config = applied(plan.config, settings)
@@ -78,7 +76,6 @@ def changes(plan: Plan, part: str) -> list[Change]:
 
 def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes that may lower `part`: a description, and the keys to set."""
-    p = w.config.parallelism
     t = w.config.training
     checkpointing = w.config.activation_checkpoint.mode
     compiled = {"compile.enable": True, "compile.components": ["model", "loss"]}
@@ -131,6 +128,20 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
         # Fewer ranks hold each expert: less to gather, and more rows for it.
         yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}
+    if part in (BUBBLE, REPEATED):
+        yield from _pipeline_candidates(w, part, double_batch)
+    if part == "activation offload":
+        yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}
+        yield "offload the blocks' inputs", {"activation_checkpoint.mode": "full"}
+    if part in ("communication: dp", "slowed by communication", "optimizer", "host"):
+        yield "double the batch", double_batch
+
+
+def _pipeline_candidates(
+    w: Workload, part: str, double_batch: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    p = w.config.parallelism
+    t = w.config.training
     if part == BUBBLE:
         if t.local_batch_size > p.pipeline_parallel_microbatch_size:
             size = max(1, p.pipeline_parallel_microbatch_size // 2)
@@ -141,8 +152,3 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if part == REPEATED:
         for schedule in ("Interleaved1F1B", "1F1B"):
             yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
-    if part == "activation offload":
-        yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}
-        yield "offload the blocks' inputs", {"activation_checkpoint.mode": "full"}
-    if part in ("communication: dp", "slowed by communication", "optimizer", "host"):
-        yield "double the batch", double_batch

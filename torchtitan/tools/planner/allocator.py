@@ -1,5 +1,4 @@
-"""PyTorch's CUDA caching allocator, replayed: from a sequence of allocations to the memory reserved
-on the device.
+"""PyTorch's CUDA caching allocator, replayed: from allocations to the memory it reserves.
 
 It replays `expandable_segments:True`. Blocks are rounded up to 512 bytes. Each stream has two
 pools, one for blocks up to 1 MiB and one for larger blocks. A pool uses the smallest free block
@@ -79,9 +78,7 @@ class _Pool:
 
 
 def reserved(events: Iterable[Event]) -> int:
-    """Bytes that the allocator has reserved at the end, which is its peak, as it returns nothing to
-    the device.
-    """
+    """Bytes reserved at the end, which is the peak: nothing is returned to the device."""
     pools: dict[tuple[str, bool], _Pool] = {}
     placed: dict[int, tuple[_Pool, int, int]] = {}
     for block, size, stream in events:
@@ -130,9 +127,7 @@ def peak_by_part(
 def replay(
     blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
 ) -> int:
-    """Reserved bytes after two steps: in the second, the optimizer's state is where the first
-    allocated it.
-    """
+    """Bytes reserved after two steps; the second reuses the first one's optimizer state."""
     alive = {number for number, new in first if new} - {number for number, new in first if not new}
     left = alive & {number for number, _ in steady}
     events: list[Event] = []

@@ -36,8 +36,7 @@ def tensor_parallel(
 
 
 def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
-    """Exposed seconds of one block's context parallelism, forward and backward (Liu et al.,
-    arXiv:2310.01889).
+    """Exposed seconds of a block's context parallelism (Liu et al., arXiv:2310.01889).
 
     Keys and values travel to every rank, and their gradients back in fp32.
     """
@@ -59,9 +58,7 @@ def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float
 
 
 def expert_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to exchange one block's rows, forward and backward: nothing else can run
-    meanwhile.
-    """
+    """Seconds to exchange a block's rows, forward and backward; nothing overlaps them."""
     if w.ep == 1:
         return 0.0, 0.0
     rows = hw.exchange(exchanged_bytes(w), w.ep)
@@ -77,8 +74,7 @@ def transfer(w: Workload, hw: Hardware) -> float:
 
 
 def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
-    """Seconds to gather one block's weights, to reduce-scatter its gradients, and to all-reduce
-    them over replicas.
+    """Seconds to gather a block's weights, reduce-scatter its gradients and all-reduce them.
 
     A ring over n ranks moves (n - 1) / n of the data; an all-reduce does it twice (Patarasuk and
     Yuan, doi:10.1016/j.jpdc.2008.09.002).

@@ -93,9 +93,7 @@ class StepTime:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the average rank waits for the pipeline: the schedule's blank
-        area.
-        """
+        """Share of the step that the average rank spends waiting for the pipeline."""
         return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
@@ -174,9 +172,7 @@ class _Products:
 
 
 def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
-    """The products of one linear layer, which differ in which sizes are the result's and which is
-    summed over.
-    """
+    """The three products of a linear layer, which sum over different sizes."""
     rate = _peak(w, hw) * hw.gemm_bf16
     operand = w.element
     tokens = w.tokens * linear.rows
@@ -264,9 +260,7 @@ def _pointwise_bytes(w: Workload) -> float:
 
 
 def _ends(w: Workload, hw: Hardware) -> _Pass:
-    """Embedding, output projection and loss. The embedding counts with the output, on whatever
-    stage it is.
-    """
+    """Embedding, output projection and loss, all counted with the stage of the output."""
     product = _products(w, hw, w.output)
     per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
     loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
@@ -283,9 +277,7 @@ def _ends(w: Workload, hw: Hardware) -> _Pass:
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to round a block's 8-bit operands: inputs in the forward, gradients and inputs again
-    in the backward.
-    """
+    """Seconds to round a block's 8-bit operands: inputs, then gradients and inputs again."""
     eight_bit = [x for x in w.linears if x.eight_bit]
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}
@@ -331,9 +323,7 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
 
 
 def _parameters(w: Workload) -> int:
-    """Weights of a block: those of its linear layers, of two norms, and of those of queries and
-    keys.
-    """
+    """Number of weights in a block: linear layers, two norms, and the norms of heads."""
     return len(w.linears) + 2 + 2 * getattr(w.args, "qk_norm", False)
 
 
@@ -341,9 +331,7 @@ def _parameters(w: Workload) -> int:
 
 
 def _optimizer(w: Workload, hw: Hardware) -> float:
-    """Seconds of clipping, the update and the average of the weights, on the pipeline rank with the
-    most parameters.
-    """
+    """Seconds of clipping, update and weight average, on the rank with the most parameters."""
     optimizer = w.config.optimizer
     ema = w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in range(w.pp))
@@ -363,8 +351,7 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of one of Muon's iterations on a matrix X: A = X X', A A, and a polynomial in A times
-    X.
+    """FLOPs of one Muon iteration on a matrix X: A = X X', A A, and a polynomial in A times X.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """

@@ -151,9 +151,7 @@ def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
 
 
 def without_missing_files(config: Config) -> tuple[Config, list[str]]:
-    """The configuration without the tokenizer, data and checkpoint that only the cluster has, and a
-    note on each.
-    """
+    """The configuration without files that only the cluster has, and a note on each."""
     notes = []
     files: list[tuple[str, str | None, Any]] = [
         ("model.hf_assets_path", config.model.hf_assets_path, Config().model.hf_assets_path),
@@ -172,9 +170,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
 
 
 def planned_toml(plan: Plan, argv: list[str]) -> str:
-    """The configuration of `argv` with the plan's layout, batch sizes and checkpointing, as a TOML
-    file.
-    """
+    """The configuration of `argv` with the plan's layout, batch and checkpointing, as TOML."""
     config = load_config(argv).config
     planned = plan.config
     batch = {

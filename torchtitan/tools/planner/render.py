@@ -326,8 +326,7 @@ def _time_data(plan: Plan) -> dict[str, Any]:
 
 
 def origin(argv: list[str], toml: str) -> dict[str, str]:
-    """Where a plan comes from, for JSON: the command, its date in UTC, and the configuration
-    planned.
+    """Where a plan comes from, for JSON: command, date in UTC, and planned configuration.
 
     Args:
         argv: arguments of the command.

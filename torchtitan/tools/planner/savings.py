@@ -1,6 +1,4 @@
-"""What would lower a configuration's peak of memory, by the closed forms: for a run that doesn't
-fit.
-"""
+"""Changes that lower the predicted peak memory, for a run that doesn't fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,8 +38,7 @@ class Saving:
 
 
 def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
-    """Changes that lower the predicted peak, the largest saving first; those that change what is
-    trained come last.
+    """Changes that lower the predicted peak, largest saving first, changes of training last.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -66,8 +63,7 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
 def _candidates(
     config: Config, world: int, *, mixture: bool
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Changes that may lower the peak, and the ranks that they need. The global batch stays as it
-    is.
+    """Changes that may lower the peak, and the ranks they need, at the same global batch.
 
     Args:
         mixture: the model is a mixture of experts.
@@ -129,9 +125,7 @@ def _toml(value: Any) -> str:
 
 
 def advice(config: Config, spec: ModelSpec, world: int) -> str:
-    """The best of `savings`, one on a line, after a heading. Empty if the planner can't tell;
-    raises nothing.
-    """
+    """The best of `savings` under a heading, one a line; empty if the planner can't tell."""
     try:
         found = savings(config, spec, world)
     except Exception:  # the run has failed already; the planner's own failure is no news

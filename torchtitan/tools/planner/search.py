@@ -123,9 +123,7 @@ def search(
 
 
 class _Search:
-    """One search. What many layouts share is computed once: whether they are legal, and how layers
-    are split.
-    """
+    """One search, which computes once what layouts share: legality and the split of layers."""
 
     def __init__(
         self,
@@ -170,9 +168,7 @@ class _Search:
                 self._price(applied(config, settings), settings)
 
     def _batches(self, layout: Config) -> Iterator[Config]:
-        """Ways to cut the global batch: rows at a time, and in a pipeline the size of its
-        microbatches.
-        """
+        """Ways to cut the global batch: rows at a time, or the size of microbatches."""
         p = layout.parallelism
         total = layout.training.global_batch_size
         ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
@@ -201,7 +197,7 @@ class _Search:
     def _price_schedules(self, batch: Config) -> None:
         """All schedules and checkpointing modes of a layout and batch."""
         bounds: dict[int, tuple[float, float]] = {}
-        """By mode, the speed of the first schedule that fits, and that speed without a bubble."""
+        """Mode to the speed of the first schedule that fits, and that speed without a bubble."""
         hopeless = {i for i, mode in enumerate(self._modes) if not self._may_fit(batch, mode)}
         for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
             ordered = (
@@ -225,9 +221,7 @@ class _Search:
                     self._unhindered = max(self._unhindered, priced[1])
 
     def _may_fit(self, batch: Config, mode: Settings) -> bool:
-        """Whether 1F1B with the fewest microbatches fits: no other schedule keeps less, and longer
-        ones take seconds to build.
-        """
+        """Whether 1F1B with the fewest microbatches fits: the schedule that keeps least."""
         p = batch.parallelism
         if p.pipeline_parallel_degree == 1:
             return True
@@ -242,8 +236,7 @@ class _Search:
         )
 
     def _ideal(self, config: Config) -> float:
-        """A speed that a pipeline won't exceed: the best so far without a bubble, and the least
-        bubble of a schedule.
+        """Upper bound of a pipeline's speed: the best without a bubble, less the least bubble.
 
         1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al.,
         arXiv:2104.04473).
@@ -297,7 +290,7 @@ class _Search:
         return w is not None and self._memory(w) is not None
 
     def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
-        """Of each pipeline rank; None as soon as one doesn't fit."""
+        """Memory of each pipeline rank; None as soon as one doesn't fit."""
         found = []
         for rank in range(w.pp):
             found.append(memory_of(w, rank))

@@ -1,11 +1,11 @@
-"""Trace one training step of one pipeline rank: its memory, FLOPs and collectives, without a GPU or
-other ranks.
+"""Trace a training step of one pipeline rank: memory, FLOPs, collectives, without a GPU.
 
 The functions that a run uses build, split, shard and checkpoint the model on a fake process group
 of the full size, and take one step on tensors without memory (`docs/internals/plan-memory.md`).
 """
 
 import dataclasses
+import itertools
 import logging
 import multiprocessing
 import os
@@ -48,9 +48,7 @@ from torchtitan.train.step import gradients
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One pipeline rank's training step in the steady state, with optimizer state and all buffers
-    allocated.
-    """
+    """A pipeline rank's step in the steady state, with all state and buffers allocated."""
 
     rank: int
     """Global rank of the first rank at this place of the pipeline."""
@@ -62,7 +60,7 @@ class RankTrace:
     peak_reserved: int
     """Bytes that the caching allocator reserves on the device."""
     flops: dict[tuple[str, str], float]
-    """By (`matmul` or `attention`, dtype), recomputation included. Causal attention counts half."""
+    """Keys: (`matmul` or `attention`, dtype). With recomputation; causal attention counts half."""
     collectives: dict[str, dict[str, tuple[int, int]]]
     """Mesh axis to operation to (calls, bytes): bytes of a gather's result, a reduction's input, or
     what is sent.
@@ -92,16 +90,11 @@ def trace_ranks(
     ranks = list(pp_ranks)
     ac = config.activation_checkpoint
     # `memory_budget` is the share, between nothing and everything, that the compiler keeps.
-    modes = (
-        {"full": 1 - ac.memory_budget, "none": ac.memory_budget}
-        if ac.mode == "memory_budget"
-        else {ac.mode: 1.0}
-    )
-    jobs = [
-        (replace(config, "activation_checkpoint.mode", mode), rank)
-        for mode in modes
-        for rank in ranks
-    ]
+    modes = ["full", "none"] if ac.mode == "memory_budget" else [ac.mode]
+    jobs = []
+    for mode in modes:
+        changed = replace(config, "activation_checkpoint.mode", mode)
+        jobs += [(changed, rank) for rank in ranks]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     cores = (
@@ -113,10 +106,9 @@ def trace_ranks(
         traces = list(pool.map(partial(_trace_alone, world, device_type), *zip(*jobs, strict=True)))
     if len(modes) == 1:
         return traces
-    return [
-        _between(a, b, ac.memory_budget)
-        for a, b in zip(traces[: len(ranks)], traces[len(ranks) :], strict=True)
-    ]
+    full = traces[: len(ranks)]
+    none = traces[len(ranks) :]
+    return [_between(a, b, ac.memory_budget) for a, b in zip(full, none, strict=True)]
 
 
 def _trace_alone(
@@ -156,8 +148,7 @@ def trace_rank(
     *,
     device_type: str = "cuda",
 ) -> RankTrace:
-    """Trace a step in this process, which can trace only once and run nothing distributed
-    afterwards.
+    """Trace a step in this process, which can't trace or communicate again afterwards.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -223,9 +214,7 @@ def _record(
         cuda=cuda,
     )
     if compiles_blocks(config):
-        for block in (block for model in models for block in model.layers.values()):
-            if not isinstance(block, MoEBlock):  # its gradients need everything that is kept
-                block.register_forward_hook(tracer.drop_unneeded)
+        _drop_unneeded(tracer, models)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
         compute = build_compute(
@@ -236,12 +225,7 @@ def _record(
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
-        for param in params:
-            tracer.track(param, "parameters")
-        for buffer in (buffer for model in models for buffer in model.buffers()):
-            tracer.track(buffer, "other")
-        for mean in average.tensors.values() if average is not None else ():
-            tracer.track(mean, "optimizer")
+        _track(tracer, models, average)
         before = len(tracer.events)
         with (
             recording(tracer, cuda=cuda),
@@ -255,12 +239,8 @@ def _record(
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()
-            state = [
-                x
-                for slots in optimizer.state.values()
-                for x in slots.values()
-                if isinstance(x, Tensor)
-            ]
+            slots = itertools.chain(*(slots.values() for slots in optimizer.state.values()))
+            state = [x for x in slots if isinstance(x, Tensor)]
             lasting = tracer.rename(state, "optimizer")
             optimizer.zero_grad(set_to_none=True)
             if average is not None:
@@ -271,10 +251,29 @@ def _record(
     return tracer, events, lasting | {number for number, _ in events[:before]}
 
 
+def _drop_unneeded(tracer: Tracer, models: list[nn.Module]) -> None:
+    """Drop what a compiler drops; gradients of experts need everything that is kept."""
+    for model in models:
+        for block in model.layers.values():
+            if not isinstance(block, MoEBlock):
+                block.register_forward_hook(tracer.drop_unneeded)
+
+
+def _track(tracer: Tracer, models: list[nn.Module], average: WeightAverage | None) -> None:
+    """Count what exists before the step."""
+    for model in models:
+        for param in model.parameters():
+            tracer.track(param, "parameters")
+    for model in models:
+        for buffer in model.buffers():
+            tracer.track(buffer, "other")
+    if average is not None:
+        for mean in average.tensors.values():
+            tracer.track(mean, "optimizer")
+
+
 def _eager(config: Config, cuda: bool) -> Config:
-    """The part of `config` that a trace can run. The rest is accounted for separately
-    (`docs/internals/plan-memory.md`).
-    """
+    """The part of `config` that can be traced (`docs/internals/plan-memory.md` has the rest)."""
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
     # On CUDA a mask within documents is a few bytes per token, and its kernel takes no more memory.
@@ -293,9 +292,7 @@ def _eager(config: Config, cuda: bool) -> Config:
 
 @contextmanager
 def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
-    """Trace at most three batches of a step, and count the middle one for all those that are left
-    out.
-    """
+    """Trace at most three batches; the middle one stands for those left out."""
     traced = min(batches, TRACED_BATCHES)
     marks = []
     run = compute.forward_backward

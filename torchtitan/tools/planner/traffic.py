@@ -1,6 +1,4 @@
-"""The collectives that one rank issues in a training step: how many, and how many bytes, by mesh
-axis.
-"""
+"""Collectives of one rank in a training step: calls and bytes, by mesh axis."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -50,9 +48,9 @@ def exchanges(w: Workload) -> float:
 
     Selection by operation saves what is exchanged, and a compiler's budget doesn't reach it.
     """
-    return 1 + (
-        w.recompute.attention if w.config.activation_checkpoint.mode in ("full", "selective") else 0
-    )
+    if w.config.activation_checkpoint.mode in ("full", "selective"):
+        return 1 + w.recompute.attention
+    return 1
 
 
 def exchanged_bytes(w: Workload) -> float:
@@ -79,16 +77,13 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
         )
         out.add("tp", "reduce_scatter", scatters * layers * runs, hidden * w.element)
         ends = sum(stage.has_embedding + stage.has_output for stage in stages)
-        for operation in (
-            "all_gather",
-            "reduce_scatter",
-        ):  # one in the forward, the other in the backward
+        # One in the forward, the other in the backward.
+        for operation in ("all_gather", "reduce_scatter"):
             out.add("tp", operation, ends * runs, hidden * w.element)
     if w.experts and w.ep > 1:
-        there, back = (
-            exchanges(w) * layers * runs,
-            layers * runs,
-        )  # each way twice: to the experts and from them
+        # Each way twice: to the experts and from them.
+        there = exchanges(w) * layers * runs
+        back = layers * runs
         out.add("ep", "all_to_all", 2 * (there + back), exchanged_bytes(w))
         out.add("ep", "all_to_all", there, INT32 * w.experts)
     if w.cp > 1:

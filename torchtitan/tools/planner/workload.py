@@ -187,9 +187,9 @@ class Workload:
         self.accumulation = gradient_accumulation_steps(config)
         accumulates = self.accumulation > 1 and stages is None
         self.sums_whole_gradients = accumulates and sums_whole_gradients(config)
-        """The batches of a step add up in whole gradients, which are reduced after the last one."""
+        """Batches add up in whole gradients, reduced after the last one."""
         self.replicas_apart = stages is None and sums_on_replicas(config)
-        """The batches of a step add up on each replica, and are all-reduced after the last one."""
+        """Batches add up on each replica, all-reduced after the last one."""
         self.tokens = rows * t.seq_len // self.cp
         self.compiled = compiles_blocks(config)
         self.loss_compiled = config.compile.enable and "loss" in config.compile.components
@@ -231,15 +231,11 @@ class Workload:
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of one block's causal attention on one rank, forward, per token: the unmasked half
-        of 4 S q.
-        """
+        """FLOPs of one block's causal attention forward, per token: the unmasked half of 4 S q."""
         return 2.0 * self.seq_len * self.q / self.tp
 
     def params(self, stage: Stage) -> int:
-        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP shards
-        them.
-        """
+        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
         tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
         ends = stage.has_embedding + (stage.has_output and not tied)
         blocks = stage.layers * self.block_params
@@ -253,9 +249,7 @@ class Workload:
 
     @property
     def expert_rows(self) -> float:
-        """Rows per token that a rank sends to the experts; and with equal loads, that it gets for
-        its own.
-        """
+        """Rows per token that a rank sends to experts and, with equal loads, receives."""
         return self.top_k / self.tp
 
     def stages_of(self, pp_rank: int) -> list[Stage]:
@@ -280,9 +274,7 @@ class Workload:
         return Recompute(0.0, 0.0, 0.0)
 
     def _linears(self) -> Iterator[Linear]:
-        """The linear layers in the order in which a block runs them: checkpointing by operation
-        keeps every second.
-        """
+        """A block's linear layers in order; checkpointing by operation keeps every second."""
         d = self.dim
         q = self.q
         kv = self.kv
@@ -332,9 +324,7 @@ class Workload:
                     yield Linear(name, inputs, outputs // tp, rounded, recomputed)
 
     def _expert_padding(self) -> float:
-        """Whole matrices are padded where the ranks don't divide their number: the first ranks then
-        hold more.
-        """
+        """Padding factor of whole matrices where the ranks don't divide their number."""
         if not self.experts:
             return 1.0
         divides = self.dim % self.efsdp == 0 and self.ffn % self.efsdp == 0
@@ -372,9 +362,7 @@ class Workload:
 
 
 def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
-    """FLOPs of one step on one rank by (`matmul` or `attention`, dtype): the pipeline's mean, with
-    recomputation.
-    """
+    """FLOPs of a step on one rank by (kind, dtype): the pipeline's mean, with recomputation."""
     tokens = w.tokens * w.microbatches * w.accumulation / w.pp
     dtype = "float32" if w.element == FP32 else "bfloat16"
     products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]

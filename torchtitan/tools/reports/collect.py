@@ -106,9 +106,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
 
 
 def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
-    """How long a running run will take, at the mean rate since the first record of its last
-    start.
-    """
+    """Seconds until a running run ends, at the mean rate of its last start."""
     if folder.state != "running" or folder.total_steps is None or not folder.starts:
         return None
     rate = curves.seconds_per_step(since=folder.starts[-1].time)

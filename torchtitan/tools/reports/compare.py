@@ -150,9 +150,7 @@ def _by_step(curve: dict[str, list[Any]] | None) -> dict[int, float]:
 
 
 def _speed(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
-    """The difference of the medians of tokens per second and device, over the last `SHARE` of each
-    run's own steps.
-    """
+    """Difference of the median tokens per second and device, over each run's last `SHARE`."""
     rates = _rates(run)
     base_rates = _rates(base)
     difference = unpaired(rates, base_rates)
@@ -219,9 +217,7 @@ def settings(folder: Folder) -> dict[str, Any]:
 
 
 def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
-    """The keys whose values are not the same in all runs: `key` and `values`, None where it is
-    unset.
-    """
+    """Keys whose values differ between runs: `key` and `values`, None where unset."""
     found = [settings(folder) for folder in folders]
     keys = {key: None for one in found for key in one}
     rows = []

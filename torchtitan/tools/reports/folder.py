@@ -1,6 +1,4 @@
-"""What a run's folder says about the run: its starts, whether it is alive, its configuration, its
-events.
-"""
+"""Reads a run's folder: its starts, whether it is alive, its configuration and events."""
 
 import json
 import os
@@ -169,8 +167,7 @@ def _goodput(content: Any) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The run's latest events, each with `time`, `kind`, `step` (or None) and `message`, in the
-    order of time.
+    """The latest events by time, each with `time`, `kind`, `step` (or None) and `message`.
 
     A run without a file of events has at least the guard's spikes.
     """
@@ -271,9 +268,7 @@ class Runs:
             yield from self._below(folder)
 
     def _below(self, top: Path) -> Iterator[Path]:
-        """The runs in `top` and the folders below. Links are followed; no folder is visited
-        twice.
-        """
+        """The runs in and below `top`. Links are followed; no folder is visited twice."""
         waiting = [str(top)]
         while waiting:
             folder = waiting.pop()

@@ -1,5 +1,4 @@
-"""Files of JSON lines of any size: records by place or by step, at a cost that doesn't grow with
-the file.
+"""Records of JSON lines by place or by step, at a cost that doesn't grow with the file.
 
 A file is seen as it was when it was opened, up to its last whole line: one that is appended to, or
 replaced by a rewind, may be read meanwhile. Whatever it holds, bytes read and memory are bounded.
@@ -105,8 +104,7 @@ class JsonLines:
     def places(
         self, first: int = 0, after: int | None = None, reach: int = METRICS_LINE_BYTES
     ) -> Iterator[PlacedRecord]:
-        """Records that begin in `[first, after)`, in order; ends early if `_WRONG` lines in
-        succession are none.
+        """Records that begin in `[first, after)`; stops after `_WRONG` bad lines in succession.
 
         Args:
             reach: bytes to read, at most, in search of the end of a line.
@@ -122,9 +120,7 @@ class JsonLines:
                 return
 
     def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[PlacedRecord]:
-        """The last `most` records that are `wanted`, or fewer if they are further apart than
-        `METRICS_LINE_BYTES`.
-        """
+        """The last `most` wanted records, or fewer if they are far apart."""
         reach = max(_BLOCK, most * 1024)
         while True:
             first = max(self.size - reach, 0)
@@ -146,8 +142,7 @@ class JsonLines:
         first: int = 0,
         after: int | None = None,
     ) -> Sample:
-        """About `points` wanted records, evenly spaced over `[first, after)`, its last one among
-        them.
+        """About `points` wanted records, evenly spaced over `[first, after)`, with its last one.
 
         A part of at most `DENSE` bytes per point is read whole.
         """
@@ -177,9 +172,7 @@ class JsonLines:
         first: int,
         after: int,
     ) -> tuple[list[PlacedRecord], list[PlacedRecord]]:
-        """The first wanted record at or after each of `points` places, and the other records
-        seen.
-        """
+        """The first wanted record after each of `points` places, and the other records seen."""
         found: list[PlacedRecord] = []
         others: list[PlacedRecord] = []
         reach = METRICS_LINE_BYTES
@@ -202,8 +195,7 @@ class JsonLines:
     def find(
         self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
     ) -> int:
-        """Where the first record of `step` or a later one begins; the end of the searched part if
-        there is none.
+        """Offset of the first record of `step` or later; the end of the part if there is none.
 
         Steps mostly grow evenly, so a search by interpolation takes one or two reads; every second
         read halves the part, whatever the steps are.
@@ -271,9 +263,7 @@ class JsonLines:
             held = rest
             if beyond >= reach and inside:
                 return
-            if (
-                len(held) > METRICS_LINE_BYTES or inside
-            ):  # too long, or not seen from its beginning: skip it
+            if len(held) > METRICS_LINE_BYTES or inside:  # too long, or its beginning not seen
                 begin += len(held)
                 held = b""
                 inside = True

@@ -105,8 +105,7 @@ class Follower:
         self._looked = time.monotonic()
 
     def news(self) -> dict[str, Any] | None:
-        """What the run has recorded since the last call, in the form of a report's run; None if
-        nothing.
+        """The run's changes since the last call, as a part of a report's run; None without any.
 
         Raises:
             Rewritten: the report has to be read again.

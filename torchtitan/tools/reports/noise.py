@@ -49,8 +49,7 @@ def paired(differences: Sequence[float]) -> Gap:
 
 
 def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap:
-    """The mean difference of two curves over the points that both cover, where few of their points
-    are the same.
+    """Mean difference of two curves where both have values, if few points are the same.
 
     Args:
         series, base: point to value.
@@ -71,9 +70,7 @@ def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap
 def _between(
     series: Mapping[float, float], first: float, last: float
 ) -> tuple[list[float], list[list[float]]]:
-    """The values from `first` to `last` in order of their points, and the same in `BLOCKS` parts
-    that cover equal ranges.
-    """
+    """Values from `first` to `last` in order, and the same in `BLOCKS` parts of equal range."""
     ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
     values: list[float] = []
     parts: list[list[float]] = [[] for _ in range(BLOCKS)]
@@ -101,9 +98,7 @@ def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
 
 
 def _clipped(values: Sequence[float]) -> list[float]:
-    """The values, with the outermost 5 % at each end moved inwards: outliers would hide how the
-    others correlate.
-    """
+    """Values with the outer 5 % at each end clipped: outliers would hide correlation."""
     ordered = sorted(values)
     low = ordered[len(values) // 20]
     high = ordered[-1 - len(values) // 20]
@@ -145,8 +140,7 @@ def independent_values(values: Sequence[float]) -> float:
 
 
 def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
-    """Exponential moving averages of a curve, each with the weights of its terms summing to one;
-    gaps stay gaps.
+    """Exponential moving averages with weights that sum to one; gaps stay gaps.
 
     Args:
         weight: of the past, from 0 (no smoothing) to below 1.

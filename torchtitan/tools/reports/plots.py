@@ -16,7 +16,7 @@ SMOOTHED = {
 """Metrics that are drawn smoothed, with the weight of the past in the average."""
 _TICKS = 5
 _MARKERS = "+x*o#@%&"
-"""Of the runs, where there are no colors."""
+"""Markers of the runs where there are no colors."""
 
 
 class Line(NamedTuple):

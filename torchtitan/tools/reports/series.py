@@ -23,9 +23,7 @@ _EXPERTS = {"load_max": "expert_load_max", "entropy": "expert_entropy"}
 
 
 class Curves:
-    """What a run recorded: training records, evenly thinned, and those of validations and
-    benchmarks.
-    """
+    """A run's records: training, evenly thinned, and validations and benchmarks."""
 
     def __init__(
         self,
@@ -217,8 +215,7 @@ def is_training(record: Record) -> bool:
 def _checks(
     lines: JsonLines, sample: Sequence[PlacedRecord], config: Mapping[str, Any]
 ) -> list[PlacedRecord]:
-    """Records of validations and benchmarks, found by the steps at which the configuration asks for
-    them.
+    """Records of validations and benchmarks, found by the steps that the configuration implies.
 
     Args:
         sample: training records, whose places narrow the search.
@@ -255,9 +252,7 @@ def _in_order(places: Iterable[PlacedRecord]) -> list[PlacedRecord]:
 
 
 def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The line through points with ascending `xs`, at `x`; before the first one it comes from
-    zero.
-    """
+    """Linear interpolation at `x` between points of ascending `xs`; from zero before the first."""
     at = bisect_left(xs, x)
     if at == len(xs):
         return ys[-1]
