@@ -98,11 +98,8 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         and not w.mx
         and recipe not in (None, "tensorwise")
     ):
-        tensorwise = {
-            "model.converters": ["float8"],
-            "quantize.linear.float8.recipe_name": "tensorwise",
-        }
-        yield "tensorwise Float8", tensorwise
+        key = "quantize.linear.float8.recipe_name"
+        yield "tensorwise Float8", {"model.converters": ["float8"], key: "tensorwise"}
     if part in ("pointwise", "head and loss", "8-bit casts") and not (
         w.compiled and w.loss_compiled
     ):

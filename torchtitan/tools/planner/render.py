@@ -14,8 +14,7 @@ from torchtitan.tools.planner.memory import GIB, PARTS
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.savings import advice
 from torchtitan.tools.planner.search import Found
-from torchtitan.tools.planner.traffic import collectives
-from torchtitan.tools.planner.workload import hardware_flops
+from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.utils.text import (
     aligned,
     plural,

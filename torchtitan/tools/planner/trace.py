@@ -196,6 +196,7 @@ def _record(
     parameters, buffers and optimizer state.
     """
     eager = _eager(config, cuda)
+    t = eager.training
     device = torch.device("cpu")
     mesh = build_mesh(config, device.type, experts=bool(setup.spec.expert_sizes(setup.args)))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -217,9 +218,7 @@ def _record(
         _drop_unneeded(tracer, models)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
-        compute = build_compute(
-            eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused]
-        )
+        compute = build_compute(eager, setup, mesh, device, models, t, loss=LOSSES[fused])
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
@@ -231,17 +230,14 @@ def _record(
             recording(tracer, cuda=cuda),
             _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches,
         ):
-            tokens = torch.empty(
-                batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64
-            )
+            tokens = torch.empty(batches * t.local_batch_size, t.seq_len, dtype=torch.int64)
             rows = compute.own_rows(tokens, tokens.clone())
-            gradients(parts, rows, 1, eager.training.local_batch_size, eager.training.max_norm)
+            gradients(parts, rows, 1, t.local_batch_size, t.max_norm)
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()
-            slots = itertools.chain(*(slots.values() for slots in optimizer.state.values()))
-            state = [x for x in slots if isinstance(x, Tensor)]
-            lasting = tracer.rename(state, "optimizer")
+            state = itertools.chain(*(slots.values() for slots in optimizer.state.values()))
+            lasting = tracer.rename([x for x in state if isinstance(x, Tensor)], "optimizer")
             optimizer.zero_grad(set_to_none=True)
             if average is not None:
                 for _ in range(2):  # the first is a copy

@@ -1,9 +1,15 @@
-"""Collectives of one rank in a training step: calls and bytes, by mesh axis."""
+"""Collectives and FLOPs of one rank in a training step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torchtitan.tools.planner.workload import FP8, FP32, Workload
+from torchtitan.tools.planner.workload import (
+    BACKWARD_ATTENTION,
+    BACKWARD_PRODUCTS,
+    FP8,
+    FP32,
+    Workload,
+)
 
 INT32 = 4
 """Bytes of a number of rows."""
@@ -159,3 +165,19 @@ def _add_data_parallel(
             layers * reduces * w.experts_apart,
             padded / w.efsdp * w.reduced,
         )
+
+
+def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
+    """FLOPs of a step on one rank by (kind, dtype): the pipeline's mean, with recomputation."""
+    tokens = w.tokens * w.microbatches * w.accumulation / w.pp
+    dtype = "float32" if w.element == FP32 else "bfloat16"
+    products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
+    out: dict[tuple[str, str], float] = {}
+    for linear, count in products:
+        own = "float32" if linear.fp32 else dtype
+        key = "matmul", "float8" if linear.eight_bit else own
+        flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
+        out[key] = out.get(key, 0.0) + flops * tokens
+    passes = 1 + BACKWARD_ATTENTION + w.recompute.attention
+    out["attention", dtype] = passes * w.attention_flops * w.args.n_layers * tokens
+    return out

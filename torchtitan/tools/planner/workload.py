@@ -3,13 +3,13 @@
 Notation of `costs.py` and `memory.py`: d is the width of the residual stream, q and kv the widths
 of all query heads and of all key (or value) heads, f the inner width of the feed-forward network or
 of an expert, V the vocabulary, S the sequence length, T the tokens of one microbatch on one rank
-before tensor parallelism splits them, E the experts of a block, and k those of a token. All experts
-are assumed to get equally many tokens.
+before tensor parallelism, E a block's experts, and k a token's, all equally loaded.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torchtitan.config.derive import (
@@ -116,19 +116,10 @@ def _check_covered(config: Config, args: Any) -> None:
             f"{config.model.name} has no {', '.join(missing)}"
         )
     if getattr(args, "n_experts", 0) and args.n_dense_layers:
+        key = "model.overrides.n_dense_layers"
         raise UserError(
-            "model.overrides.n_dense_layers: the planner's closed forms need blocks "
-            "that are alike; plan with 0"
+            f"{key}: the planner's closed forms need blocks that are alike; plan with 0"
         )
-
-
-def _rounds_experts(config: Config) -> bool:
-    """Whether a converter changes the experts' products."""
-    grouped = config.quantize.grouped_mm
-    experts = "layers.0.moe.experts"
-    if uses(config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts):
-        return True
-    return uses(config, GROUPED_MX) and names_any(grouped.mx.fqns, experts)
 
 
 class Workload:
@@ -170,10 +161,6 @@ class Workload:
         self.fsdp = self.dp_shard * self.cp
         self.world = self.pp * self.dp_replicate * self.fsdp * self.tp
         self.ep = p.expert_parallel_degree
-        self.efsdp = self.fsdp * self.tp // self.ep
-        """Ranks over which FSDP shards an expert."""
-        self.experts_apart = self.experts > 0 and (self.tp > 1 or self.ep > 1)
-        """FSDP gathers the experts of a block apart from it."""
         self.dim = args.dim
         self.vocab = args.vocab_size
         self.seq_len = t.seq_len
@@ -185,44 +172,94 @@ class Workload:
         rows = stages.microbatch_size if stages else t.local_batch_size
         self.microbatches = t.local_batch_size // rows
         self.accumulation = gradient_accumulation_steps(config)
-        accumulates = self.accumulation > 1 and stages is None
-        self.sums_whole_gradients = accumulates and sums_whole_gradients(config)
-        """Batches add up in whole gradients, reduced after the last one."""
-        self.replicas_apart = stages is None and sums_on_replicas(config)
-        """Batches add up on each replica, all-reduced after the last one."""
         self.tokens = rows * t.seq_len // self.cp
         self.compiled = compiles_blocks(config)
         self.loss_compiled = config.compile.enable and "loss" in config.compile.components
-        self.element = BYTES[t.mixed_precision_param]
-        """Bytes of a gathered parameter or an activation."""
-        self.stored = BYTES[t.dtype]
-        """Bytes of a sharded parameter."""
-        self.reduced = BYTES[t.mixed_precision_reduce]
-        """Bytes of a gradient in a reduction."""
         self.float8 = uses(config, FLOAT8)
         self.mx = uses(config, MX)
-        recipe = config.quantize.linear.float8.recipe_name or "tensorwise"
-        self.tensorwise = self.float8 and recipe == "tensorwise"
-        float8_gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
-        self.gathered = FP8 if self.float8 and float8_gather else self.element
-        """Bytes of a block's parameter in FSDP's all-gather."""
-        self.eight_bit_experts = self.experts > 0 and _rounds_experts(config)
-        """Grouped products round their operands to 8 bits."""
         self.recompute = self._recompute()
         self.linears = list(self._linears())
-        self.expert_params = sum(x.params for x in self.linears if x.experts)
-        """Parameters of one block's experts on one expert-parallel rank."""
-        self.expert_padding = self._expert_padding()
-        """What FSDP gathers and reduces of experts, relative to their parameters."""
-        self.block_params = sum(x.params for x in self.linears) + self._vector_params()
-        """Parameters of one block on one tensor- and expert-parallel rank."""
-        self.vocab_params = self.vocab * self.dim // self.tp
-        """Parameters of the embedding, or of the output projection, on one tensor-parallel rank."""
         rounded = self._eight_bit("output", self.dim, self.vocab)
         self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, 0.0)
-        self.async_tp = p.enable_async_tensor_parallel and self.tp > 1
-        self.sharded_loss = self.tp > 1 and not p.disable_loss_parallel
+        self.vocab_params = self.vocab * self.dim // self.tp
+        """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
         self.stages = list(self._stages())
+
+    @cached_property
+    def efsdp(self) -> int:
+        """Ranks over which FSDP shards an expert."""
+        return self.fsdp * self.tp // self.ep
+
+    @cached_property
+    def experts_apart(self) -> bool:
+        """Whether FSDP gathers a block's experts separately."""
+        return self.experts > 0 and (self.tp > 1 or self.ep > 1)
+
+    @cached_property
+    def eight_bit_experts(self) -> bool:
+        """Whether grouped products round their operands to 8 bits."""
+        grouped = self.config.quantize.grouped_mm
+        experts = "layers.0.moe.experts"
+        float8 = uses(self.config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts)
+        mx = uses(self.config, GROUPED_MX) and names_any(grouped.mx.fqns, experts)
+        return self.experts > 0 and (float8 or mx)
+
+    @property
+    def async_tp(self) -> bool:
+        return self.tp > 1 and self.config.parallelism.enable_async_tensor_parallel
+
+    @property
+    def sharded_loss(self) -> bool:
+        """Whether the loss is computed on logits sharded over the vocabulary."""
+        return self.tp > 1 and not self.config.parallelism.disable_loss_parallel
+
+    @cached_property
+    def sums_whole_gradients(self) -> bool:
+        """Whether batches add up in whole gradients, reduced after the last one."""
+        accumulates = self.accumulation > 1 and self.pipeline is None
+        return accumulates and sums_whole_gradients(self.config)
+
+    @cached_property
+    def replicas_apart(self) -> bool:
+        """Whether batches add up on each replica, all-reduced after the last one."""
+        return self.pipeline is None and sums_on_replicas(self.config)
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Parameters of one block's experts on one expert-parallel rank."""
+        return sum(x.params for x in self.linears if x.experts)
+
+    @cached_property
+    def block_params(self) -> int:
+        """Parameters of one block on one tensor- and expert-parallel rank."""
+        return sum(x.params for x in self.linears) + self._vector_params()
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of a gathered parameter or an activation."""
+        return BYTES[self.config.training.mixed_precision_param]
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of a sharded parameter."""
+        return BYTES[self.config.training.dtype]
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes of a gradient in a reduction."""
+        return BYTES[self.config.training.mixed_precision_reduce]
+
+    @cached_property
+    def tensorwise(self) -> bool:
+        """Whether linear layers compute in Float8 with one scale per tensor."""
+        recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
+        return self.float8 and recipe == "tensorwise"
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of a block's parameter in FSDP's all-gather."""
+        in_float8 = self.config.quantize.linear.float8.enable_fsdp_float8_all_gather
+        return FP8 if self.float8 and in_float8 else self.element
 
     @property
     def tokens_per_step(self) -> int:
@@ -270,22 +307,21 @@ class Workload:
             share = 1 / int(ac.selective_ac_option)
             return Recompute(share, share, share)
         if ac.mode == "memory_budget":
-            return Recompute(1 - ac.memory_budget, 1 - ac.memory_budget, 1.0)
+            share = 1 - ac.memory_budget
+            return Recompute(share, share, 1.0)
         return Recompute(0.0, 0.0, 0.0)
 
     def _linears(self) -> Iterator[Linear]:
         """A block's linear layers in order; checkpointing by operation keeps every second."""
         d = self.dim
-        q = self.q
-        kv = self.kv
         f = self.ffn
         tp = self.tp
         network = "moe.experts" if self.experts else "feed_forward"
         sizes = {
-            "attention.wq": (d, q),
-            "attention.wk": (d, kv),
-            "attention.wv": (d, kv),
-            "attention.wo": (q, d),
+            "attention.wq": (d, self.q),
+            "attention.wk": (d, self.kv),
+            "attention.wv": (d, self.kv),
+            "attention.wo": (self.q, d),
             **({"moe.router.gate": (d, self.experts)} if self.experts else {}),
             f"{network}.w1": (d, f),
             f"{network}.w3": (d, f),
@@ -323,8 +359,12 @@ class Workload:
                 else:
                     yield Linear(name, inputs, outputs // tp, rounded, recomputed)
 
-    def _expert_padding(self) -> float:
-        """Padding factor of whole matrices where the ranks don't divide their number."""
+    @cached_property
+    def expert_padding(self) -> float:
+        """What FSDP gathers and reduces of experts, relative to their parameters.
+
+        Whole matrices are padded where the ranks don't divide their number.
+        """
         if not self.experts:
             return 1.0
         divides = self.dim % self.efsdp == 0 and self.ffn % self.efsdp == 0
@@ -349,8 +389,9 @@ class Workload:
         excluded = any(part in name for part in filters if part != SMALL_LAYERS)
         if excluded or inputs % multiple or outputs % multiple:
             return False
-        filtered = self.float8 and SMALL_LAYERS in filters
-        return not filtered or gains_by_float8(linear.float8.recipe_name, inputs, outputs)
+        if not self.float8 or SMALL_LAYERS not in filters:
+            return True
+        return gains_by_float8(linear.float8.recipe_name, inputs, outputs)
 
     def _stages(self) -> Iterator[Stage]:
         if self.pipeline is None:
@@ -359,19 +400,3 @@ class Workload:
         for rank, names in zip(self.pipeline.ranks, self.pipeline.modules, strict=True):
             layers = sum(name.startswith("layers.") for name in names)
             yield Stage(rank, layers, "tok_embeddings" in names, "output" in names)
-
-
-def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
-    """FLOPs of a step on one rank by (kind, dtype): the pipeline's mean, with recomputation."""
-    tokens = w.tokens * w.microbatches * w.accumulation / w.pp
-    dtype = "float32" if w.element == FP32 else "bfloat16"
-    products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
-    out: dict[tuple[str, str], float] = {}
-    for linear, count in products:
-        own = "float32" if linear.fp32 else dtype
-        key = "matmul", "float8" if linear.eight_bit else own
-        flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
-        out[key] = out.get(key, 0.0) + flops * tokens
-    passes = 1 + BACKWARD_ATTENTION + w.recompute.attention
-    out["attention", dtype] = passes * w.attention_flops * w.args.n_layers * tokens
-    return out
