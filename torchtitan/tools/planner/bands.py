@@ -2,8 +2,8 @@
 what a run uses.
 
 Each feature adds to the variance of the error's logarithm. The deviations were fitted to the
-measurements that no constant was fitted to (`python benchmarks/plan_accuracy.py --fit`), and are
-checked there by leaving rows out.
+measurements that no constant was fitted to
+(`python benchmarks/published/plan_accuracy.py --fit`), and are checked there by leaving rows out.
 """
 
 import math
