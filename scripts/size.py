@@ -53,15 +53,18 @@ class Size:
         return self.tokens / max(self.code_lines, 1)
 
 
+def is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def size_of(file: Path) -> Size:
     imports: set[int] = set()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.update(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docstrings.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, ast.Expr) and is_text(node.value):
+            docstrings.update(range(node.lineno, node.end_lineno + 1))
     tokens = 0
     lines: set[int] = set()
     with file.open() as text:

@@ -58,9 +58,7 @@ def test_rooms_the_core_and_all_are_printed(size, package, capsys):
         ("MAX_ALL", 75, "76 tokens in all, above 75"),
     ],
 )
-def test_each_limit_fails_with_one_sentence(
-    size, package, capsys, monkeypatch, limit, value, message
-):
+def test_each_limit_has_a_sentence(size, package, capsys, monkeypatch, limit, value, message):
     for name, most in {"MAX_DENSITY": 9.5, "MAX_CORE": 38, "MAX_ALL": 76}.items():
         monkeypatch.setattr(size, name, most)
     assert size.main([str(package)]) == 0
