@@ -20,7 +20,6 @@ COMMANDS = {
     "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
     "config": "Check and explain a configuration.",
     "parity": "Check that a distributed configuration computes what one process does.",
-    "matrix": "Measure which features work together.",
     "ckpt": "Inspect, verify, compare, prune, upload, convert and merge checkpoints.",
     "generate": "Generate text from a checkpoint.",
     "eval": "Score a checkpoint on benchmarks (lm-eval).",

@@ -1,5 +1,6 @@
-"""Time and memory to read runs of many steps: `python benchmarks/run_reading.py [--records 1000000]
-[--runs 1000]`.
+"""Time and memory to read runs of many steps.
+
+    python benchmarks/cpu/run_reading.py [--records 1000000] [--runs 1000]
 
 Writes them to a temporary folder, with a validation every 500 steps.
 """

@@ -1,4 +1,4 @@
-"""Our trainer against Hugging Face's: `python benchmarks/hf_trainer.py [--ranks 2] [--compile]
+"""Our trainer against Hugging Face's: `python benchmarks/cpu/hf_trainer.py [--ranks 2] [--compile]
 [--rounds 5]`.
 
 `transformers.Trainer` trains `LlamaForCausalLM` (needs `pip install transformers accelerate`) from

@@ -1,5 +1,5 @@
 """Fetch the packages that a machine with torch, but without a network, may lack: `python
-benchmarks/gpu_wheels.py`.
+benchmarks/gpu/gpu_wheels.py`.
 
 The wheels of `requirements/run.txt` for Python 3.12 on x86-64 go into build/wheels, which git
 ignores. `gpu.py` unpacks those that are missing or older where it runs. Packages that torch brings

@@ -1,4 +1,6 @@
-"""Compare the planner with published measurements: `python benchmarks/plan_accuracy.py [--fit]`.
+"""Compare the planner with published measurements.
+
+    python benchmarks/published/plan_accuracy.py [--fit]
 
 `published.csv` and `elsewhere.csv` hold the measurements with their settings and sources. Each row
 becomes a configuration of this project and is planned like any other (`_measurements.py`). `--fit`

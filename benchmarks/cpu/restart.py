@@ -1,4 +1,4 @@
-"""Time to load a checkpoint: `python benchmarks/restart.py [--ranks 2] [--gb 1] [--folder DIR]
+"""Time to load a checkpoint: `python benchmarks/cpu/restart.py [--ranks 2] [--gb 1] [--folder DIR]
 [--loads 5]`.
 
 A state of the given size (weights and AdamW's two moments, sharded by FSDP) is saved once, then

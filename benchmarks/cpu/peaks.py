@@ -1,5 +1,6 @@
-"""Peak memory of ten layouts, planned and measured: `python benchmarks/peaks.py [--only NAME ...]
-[--json FILE]`.
+"""Peak memory of ten layouts, planned and measured.
+
+    python benchmarks/cpu/peaks.py [--only NAME ...] [--json FILE]
 
 To compare two versions, run this file under each (`PYTHONPATH=...`) with `--json`, then `--compare
 BEFORE AFTER`. Layouts of 8B, 70B and 405B are traced (GiB that CUDA's allocator reserves, the
@@ -25,7 +26,7 @@ from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
 
-CONFIGS = Path(__file__).parents[1] / "train_configs"
+CONFIGS = Path(__file__).parents[2] / "train_configs"
 T = "--training."
 P = "--parallelism."
 LONG = f"{T}seq_len=8192"

@@ -1,4 +1,6 @@
-"""Compare planned pipeline schedules with published ones: `python benchmarks/plan_schedules.py`.
+"""Compare planned pipeline schedules with published ones.
+
+    python benchmarks/published/plan_schedules.py
 
 `published_schedules.csv` holds one model under six schedules, measured with another system: Primus,
 on Megatron. So only what follows from the schedule is compared: throughput relative to 1F1B, and

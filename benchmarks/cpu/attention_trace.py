@@ -1,5 +1,5 @@
 """What attention's helpers ask of the device, before and after: `python
-benchmarks/attention_trace.py`.
+benchmarks/cpu/attention_trace.py`.
 
 Counted on tensors without memory: kernels (operators that compute; views and allocations are free)
 and the bytes they read and write, for a layer of Llama 3 8B at 131,072 tokens with context

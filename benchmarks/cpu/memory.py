@@ -1,5 +1,6 @@
-"""What activation checkpointing and the chunked loss save, and cost: `python benchmarks/memory.py
-[--ranks 2]`.
+"""What activation checkpointing and the chunked loss save, and cost.
+
+    python benchmarks/cpu/memory.py [--ranks 2]
 
 Each way of training runs in processes of its own, in turn. Printed: peak resident memory, and
 tokens per CPU-second relative to keeping everything. fp32, a model of 8 layers with a vocabulary

@@ -1,5 +1,6 @@
-"""What one training step asks of the device: `python benchmarks/step_trace.py --ranks 64 [--rank 0]
--- TOML and flags`.
+"""What one training step asks of the device.
+
+    python benchmarks/cpu/step_trace.py --ranks 64 [--rank 0] -- TOML and flags
 
 One rank of a fake process group of any size runs the trainer's own step on tensors without memory,
 on a device that doesn't exist. Printed, by phase of the step: kernels (operators that compute;
@@ -8,7 +9,7 @@ host waits with the line that causes each. A host wait is an operator for which 
 until the device has caught up: reading a value, or a copy from or to pageable memory. The step is
 eager: attention is one operator, RMSNorm several.
 
-    python benchmarks/step_trace.py --ranks 8 -- --job.config_file=train_configs/llama3_8b.toml
+    python benchmarks/cpu/step_trace.py --ranks 8 -- --job.config_file=train_configs/llama3_8b.toml
 
 One process can trace one step.
 """

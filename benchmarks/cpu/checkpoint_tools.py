@@ -1,5 +1,6 @@
-"""Memory of `torchtitan ckpt` on large checkpoints: `python benchmarks/checkpoint_tools.py [--gb
-100] [--ranks 64]`.
+"""Memory of `torchtitan ckpt` on large checkpoints.
+
+    python benchmarks/cpu/checkpoint_tools.py [--gb 100] [--ranks 64]
 
 Writes a checkpoint of Llama 3 8B's shapes with AdamW's moments, as that many ranks would. Its
 tensors are zero, so the files are sparse and take little space. Then runs each tool in a process of

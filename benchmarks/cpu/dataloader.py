@@ -1,5 +1,6 @@
-"""Speed of the data path: `python benchmarks/dataloader.py`. Tokens per second and per CPU-second,
-by kind of source.
+"""Speed of the data path: tokens per second and per CPU-second, by kind of source.
+
+    python benchmarks/cpu/dataloader.py
 
 The training thread of the debug model consumes about 1,300 tokens per CPU-second; the loader has to
 stay far ahead.

@@ -1,4 +1,4 @@
-"""Training time lost per save, by async mode: `python benchmarks/checkpoint.py [--folder DIR]
+"""Training time lost per save, by async mode: `python benchmarks/cpu/checkpoint.py [--folder DIR]
 [--saves 4]`.
 
 A model whose full state (weights and AdamW's two moments) is about 500 MB trains on one process.

@@ -1,4 +1,4 @@
-"""What a mixture costs over a single source: `python benchmarks/mixture.py [--ranks 2]`.
+"""What a mixture costs over a single source: `python benchmarks/cpu/mixture.py [--ranks 2]`.
 
 Both sides train the debug model on the demo text in fp32, one from one source, the other from eight
 of unequal weights, whose losses it adds up and reports in every step. They alternate.

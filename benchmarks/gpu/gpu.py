@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in one command: `python benchmarks/gpu.py --out
+"""Everything that only a GPU can tell, in one command: `python benchmarks/gpu/gpu.py --out
 outputs/gpu`.
 
 Each stage is a process of its own with a time limit, and ends in one JSON line: its figures, why
@@ -10,8 +10,8 @@ logs and profiler traces go into `details.zip` beside it.
     --dry-run                 every stage on the CPU, with a toy model and gloo
     --tables results.jsonl    write docs/reference/performance.md's tables from results, anywhere
 
-A machine without a network: run `python benchmarks/gpu_wheels.py` elsewhere, and take build/wheels
-along. It needs only Python and torch.
+A machine without a network: run `python benchmarks/gpu/gpu_wheels.py` elsewhere, and take
+build/wheels along. It needs only Python and torch.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def _set_environment(options: argparse.Namespace, folder: Path) -> None:
     """Set what all processes inherit, and import once what a dry run's processes need: they are
     forks of this one.
     """
-    paths = [str(ROOT), str(Path(__file__).parent)]
+    paths = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks/cpu")]
     paths += [str(made)] if (made := unpack_missing(options.wheels, folder / "packages")) else []
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -9,7 +9,7 @@ from _gpu_bench import ROOT, Figures
 from _gpu_stages import STAGES
 
 PAGE = ROOT / "docs/reference/performance.md"
-BEGIN = "<!-- written by benchmarks/gpu.py --tables: begin -->"
+BEGIN = "<!-- written by benchmarks/gpu/gpu.py --tables: begin -->"
 END = "<!-- end -->"
 NOTHING = "Not yet measured on GPU."
 GOALS = {"8b_layers": 55.0}

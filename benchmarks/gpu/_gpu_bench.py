@@ -18,7 +18,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NCCL = "libnccl.so.2.xz"
 """In the folder of wheels: an NCCL that lets several ranks share one GPU."""
 Figures = dict[str, Any]

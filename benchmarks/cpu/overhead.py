@@ -1,4 +1,4 @@
-"""What the framework costs over a hand-written loop: `python benchmarks/overhead.py [--ranks 2]
+"""What the framework costs over a hand-written loop: `python benchmarks/cpu/overhead.py [--ranks 2]
 [--compile] [--tp]`.
 
 Both sides train the debug model in fp32 on the same rows, with the same optimizer, clipping and

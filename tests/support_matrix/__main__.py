@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support_matrix", description=__doc__)
     parser.add_argument(
         "--output",
         type=Path,
@@ -38,8 +38,9 @@ def main(argv: list[str]) -> int:
     if options.missing and not options.output:
         parser().error("--missing keeps the cells of a file; name it with --output")
 
-    from torchtitan.testing.matrix import BAD, cells, measure_all
-    from torchtitan.testing.matrix_document import document, read_document
+    from tests.support_matrix.cells import BAD, cells
+    from tests.support_matrix.document import document, read_document
+    from tests.support_matrix.measure import measure_all
 
     known, notes = read_document(options.output.read_text()) if options.missing else ({}, [])
     results = {cell: known[cell] for cell in cells() if known.get(cell, BAD[0]) not in BAD}

@@ -1,5 +1,6 @@
-"""Start-up on huge data: `python benchmarks/startup.py`. Opens sources of 1 TB each and reads steps
-from all of them.
+"""Start-up on huge data: opens sources of 1 TB each and reads steps from all of them.
+
+    python benchmarks/cpu/startup.py
 
 The sizes are simulated, the rest is real: a source is 1,000 files of 1 GB, links to one sparse file
 that begins with real documents, beside an index of as many documents as such a file has. Needs

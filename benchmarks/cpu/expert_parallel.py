@@ -1,4 +1,4 @@
-"""Expert parallelism against FSDP alone: `python benchmarks/expert_parallel.py [--ranks 2]
+"""Expert parallelism against FSDP alone: `python benchmarks/cpu/expert_parallel.py [--ranks 2]
 [--rounds 3] [--compile]`.
 
 Both sides train Qwen3-MoE's debug model with our trainer on the same ranks and tokens. With FSDP

@@ -1,7 +1,7 @@
 """Speed of `torchtitan tokenize` beside the tokenizer library's own and datatrove's, with one
 worker each:
 
-    python benchmarks/tokenizing.py [--datatrove PYTHON]
+    python benchmarks/cpu/tokenizing.py [--datatrove PYTHON]
 
 All sides read the same JSONL file and use the same `tokenizer.json`. `library` gives batches of
 documents to the library's fastest function, `encode_batch_fast`, and keeps nothing; `nanochat's

@@ -1,4 +1,4 @@
-"""Our mixture of experts against transformers': `python benchmarks/moe.py [--rounds 3]
+"""Our mixture of experts against transformers': `python benchmarks/cpu/moe.py [--rounds 3]
 [--compile]`.
 
 Both sides train Qwen3-MoE's debug model in fp32 from the same weights, on the same tokens, with the
