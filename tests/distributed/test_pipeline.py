@@ -17,8 +17,8 @@ from torchtitan.commands import schedule
 from torchtitan.config import resolve
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.init import materialize
-from torchtitan.parallel.pipeline_orders import NAMES as OWN_SCHEDULES
-from torchtitan.parallel.pipeline_orders import as_csv, orders_of
+from torchtitan.tools.planner.pipeline_orders import NAMES as OWN_SCHEDULES
+from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.parallel.pipeline_stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.parallel.stage import Stage
 from torchtitan.tools.planner.pipeline_timeline import program

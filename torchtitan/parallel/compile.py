@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.config.rules.support import compiles_blocks
+from torchtitan.config.features import compiles_blocks
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.activation_checkpoint import memory_budget

@@ -18,7 +18,7 @@ from pydantic import (
     ValidationError,
 )
 
-from torchtitan.config.rules.device import Accelerator
+from torchtitan.config.rules import Accelerator
 from torchtitan.telemetry.peak_flops import FILE
 from torchtitan.utils.errors import ConfigError, did_you_mean
 
