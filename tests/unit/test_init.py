@@ -12,10 +12,9 @@ import pytest
 import tomli
 
 from torchtitan.commands.init import main
-from torchtitan.config import complete, load_config
+from torchtitan.config import complete, load_config, rules
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.load.keys import FIELDS
-from torchtitan.config import rules
 from torchtitan.config.rules import Facts
 from torchtitan.models import get_spec
 from torchtitan.tools.launch import machine

@@ -5,8 +5,8 @@ flight.
 import pytest
 
 from torchtitan.parallel.pipeline_csv import Action
-from torchtitan.tools.planner.pipeline_orders import orders_of
 from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.tools.planner.pipeline_orders import orders_of
 from torchtitan.tools.planner.pipeline_timeline import Held, Program, program, simulate
 
 

@@ -25,11 +25,11 @@ from torchtitan.config.sections.metrics import Metrics as Config
 from torchtitan.config.sections.metrics import Prometheus
 from torchtitan.config.sections.schema import Config as WholeConfig
 from torchtitan.config.sections.schema import Job
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers import background, build
+from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.build import Trackers
 from torchtitan.telemetry.trackers.mlflow import artifact_location
-from torchtitan.telemetry.trackers.names import scalars
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -81,7 +81,9 @@ class Start:
     """One start of a run in `folder`."""
 
     def __init__(self, folder, *sinks, step=0, end="completed", **keys):
-        self.ledger = Ledger(folder, {}, step=step, resumable=True, writes=True, began=time.time())
+        self.ledger = RunRecord(
+            folder, {}, step=step, resumable=True, writes=True, began=time.time()
+        )
         config = Config(sinks=list(sinks), **keys)
         job = Job(dump_folder=str(folder))
         self.trackers = Trackers(

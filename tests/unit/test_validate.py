@@ -214,6 +214,17 @@ CASES = {
         (
             2,
             [
+                "--activation_checkpoint.offload_blocks=1",
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+                "--activation_checkpoint.mode=full",
+            ],
+            "activation_checkpoint.offload_blocks: a schedule that splits the backward needs",
+            ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+        ),
+        (
+            2,
+            [
                 "--optimizer.early_step_in_backward",
                 "--training.max_norm=0",
                 "--parallelism.pipeline_parallel_degree=2",
@@ -749,7 +760,7 @@ def test_rules_name_their_keys(broken):
     for problems in broken:
         for place, found in problems.items():
             for problem in found:
-                assert any(key in problem for key in RULES[place].keys), problem
+                assert any(key in problem for key in RULES[place].keys), (problem, RULES[place])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ torch.
         def __init__(self, groups, optimizer, keys): ...
 
 `experimental.custom_import` names the module, `optimizer.name = "lion"` chooses what it registers,
-and `[custom.lion]` sets `Keys`. `docs/change-one-thing.md` has an example of each kind.
+and `[custom.lion]` sets `Keys`. `docs/guides/change-one-thing.md` has an example of each kind.
 """
 
 import importlib

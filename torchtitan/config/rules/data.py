@@ -15,7 +15,7 @@ from torchtitan.utils.storage import is_url
 from torchtitan.utils.text import brief
 
 
-@rule("training.dataloader.persistent_workers")
+@rule("training.dataloader.persistent_workers", "validation.dataloader.persistent_workers")
 def worker_options_need_workers(config: Config, facts: Facts) -> Iterator[str]:
     for key in ("training", "validation"):
         loader = getattr(config, key).dataloader
@@ -23,7 +23,11 @@ def worker_options_need_workers(config: Config, facts: Facts) -> Iterator[str]:
             yield f"{key}.dataloader.persistent_workers needs num_workers of 1 or more"
 
 
-@rule("training.dataloader.timeout_seconds", "comm.train_timeout_seconds")
+@rule(
+    "training.dataloader.timeout_seconds",
+    "validation.dataloader.timeout_seconds",
+    "comm.train_timeout_seconds",
+)
 def data_fails_before_collectives(config: Config, facts: Facts) -> Iterator[str]:
     limit = config.comm.train_timeout_seconds
     for key in ("training", "validation"):
@@ -36,7 +40,7 @@ def data_fails_before_collectives(config: Config, facts: Facts) -> Iterator[str]
             )
 
 
-@rule("validation.steps")
+@rule("validation.steps", "validation.sets", "validation.global_batch_size")
 def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
     v = config.validation
     if not v.enable:
@@ -72,7 +76,7 @@ def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
-@rule("training.dataset", "validation.dataset")
+@rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
 def datasets_are_known(config: Config, facts: Facts) -> Iterator[str]:
     """With a path, `dataset` is only a label."""
     t = config.training

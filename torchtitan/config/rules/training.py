@@ -129,7 +129,7 @@ def average_has_a_use(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-@rule("metrics.sinks", "metrics.prometheus.port", "metrics.prometheus.textfile")
+@rule("metrics.sinks", "metrics.prometheus")
 def metrics_are_served(config: Config, facts: Facts) -> Iterator[str]:
     own = config.metrics.prometheus
     chosen = "prometheus" in config.metrics.sinks

@@ -14,7 +14,7 @@ from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show
 SHOWN = 3
 _LEGEND = (
     "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank "
-    "(docs/init.md)."
+    "(docs/guides/init.md)."
 )
 
 

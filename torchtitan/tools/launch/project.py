@@ -85,7 +85,8 @@ def _toml(
         f"{plan.peak_gib:.1f} of {wish.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to "
         f"{memory[1]:.1f}),",
         f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
-        f"{show_duration(run.hours * 3600)}. 9 of 10 runs are within the ranges (docs/plan.md).",
+        f"{show_duration(run.hours * 3600)}. "
+        "9 of 10 runs are within the ranges (docs/guides/plan.md).",
         "Only what differs from the defaults is here; `torchtitan config FILE --explain` "
         "shows every value.",
     ]

@@ -175,7 +175,7 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
 
     The plan's memory stays that of the closed forms: a trace knows every tensor, but not what
     compiled and tensor-parallel runs hold beyond theirs, so it is further from published figures
-    (`docs/plan-memory.md` has both).
+    (`docs/internals/plan-memory.md` has both).
 
     Args:
         config: the plan's, naming only files that are on this machine.

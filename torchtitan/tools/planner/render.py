@@ -89,7 +89,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             f"{show_duration(run.hours * 3600)}, "
             f"{rounded(run.gpu_hours)} GPU-hours "
             f"({_range(run.gpu_hours, band, rounded, inverse=True)})",
-            "9 of 10 such runs are within the ranges (docs/plan.md)",
+            "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
             "",
             "Largest costs:",
             *_cost_lines(plan),
