@@ -24,8 +24,7 @@ refuse(
 )
 
 refuse(
-    "notifications.webhook_env",
-    "notifications.command",
+    "notifications",
     when=lambda c: (
         c.notifications != Notifications()
         and not c.notifications.webhook_env
