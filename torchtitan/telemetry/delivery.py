@@ -3,20 +3,18 @@
 import http.client
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
 import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchtitan.config.sections.metrics import Notifications
+from torchtitan.config.rules.machine import url_problem
 from torchtitan.utils.retry import retry
-from torchtitan.utils.text import brief, cut
+from torchtitan.utils.text import cut
 
 _ATTEMPTS = 3
 _PAUSE = 0.5
@@ -28,34 +26,6 @@ class DeliveryError(Exception):
 
 class _TransientError(DeliveryError):
     """Another attempt may succeed."""
-
-
-def url_problem(url: str) -> str | None:
-    """Why this can't be the URL of a webhook, without telling it."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        if (
-            parts.scheme in ("http", "https")
-            and parts.hostname
-            and url.isascii()
-            and url.isprintable()
-        ):
-            return None
-    except ValueError:
-        pass
-    return "must be a URL that begins with https:// or http://"
-
-
-def unreachable(config: Notifications) -> Iterator[str]:
-    """Why messages can't be delivered from this machine."""
-    if name := config.webhook_env:
-        key = f"notifications.webhook_env: the environment variable {brief(name)}"
-        if not os.environ.get(name):
-            yield f"{key} is not set; set it to the URL of the webhook"
-        elif problem := url_problem(os.environ[name]):
-            yield f"{key} {problem}"
-    if config.command and shutil.which(config.command[0]) is None:
-        yield f"notifications.command: no program {brief(config.command[0])} that can be run"
 
 
 def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
