@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Comm
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.flight_recorder import collective_counts, dump_flight_recorder
-from torchtitan.health.rank_dumps import STATE, read_case
+from torchtitan.health.rank_dumps import STATE, read_dumps
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.activity import SAVING, Phase, current, forget_exchanges, last_exchanges
 from torchtitan.utils.errors import from_another_rank
@@ -209,10 +209,10 @@ class Watch:
         if silent := self._await_answers():
             with self._reporting_disk_errors():
                 self._write_state(ask, error, silent)
-        case = read_case(self.folder, self.comm.save_traces_file_prefix, since=ask["time"])
-        if case is None:  # writing failed
+        dumps = read_dumps(self.folder, self.comm.save_traces_file_prefix, since=ask["time"])
+        if dumps is None:  # writing failed
             return
-        sentence = diagnose(case)
+        sentence = diagnose(dumps)
         with self._reporting_disk_errors():
             write_whole(self.folder / DIAGNOSIS, f"{sentence}\n".encode())
         if error is None:  # an exception is reported with its traceback

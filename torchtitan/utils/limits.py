@@ -10,10 +10,13 @@ Sizes are bytes unless the comment says otherwise. A constant is named by what i
 # data
 
 # health
+MOST_RANKS = 2**20
+"""Number of ranks in the reports of a hang."""
 
 # inference
 
 # telemetry
+NOTIFICATIONS_TAIL = 256 * 1024
 
 # tools
 
