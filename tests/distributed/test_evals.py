@@ -14,7 +14,7 @@ from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import eval as command
 from torchtitan.utils.assets import find_asset
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.process import run_main
 
 pytest.importorskip("lm_eval")
 

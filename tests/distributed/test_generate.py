@@ -20,7 +20,7 @@ from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.assets import find_asset
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.process import run_main
 
 SPEC = get_spec("llama3")
 TINY = {

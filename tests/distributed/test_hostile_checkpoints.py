@@ -30,7 +30,7 @@ from torchtitan.commands import ckpt
 from torchtitan.inference import model_source as sources
 from torchtitan.models import get_spec
 from torchtitan.utils.errors import CheckpointError, UserError
-from torchtitan.utils.unpickle import safe_loads
+from torchtitan.utils.formats import safe_loads
 
 
 class Call:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.save import DefaultStager, StagingOptions
 
 from tests.rounding import assert_rounds, assert_trained_alike
 from tests.runs import (
@@ -26,7 +26,7 @@ from tests.runs import (
     train,
 )
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.checkpoint.staging import Stager
+from torchtitan.checkpoint.save import Stager
 from torchtitan.config import resolve
 from torchtitan.models import get_spec, register
 from torchtitan.train.preflight import preflight

@@ -27,12 +27,11 @@ from torchtitan.checkpoint.manifest import FileName, Manifest, Sum, first_proble
 from torchtitan.data.text.contents import CONTENTS, Lists, parse_lists
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.formats import Count, Strict
+from torchtitan.utils.limits import JSON_BYTES
 from torchtitan.utils.storage import patiently
-from torchtitan.utils.strict import Count, Strict
 
 INDEX = "tensors.json"
-_LARGEST = 1 << 28
-"""Bytes of a list of data files: some million of them."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -114,8 +113,8 @@ def data_files(path: Path, manifest: Manifest) -> Lists:
     """
     if CONTENTS not in manifest.files:
         return {}
-    if manifest.files[CONTENTS].bytes > _LARGEST:
-        raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {_LARGEST >> 20} MiB")
+    if manifest.files[CONTENTS].bytes > JSON_BYTES:
+        raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {JSON_BYTES >> 20} MiB")
     content = _listed_bytes(path, manifest, CONTENTS)
     try:
         return parse_lists(content)

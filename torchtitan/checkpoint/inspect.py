@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.dcp_storage import Reader
+from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.load.keys import FIELDS
-from torchtitan.utils.text import aligned
+from torchtitan.utils.text import aligned, flat, show_size
 
 _PIECE = 1 << 18
 """Elements compared at a time."""
@@ -115,7 +115,7 @@ def overview(found: Sequence[Summary]) -> str:
                 str(s.step),
                 s.saved,
                 f"{s.parameters:,}",
-                _size(s.file_bytes),
+                show_size(s.file_bytes),
                 ", ".join(s.bytes.get("model", {})),
                 "" if tokens is None else f"{tokens:,}",
                 "yes" if s.resumable else _kind(s),
@@ -132,8 +132,8 @@ def _page(s: Summary) -> Iterator[str]:
         ("model", f"{s.model.get('name')}, {s.parameters:,} parameters"),
     ]
     for part, sizes in s.bytes.items():
-        rows.append((part, ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())))
-    rows.append(("files", f"{s.files}, {_size(s.file_bytes)}"))
+        rows.append((part, ", ".join(f"{name} {show_size(size)}" for name, size in sizes.items())))
+    rows.append(("files", f"{s.files}, {show_size(s.file_bytes)}"))
     yield indent(aligned(rows), "  ")
     if s.merged:
         yield "  merged from"
@@ -173,17 +173,6 @@ def _kind(s: Summary) -> str:
         if s.merged
         else "weights only"
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
-
-
-def flat(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one table, by dotted key."""
-    if not isinstance(table, dict) or not table:
-        return {prefix[:-1]: table} if prefix else {}
-    return {k: v for key, value in table.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:

@@ -23,11 +23,10 @@ from torchtitan.checkpoint.commit import (
     step_folder,
     unknown,
 )
-from torchtitan.checkpoint.dcp_storage import CommittingWriter, describe
 from torchtitan.checkpoint.hf.check import MOST_IN_A_RUN
 from torchtitan.checkpoint.hf.export import HFExport
+from torchtitan.checkpoint.load import describe
 from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
-from torchtitan.checkpoint.planning import Plans
 from torchtitan.checkpoint.resume import (
     Resumed,
     agreed_steps,
@@ -35,7 +34,7 @@ from torchtitan.checkpoint.resume import (
     load_newest,
     wait_until_visible,
 )
-from torchtitan.checkpoint.staging import build_stager
+from torchtitan.checkpoint.save import CommittingWriter, Plans, build_stager
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import committed_steps, step_folder
-from torchtitan.checkpoint.dcp_storage import Reader, load
 from torchtitan.checkpoint.index import data_files, index_bytes, read_index
+from torchtitan.checkpoint.load import Reader, load
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.data.text.contents import Lists

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from torchtitan.checkpoint.dcp_storage import Reader, load
+from torchtitan.checkpoint.load import Reader, load
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.parallel.collectives import local, sharded_like, storage_of

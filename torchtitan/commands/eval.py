@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.text import count
 
 _BOOTSTRAP = 100_000

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.text import count, show_rate
 
 if TYPE_CHECKING:

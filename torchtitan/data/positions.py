@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from torchtitan.utils.strict import Count, Strict
+from torchtitan.utils.formats import Count, Strict
 
 _DEEPEST = 100
 """Levels of lists and objects in a stream's own state; pydantic's parser accepts about 200."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from torchtitan.health.collectives import Collective, Group, describe_group, name_ranks
 from torchtitan.utils.activity import DATA, SAVING, Exchange
+from torchtitan.utils.formats import safe_loads
 from torchtitan.utils.limits import MOST_RANKS
-from torchtitan.utils.unpickle import safe_loads
 
 STATE = "state-{}.json"
 _SHOWN_SPLITS = 8

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at
 from torchtitan.checkpoint.convert import check_averaged, model_of
-from torchtitan.checkpoint.dcp_storage import Reader, alone
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
+from torchtitan.checkpoint.load import Reader, alone
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_own_model, read_weights
 from torchtitan.config.load.decode import load_config

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 
 
 class EvalTokenizer:

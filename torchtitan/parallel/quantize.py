@@ -22,11 +22,11 @@ from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.quantize_experts import quantize_experts
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_compat import (
+from torchtitan.utils.torch_compat import silence_false_alarms
+from torchtitan.utils.torchao_compat import (
     gather_float8_as_bytes,
     rows_for_empty_float8_shards,
     send_padded_float8_shards,
-    silence_false_alarms,
 )
 
 

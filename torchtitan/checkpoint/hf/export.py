@@ -14,11 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
-from torchtitan.checkpoint.dcp_storage import Reader, read_tensor
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.folder import DTYPES, MAPPED_BYTES, batches, parts_of
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.hf.weights import on_meta
+from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
 from torchtitan.utils.errors import CheckpointError, UserError

@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from torchtitan.checkpoint.dcp_storage import alone, unwrapped
+from torchtitan.checkpoint.load import alone
+from torchtitan.checkpoint.save import unwrapped
 from torchtitan.models import HFNames
 from torchtitan.utils.errors import CheckpointError
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 
 DTYPES = {
     torch.float64: "F64",

@@ -9,7 +9,7 @@ from torchtitan.checkpoint.commit import write_json
 from torchtitan.data.text.pieces import LLAMA3_PATTERN
 from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 
 TEXTS = (
     "",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.checkpoint.dcp_storage import write_streamed
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, parts_of
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import HFNames, ModelSpec, hf_map
 from torchtitan.utils.errors import CheckpointError

@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter
 
 from torchtitan.data.text.files import COMPRESSED, FORMATS, FileStamp, open_data
 from torchtitan.data.text.identity import sample
-from torchtitan.utils.strict import Count
+from torchtitan.utils.formats import Count
 from torchtitan.utils.text import listed, plural, printable
 
 CONTENTS = "data_files.json"

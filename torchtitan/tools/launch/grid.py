@@ -17,7 +17,7 @@ from torchtitan.config.load.toml_file import excess
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.storage import is_url
-from torchtitan.utils.text import brief
+from torchtitan.utils.text import brief, flat
 
 MOST_RUNS = 1000
 """Slurm's default of `MaxArraySize` allows as many."""
@@ -144,21 +144,11 @@ def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Fla
         name = entry.pop("name", None)
         if name is not None and not isinstance(name, str):
             raise ConfigError([f"--runs: {path}: name: got {brief(name)}, must be a string"])
-        runs.append((name, dict(_flat(entry))))
+        flags = {_today(key): _word(value) for key, value in flat(entry).items()}
+        runs.append((name, flags))
     if not runs:
         raise ConfigError([f"--runs: {path} has no [[runs]]"])
     return runs
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in table.items():
-        found += (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else [(_today(prefix + key), _word(value))]
-        )
-    return found
 
 
 # ---- runs

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.text import aligned, plural
 
 RECORD = "job.json"

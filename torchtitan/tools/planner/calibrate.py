@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torchtitan.tools.planner.hardware import Hardware, load_hardware, load_shared
 from torchtitan.tools.planner.links import Links, measure_links, ranks_per_node
 from torchtitan.utils.device import current_device
-from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.torch_compat import silence_false_alarms
 
 _SECONDS = 1.0

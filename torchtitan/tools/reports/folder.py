@@ -4,7 +4,6 @@ events.
 
 import json
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.lines import number
 from torchtitan.utils.files import open_regular, read_regular
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
-from torchtitan.utils.text import cut
+from torchtitan.utils.text import cut, flat
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"
@@ -214,14 +213,6 @@ def _json_objects(path: Path) -> list[dict[str, Any]]:
             content = json.loads(line)
             found += [content] if isinstance(content, dict) else []
     return found
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested tables."""
-    out: dict[str, Any] = {}
-    for key, value in table.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
 
 
 def _tables(text: str) -> dict[str, Any]:
