@@ -24,11 +24,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from signal import SIGUSR2
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -40,7 +42,7 @@ from torchtitan.health.flight_recorder import collective_counts, dump_flight_rec
 from torchtitan.health.rank_dumps import STATE, read_dumps
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.activity import SAVING, Activity, current, forget_exchanges, last_exchanges
-from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.errors import failure_of
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.signals import on_signal
 
@@ -51,7 +53,6 @@ SAVE_SECONDS = 1800
 ANSWER_SECONDS = 10
 """How long to wait for the other ranks' answers."""
 DIAGNOSIS = "diagnosis.txt"
-_TIMED_OUT = ("Timed out waiting", "collective operation timeout")
 _watches = itertools.count()
 
 
@@ -117,13 +118,14 @@ class Watch:
         known hang.
         """
         with self._lock:
-            if not (_is_consequence(error) and (self._error_known or self._hung is current())):
+            known = self._error_known or self._hung is current()
+            if failure_of(error).is_cause or not known:
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
         """The hang that `error` ended, in a sentence; None if no hang was seen here."""
         with self._lock:  # the sentence may be about to be written
-            if self._hung is not current() or not _is_consequence(error):
+            if self._hung is not current() or failure_of(error).is_cause:
                 return None
         path = self.folder / DIAGNOSIS
         return path.read_text().strip() if path.exists() else None
@@ -310,30 +312,19 @@ class Watch:
         write_whole(self.folder / STATE.format(self.rank), json.dumps(state, indent=1).encode())
 
 
-def _is_consequence(error: BaseException) -> bool:
-    return from_another_rank(error) or any(text in str(error) for text in _TIMED_OUT)
-
-
 def _error(error: BaseException) -> dict[str, Any]:
-    frames: list[tuple[str, int, str]] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        frames.insert(0, (code.co_filename, traceback.tb_lineno, code.co_qualname))
-        traceback = traceback.tb_next
-    text = (str(error).splitlines() or [""])[0][:300]
+    failure = failure_of(error)
+    places = traceback.walk_tb(error.__traceback__)
+    frames = [(f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in places]
     return {
-        "type": type(error).__name__,
-        "text": text,
-        "frames": frames,
-        "cause": not _is_consequence(error),
+        "type": failure.kind,
+        "text": failure.headline[:300],
+        "frames": frames[::-1],
+        "cause": failure.is_cause,
     }
 
 
-def _frames(frame: Any) -> list[tuple[str, int, str]]:
+def _frames(frame: FrameType) -> list[tuple[str, int, str]]:
     """A stack, innermost frame first."""
-    frames: list[tuple[str, int, str]] = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
-        frame = frame.f_back
-    return frames
+    places = traceback.walk_stack(frame)
+    return [(f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in places]

@@ -20,7 +20,7 @@ from typing import IO, Any
 from torchtitan.config.sections.metrics import Notifications
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.delivery import Command, DeliveryError, post
-from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.errors import failure_of
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import launcher_reports, rank_and_world
 from torchtitan.utils.text import cut
@@ -241,11 +241,12 @@ def report_error(config: Config, error: BaseException) -> None:
     """
     if launcher_reports() or not isinstance(error, Exception):
         return
-    if from_another_rank(error):
+    failure = failure_of(error)
+    if failure.elsewhere:
         if rank_and_world()[0] != 0:
             return
         time.sleep(_CAUSE_FIRST_SECONDS)
-    report_failure(config, str(error).strip() or type(error).__name__)
+    report_failure(config, failure.message)
 
 
 def _last_step(folder: Path) -> int | None:
