@@ -28,8 +28,8 @@ _ROWS = re.compile(r" \[(\d+), \d+\]$")
 _PEER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _NOT_A_DUMP = (ValueError, TypeError, LookupError, AttributeError)
 _WORKING_THREADS = {
-    DATA: ("torchtitan/data/",),
-    SAVING: ("torchtitan/checkpoint/", "torch/distributed/checkpoint/"),
+    DATA: re.compile("torchtitan/data/"),
+    SAVING: re.compile("torchtitan/checkpoint/|torch/distributed/checkpoint/"),
 }
 """Activity, and the folders of the code that another thread runs for it."""
 
@@ -109,23 +109,28 @@ class RankDump:
 
         Meaningful only on the CPU: with CUDA the host runs ahead.
         """
-        files = [frame[0] for frame in self.state.get("threads", {}).get("MainThread", [])]
-        inner = next((f for f in files if not _DISPATCH.search(f)), "")
-        return "torch/distributed/" in inner
+        for file, *_ in self._threads.get("MainThread", []):
+            if not _DISPATCH.search(file):
+                return "torch/distributed/" in file
+        return False
+
+    @property
+    def _threads(self) -> dict[str, list[Any]]:
+        """The stack of each thread, innermost frame first."""
+        return self.state.get("threads", {})
 
     def place(self) -> str:
         """`file:line in function`, outside libraries, of the thread that does the work."""
         if self.error:
             return where(self.error["frames"])
-        threads: dict[str, list[Any]] = self.state.get("threads", {})
-        for activity, folders in _WORKING_THREADS.items():
+        for activity, folder in _WORKING_THREADS.items():
             if not self.phase.startswith(activity):
                 continue
-            for name, frames in threads.items():
-                inside = any(folder in frame[0] for frame in frames for folder in folders)
+            for name, frames in self._threads.items():
+                inside = any(folder.search(frame[0]) for frame in frames)
                 if inside and name != "MainThread":
                     return where(frames)
-        return where(threads.get("MainThread", []))
+        return where(self._threads.get("MainThread", []))
 
     def doing(self) -> str:
         """What the rank is doing, as the rest of a sentence about it."""
@@ -197,16 +202,18 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
             continue
     if not by_rank or (ask and asked < since):
         return None
-    worlds = [state["world"] for state in states.values()]
-    groups = [group for dump in by_rank.values() for group in dump.groups.values()]
-    members = [rank for group in groups for rank in group.ranks]
-    world = max([*worlds, *(rank + 1 for rank in (*by_rank, *members))])
+    world = max(by_rank) + 1
+    for dump in by_rank.values():
+        world = max(world, dump.state.get("world", 0))
+        for group in dump.groups.values():
+            world = max(world, max(group.ranks, default=-1) + 1)
     if world > MOST_RANKS:
         raise ValueError(f"a report names rank {world - 1:,}")
-    silent = {r: "gave no answer" for r in range(world) if r not in by_rank}
+    silent = {rank: "gave no answer" for rank in range(world) if rank not in by_rank}
     for state in states.values():
-        known = {int(r): text for r, text in state.get("silent", {}).items()}
-        silent |= {r: text for r, text in known.items() if r in silent}
+        for rank, text in state.get("silent", {}).items():
+            if int(rank) in silent:
+                silent[int(rank)] = text
     return Dumps(world, ask["why"] if ask else "", by_rank, silent)
 
 
