@@ -19,8 +19,6 @@ KEY_LENGTH = 200
 NEAR_FILES = 1000
 """Files compared with a misspelt name."""
 PIPELINE_SCHEDULE_BYTES = 2**22
-DATA_ENTRIES = 50_000
-"""Files and folders looked at for data before a run. They take half a second."""
 
 # data
 SEARCHED_FILES = 1_000_000
@@ -37,10 +35,13 @@ STATE_LEVELS = 100
 """Levels of lists and objects in a stream's state; pydantic's parser accepts about 200."""
 
 # health
+MOST_RANKS = 2**20
+"""Number of ranks in the reports of a hang."""
 
 # inference
 
 # telemetry
+NOTIFICATIONS_TAIL = 256 * 1024
 
 # tools
 
