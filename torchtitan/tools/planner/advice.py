@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.rules.device import check_device
+from torchtitan.config.rules import Facts, check
 from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.costs import BUBBLE, REPEATED
 from torchtitan.tools.planner.hardware import Hardware
@@ -62,7 +62,7 @@ def changes(plan: Plan, part: str) -> list[Change]:
     for text, settings in _candidates(plan.workload, plan.hardware, part):
         config = applied(plan.config, settings)
         try:
-            check_device(config, plan.hardware.accelerator)
+            check(config, Facts(device=plan.hardware.accelerator))
             after = predict(
                 derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware
             )

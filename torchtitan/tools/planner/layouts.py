@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, divisors
-from torchtitan.config.rules.support import compiles_blocks
+from torchtitan.config.features import compiles_blocks
+from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.train.preflight import check_experts
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 _OF_ONE_PIPELINE = (
     "pipeline_parallel_schedule",
@@ -57,8 +58,8 @@ def layouts(
 ) -> Iterator[Config]:
     """Every split of `world` ranks into degrees, first those without a pipeline."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    sizes = spec.expert_sizes(args)
-    experts = next(iter(sizes.values()), 0)
+    facts = Facts(expert_sizes=spec.expert_sizes(args), old_torch=torch_is_before_2_13())
+    experts = next(iter(facts.expert_sizes.values()), 0)
     async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
     for pp in divisors(world, 1 if spec.tied_modules(args) else None):
         for tp in divisors(world // pp):
@@ -80,5 +81,5 @@ def layouts(
                         degrees["expert_parallel_degree"] = ep
                         p = config.parallelism.model_copy(update=degrees)
                         layout = config.model_copy(update={"parallelism": p})
-                        if not list(check_experts(layout, sizes)):
+                        if not problems(layout, facts):
                             yield layout

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import divisors, replace
-from torchtitan.config.rules.validate import validate
+from torchtitan.config.rules import validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
+from torchtitan.parallel.pipeline_stages import StagePlan, pipeline_stages
 from torchtitan.tools.planner.axes import (
     Settings,
     applied,
@@ -151,7 +151,7 @@ class _Search:
         self._settings = settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._problems: dict[tuple[Any, ...], str] = {}
-        self._pipelines: dict[tuple[Any, ...], PipelineStages | str] = {}
+        self._pipelines: dict[tuple[Any, ...], StagePlan | str] = {}
         self._expandable: list[tuple[float, Config]] = []
         """With axes: a layout and batch, and the speed that it has with the fastest settings."""
 
@@ -307,7 +307,7 @@ class _Search:
         legal, stages = self._legal(config, settings)
         return Workload(config, self.args, stages) if legal else None
 
-    def _legal(self, config: Config, settings: Settings) -> tuple[bool, PipelineStages | None]:
+    def _legal(self, config: Config, settings: Settings) -> tuple[bool, StagePlan | None]:
         """Whether a configuration is legal, and its pipeline, if any."""
         p = config.parallelism
         t = config.training
@@ -336,7 +336,7 @@ class _Search:
             return False, None
         return True, stages
 
-    def _stages(self, config: Config) -> PipelineStages | str:
+    def _stages(self, config: Config) -> StagePlan | str:
         """The pipeline of a configuration, or why there is none."""
         p = config.parallelism
         size = p.pipeline_parallel_microbatch_size

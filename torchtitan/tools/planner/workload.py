@@ -18,7 +18,7 @@ from torchtitan.config.derive import (
     sums_on_replicas,
     sums_whole_gradients,
 )
-from torchtitan.config.rules.support import (
+from torchtitan.config.features import (
     FLOAT8,
     GROUPED_FLOAT8,
     GROUPED_MX,
@@ -30,7 +30,7 @@ from torchtitan.config.rules.support import (
     uses,
 )
 from torchtitan.config.sections.schema import Config
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -129,7 +129,7 @@ class Workload:
         self,
         config: Config,
         args: Any,
-        stages: PipelineStages | None,
+        stages: StagePlan | None,
         *,
         kv_repeated: bool = False,
     ):
@@ -210,7 +210,6 @@ class Workload:
 
     @property
     def sharded_loss(self) -> bool:
-        """Whether the loss is computed on logits sharded over the vocabulary."""
         return self.tp > 1 and not self.config.parallelism.disable_loss_parallel
 
     @cached_property
@@ -337,8 +336,7 @@ class Workload:
             may_be_kept = of_experts or of_router or not any(part in name for part in forced)
             counted += may_be_kept
             kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
-            # No gradient needs it, and the compiler drops it.
-            unused = name == "feed_forward.w2" and self.compiled
+            unused = name == "feed_forward.w2" and self.compiled  # by gradients: it is dropped
             recomputed = 0.0 if kept or unused else self.recompute.products
             if of_experts:
                 yield Linear(
