@@ -1,6 +1,4 @@
-"""The models that a project can start with: the sizes of each family, and local Hugging Face
-folders.
-"""
+"""Models for a new project: the sizes of each family, and local Hugging Face folders."""
 
 import os
 from dataclasses import dataclass, field
