@@ -3,20 +3,18 @@
 import http.client
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
 import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from torchtitan.config.sections.metrics import Notifications
+from torchtitan.config.rules.machine import url_problem
 from torchtitan.telemetry.events import Event
 from torchtitan.utils.retry import retry
-from torchtitan.utils.text import brief, cut
+from torchtitan.utils.text import cut
 
 _ATTEMPTS = 3
 _PAUSE = 0.5
@@ -28,31 +26,6 @@ class DeliveryError(Exception):
 
 class _TransientError(DeliveryError):
     """Another attempt may succeed."""
-
-
-def url_problem(url: str) -> str | None:
-    """Why this can't be the URL of a webhook; the text doesn't contain it."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        is_http = False
-    if is_http and url.isascii() and url.isprintable():
-        return None
-    return "must be a URL that begins with https:// or http://"
-
-
-def unreachable(config: Notifications) -> Iterator[str]:
-    """Why messages can't be delivered from this machine."""
-    name = config.webhook_env
-    if name:
-        problem: str | None = "is not set; set it to the URL of the webhook"
-        if os.environ.get(name):
-            problem = url_problem(os.environ[name])
-        if problem:
-            yield f"notifications.webhook_env: the environment variable {brief(name)} {problem}"
-    if config.command and shutil.which(config.command[0]) is None:
-        yield f"notifications.command: no program {brief(config.command[0])} that can be run"
 
 
 def post(url: str, body: Event, timeout: float) -> None:
