@@ -75,7 +75,7 @@ def rehearse_rank(
     *,
     layers: int | None,
     large: bool,
-    told: list[Any] | None,
+    broadcasts: list[Any] | None,
 ) -> Record:
     """Run one rank in this process, which can't run another one afterwards.
 
@@ -83,7 +83,7 @@ def rehearse_rank(
         config: derived and validated for `world` ranks.
         layers: of each stage that run; None: all.
         large: of a rank's own values, the host reads large ones.
-        told: what rank 0 broadcast in its own rehearsal; None on rank 0.
+        broadcasts: objects that rank 0 broadcast in its own rehearsal; None on rank 0.
     """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -94,7 +94,7 @@ def rehearse_rank(
         recorder = Recorder(rank, axis_degrees(config.parallelism), large=large)
         with (
             no_network() as mode,
-            recording(recorder, told),
+            recording(recorder, broadcasts),
             _replaced(config, setup, world, recorder, mode, layers),
         ):
             try:
