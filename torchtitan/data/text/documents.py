@@ -74,11 +74,9 @@ class DemoDocuments:
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
         held_out = files[::_HELD_OUT_EVERY]
-        self.files = (
-            held_out
-            if validation
-            else [file for i, file in enumerate(files) if i % _HELD_OUT_EVERY]
-        )
+        if not validation:
+            del files[::_HELD_OUT_EVERY]
+        self.files = held_out if validation else files
         stamps = [FileStamp.of(file) for file in self.files]
         names = [str(file.relative_to(root)) for file in self.files]
         self.contents = Contents.of(sampled(stamps, root), _listing(names, stamps))
@@ -218,7 +216,7 @@ def _listing(names: Sequence[str], stamps: Sequence[FileStamp], reading: str = "
 
 
 class DocumentCursor:
-    """Documents lane, lane + L, lane + 2L, ... of the epochs one after another."""
+    """The documents of a lane: every L-th of all epochs, one epoch after another."""
 
     def __init__(
         self,
