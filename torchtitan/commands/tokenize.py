@@ -219,7 +219,13 @@ def _write(
                 if stamps
                 else _demo_items(_demo(options), meter)
             )
-            return tokenize(items, encoder, output, options.workers, meter.wrote)
+            return tokenize(
+                items,
+                encoder,
+                output,
+                options.workers,
+                meter.wrote,
+            )
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed, probably for lack of memory. Finished parts "
@@ -241,7 +247,12 @@ def main(argv: list[str]) -> int:
         "tokenizer": build_tokenizer(options.tokenizer).fingerprint,
         "part": options.part,
     }
-    output = Output(options.output, options.name, options.part, common)
+    output = Output(
+        options.output,
+        options.name,
+        options.part,
+        common,
+    )
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -251,7 +262,16 @@ def main(argv: list[str]) -> int:
     if done := sum(output.meta(i) is not None for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
-    report = _report(output, _write(options, encoder, output, stamps, size))
+    report = _report(
+        output,
+        _write(
+            options,
+            encoder,
+            output,
+            stamps,
+            size,
+        ),
+    )
     write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
     skipped = Counter(report["skipped"])
     if not report["bytes"]:

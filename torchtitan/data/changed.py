@@ -67,15 +67,35 @@ class ContentsRecord:
         found = []
         for source in self.spec.sources:
             if source.name in saved:
-                recorded = partial(_files, lists, "sources", source.name)
-                if self._has_changed(self, source, saved[source.name].contents, recorded):
+                recorded = partial(
+                    _files,
+                    lists,
+                    "sources",
+                    source.name,
+                )
+                if self._has_changed(
+                    self,
+                    source,
+                    saved[source.name].contents,
+                    recorded,
+                ):
                     found.append(source.name)
         for section, other in self._held_out.items():
             before = state.fingerprint.held_out.get(section)
             # With another name, the set was changed on purpose; no position depends on it.
             if before is not None and before.dataset == self.held_out[section].dataset:
-                recorded = partial(_files, lists, "held_out", section)
-                self._has_changed(other, other.spec.sources[0], before.contents, recorded)
+                recorded = partial(
+                    _files,
+                    lists,
+                    "held_out",
+                    section,
+                )
+                self._has_changed(
+                    other,
+                    other.spec.sources[0],
+                    before.contents,
+                    recorded,
+                )
         return found
 
     def _has_changed(

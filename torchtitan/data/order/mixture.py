@@ -217,7 +217,12 @@ def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def permute(index: int, size: int, seed: int, epoch: int) -> int:
+def permute(
+    index: int,
+    size: int,
+    seed: int,
+    epoch: int,
+) -> int:
     """The item at position `index` of an epoch over `size` items: a bijection of `[0, size)`.
 
     A shuffle without a table: a balanced Feistel network over the smallest even number of bits that

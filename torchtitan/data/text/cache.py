@@ -71,7 +71,12 @@ class Cache:
     def _path(self, index: FileIndex, ending: str) -> Path:
         return self.folder / f"{index.key}.{ending}"
 
-    def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
+    def open(
+        self,
+        stamps: Sequence[FileStamp],
+        column: str,
+        stop: bool,
+    ) -> list[FileIndex]:
         """The indexes of files; the missing ones are made.
 
         Raises:
@@ -98,7 +103,10 @@ class Cache:
         return found
 
     def _read_corpus(
-        self, corpus: Path, stamps: Sequence[FileStamp], column: str
+        self,
+        corpus: Path,
+        stamps: Sequence[FileStamp],
+        column: str,
     ) -> list[FileIndex] | None:
         try:
             entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
@@ -182,7 +190,10 @@ class Cache:
             )
 
     def _make_all(
-        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
+        self,
+        missing: Sequence[FileIndex],
+        done: dict[str, FileIndex],
+        stop: bool,
     ) -> None:
         left = list(missing)
         while left:
@@ -198,7 +209,12 @@ class Cache:
                 self._report(f"waiting for other processes to index {what}")
                 time.sleep(_WAIT_SECONDS)
 
-    def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
+    def _make(
+        self,
+        index: FileIndex,
+        stop: bool,
+        so_far: str,
+    ) -> FileIndex | None:
         """The index of a file; None if another process is making it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
             if ending is None:
@@ -218,7 +234,13 @@ class Cache:
 
             try:
                 with ranges.open("wb") as file, texts.open("wb") as copy:
-                    find_documents(index, stop, file, copy if index.copied else None, advance)
+                    find_documents(
+                        index,
+                        stop,
+                        file,
+                        copy if index.copied else None,
+                        advance,
+                    )
                     for written in (file, copy):
                         written.flush()
                         os.fsync(written.fileno())

@@ -45,7 +45,10 @@ class Retry:
     """The read in progress, for the error about a stall."""
 
     def __call__(
-        self, what: str, read: Callable[[], T], reset: Callable[[], None] = lambda: None
+        self,
+        what: str,
+        read: Callable[[], T],
+        reset: Callable[[], None] = lambda: None,
     ) -> T:
         """Return `read()`.
 

@@ -159,7 +159,12 @@ def _values(values: Any) -> Iterator[Any]:
     width = np.int32 if types.is_binary(values.type) else np.int64
     _, places, content = values.buffers()
     ends = np.frombuffer(places, width)[values.offset : values.offset + len(values) + 1].tolist()
-    for start, end, valid in zip(ends, ends[1:], values.is_valid().to_pylist(), strict=False):
+    for start, end, valid in zip(
+        ends,
+        ends[1:],
+        values.is_valid().to_pylist(),
+        strict=False,
+    ):
         text = content.slice(start, end - start)
         if valid:
             yield HeldBytes(text) if len(text) > LONG else text.to_pybytes()
@@ -218,7 +223,12 @@ def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
     """
     csv.field_size_limit(RECORD_BYTES)
     # Bytes that aren't UTF-8 become lone surrogates, so that only their row is bad.
-    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    text = io.TextIOWrapper(
+        file,
+        "utf-8-sig",
+        errors="surrogateescape",
+        newline="",
+    )
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:

@@ -64,7 +64,13 @@ class Tokenizer(ABC):
         self.path = path
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        bos: bool = False,
+        eos: bool = False,
+    ) -> list[int]:
         """Ids of `text`, with the special tokens if asked. A long text is encoded in pieces.
 
         Raises:
@@ -203,7 +209,12 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eos_id = eos
 
-    def _special(self, about: Path, key: str, usual: Sequence[str]) -> int | None:
+    def _special(
+        self,
+        about: Path,
+        key: str,
+        usual: Sequence[str],
+    ) -> int | None:
         name = _read_json(about).get(key)
         name = name.get("content") if isinstance(name, dict) else name
         if not isinstance(name, str | None):

@@ -57,8 +57,18 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
             f"{sequences:,} sequences and {boundaries:,} "
             "document boundaries (cut off?)"
         )
-    count = _check_sequences(files, index, sequences, dtype.itemsize)
-    _check_documents(files, index, sequences, boundaries)
+    count = _check_sequences(
+        files,
+        index,
+        sequences,
+        dtype.itemsize,
+    )
+    _check_documents(
+        files,
+        index,
+        sequences,
+        boundaries,
+    )
     needed = count * dtype.itemsize
     if tokens.size != needed:
         raise DataError(
@@ -85,7 +95,12 @@ def _read_header(index: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(_TYPES[code]), sequences, boundaries
 
 
-def _check_sequences(files: OpenFiles, index: Path, sequences: int, itemsize: int) -> int:
+def _check_sequences(
+    files: OpenFiles,
+    index: Path,
+    sequences: int,
+    itemsize: int,
+) -> int:
     """The number of ids.
 
     Raises:

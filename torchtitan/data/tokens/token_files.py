@@ -176,7 +176,12 @@ class TokenFiles:
         count = min(self.seq_len + 1, tokens - start)
         size = dtype.itemsize
         try:
-            content = self._open.read(stamp.path, start * size, count * size, stamp)
+            content = self._open.read(
+                stamp.path,
+                start * size,
+                count * size,
+                stamp,
+            )
         except EndOfFileError:
             raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)

@@ -136,7 +136,12 @@ def read_items(
     """
     for stamp in stamps:
         try:
-            for number, content, _ in read_records(Path(stamp.path), column, advance, stamp):
+            for number, content, _ in read_records(
+                Path(stamp.path),
+                column,
+                advance,
+                stamp,
+            ):
                 yield Item(stamp.path, number, content)
         except DataError as error:
             raise UserError(f"--input: {error}") from error
@@ -303,4 +308,9 @@ def _write_part(
             bad=dict(bad),
         )
 
-    write_token_file(output.file(index), ids(), tokenizer, about)
+    write_token_file(
+        output.file(index),
+        ids(),
+        tokenizer,
+        about,
+    )
