@@ -18,8 +18,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from torchtitan.utils.formats import Count, Strict
 from torchtitan.utils.limits import STATE_LEVELS
-from torchtitan.utils.strict import Count, Strict
 
 
 class DocumentPosition(Strict):

@@ -31,7 +31,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, write_whole
 from torchtitan.utils.limits import CACHE_RECORD_BYTES
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import listed, plural
+from torchtitan.utils.text import listed, plural, show_size
 
 _CANT_WRITE = (
     errno.ENOSPC,
@@ -171,22 +171,22 @@ class Cache:
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
             f"Indexing {plural(len(missing), 'file')} "
-            f"({gigabytes(sum(index.size for index in missing))}) once: {what}"
-            f"the documents' positions go to {self.folder}, about {gigabytes(size)} of "
-            f"{gigabytes(free)} free there. "
+            f"({show_size(sum(index.size for index in missing))}) once: {what}"
+            f"the documents' positions go to {self.folder}, about {show_size(size)} of "
+            f"{show_size(free)} free there. "
             f"Set {self.key} to use another folder"
         )
         if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
             raise UserError(
-                f"{self.key}: {self.folder} has {gigabytes(free)} free, too little for "
+                f"{self.key}: {self.folder} has {show_size(free)} free, too little for "
                 f"{what}the documents' positions: "
-                f"about {gigabytes(size)}. Name a folder with more space, or tokenize "
+                f"about {show_size(size)}. Name a folder with more space, or tokenize "
                 "the files ahead (torchtitan "
                 "tokenize), which needs no copy"
             )
         if size > free:
             logger.warning(
-                f"{self.key}: {self.folder} may be too small for about {gigabytes(size)}"
+                f"{self.key}: {self.folder} may be too small for about {show_size(size)}"
             )
 
     def _make_all(
@@ -314,12 +314,3 @@ def _locked(path: Path) -> Iterator[str | None]:
             yield ending
         finally:
             path.unlink(missing_ok=True)
-
-
-def gigabytes(size: float) -> str:
-    """`12.3 GB`, `4.5 MB`: in the unit that fits."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

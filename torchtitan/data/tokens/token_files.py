@@ -25,7 +25,7 @@ from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.megatron import read_index
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
 
