@@ -316,10 +316,9 @@ class StepLoader:
         reading = "; ".join(retry.doing for retry in self.retries.values())
         doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"
         return (
-            f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. "
-            "Check whether its storage or "
-            f"network hangs, or raise {options}.timeout_seconds (keep it below "
-            "comm.train_timeout_seconds)."
+            f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. Check "
+            f"whether its storage or network hangs, or raise {options}.timeout_seconds (keep it "
+            "below comm.train_timeout_seconds)."
         )
 
     def _warn_of_shared_lanes(self) -> None:
@@ -327,13 +326,11 @@ class StepLoader:
         for config, source in zip(self.spec.sources, self.sources.values(), strict=True):
             if self.spec.infinite and isinstance(source, DocumentSource) and source.lanes < rows:
                 logger.warning(
-                    f"{self.spec.key(config)}.dataset_path: "
-                    f"{plural(source.lanes, 'document')} for {rows} rows per "
-                    "step: a step has consecutive rows of a document, and ranks that "
-                    "share a document all tokenize it. "
-                    "Split the text into more documents, or convert it to token files "
-                    "with torchtitan tokenize, whose "
-                    "rows are windows at different positions"
+                    f"{self.spec.key(config)}.dataset_path: {plural(source.lanes, 'document')} for "
+                    f"{rows} rows per step: a step has consecutive rows of a document, and ranks "
+                    "that share a document all tokenize it. Split the text into more documents, "
+                    "or convert it to token files with torchtitan tokenize, whose rows are "
+                    "windows at different positions"
                 )
 
 

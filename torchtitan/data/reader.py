@@ -101,8 +101,7 @@ class StepReader:
         if sum(counts.values()) < count:
             raise UserError(
                 f"{self.spec.section}.sources: all have been read max_epochs times after "
-                f"{self.step} steps; set "
-                f"training.steps = {self.step}, or raise max_epochs"
+                f"{self.step} steps; set training.steps = {self.step}, or raise max_epochs"
             )
         slots = place(counts, self.spec.seed, self.step)
         found: dict[int, Row] = {}

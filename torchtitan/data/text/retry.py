@@ -77,9 +77,8 @@ class Retry:
             if not _may_pass(error):
                 raise UserError(f"{self.section}.dataset: {place}: {cause}") from error
             raise UserError(
-                f"{self.section}.dataset: reading failed: {place}: {cause} "
-                f"({attempts} attempts). Repair the source, or raise "
-                f"{self.section.split('.')[0]}.dataloader.retries."
+                f"{self.section}.dataset: reading failed: {place}: {cause} ({attempts} attempts). "
+                f"Repair the source, or raise {self.section.split('.')[0]}.dataloader.retries."
             ) from error
 
 

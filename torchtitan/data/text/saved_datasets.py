@@ -60,9 +60,8 @@ def saved_files(folder: Path) -> set[str] | None:
         return None
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
-            f"{folder} is a saved data set whose rows are chosen or ordered by a table "
-            "of indices (select, shuffle, "
-            "filter); call flatten_indices() on it before save_to_disk()"
+            f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices "
+            "(select, shuffle, filter); call flatten_indices() on it before save_to_disk()"
         )
     names = _names(state["_data_files"], folder)
     for name in names:
@@ -105,9 +104,8 @@ def saved_splits(folder: Path) -> list[str]:
         return splits
     example = f", such as {folder / splits[0]}" if splits else ""
     raise DataError(
-        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, "
-        "and none is "
-        f"{_DEFAULT_SPLIT!r}; name the folder of one{example}"
+        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, and none "
+        f"is {_DEFAULT_SPLIT!r}; name the folder of one{example}"
     )
 
 

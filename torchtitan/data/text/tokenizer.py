@@ -322,10 +322,8 @@ def build_tokenizer(
         else "does not exist"
     )
     raise UserError(
-        f"model.hf_assets_path: {hf_assets_path} {reason}; "
-        "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; "
-        "./tests/assets/tokenizer ships "
-        "with the package"
+        f"model.hf_assets_path: {hf_assets_path} {reason}; scripts/download_hf_assets.py of the "
+        "repository downloads a model's tokenizer; ./tests/assets/tokenizer ships with the package"
     )
 
 

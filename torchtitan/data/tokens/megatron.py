@@ -53,9 +53,8 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
         )
     if size != expected:
         raise DataError(
-            f"{index} has {size:,} bytes instead of the {expected:,} of its "
-            f"{sequences:,} sequences and {boundaries:,} "
-            "document boundaries (cut off?)"
+            f"{index} has {size:,} bytes instead of the {expected:,} of its {sequences:,} "
+            f"sequences and {boundaries:,} document boundaries (cut off?)"
         )
     count = _check_sequences(
         files,

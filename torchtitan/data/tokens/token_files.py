@@ -134,9 +134,8 @@ class TokenFiles:
                 self.files.append((stamp, dtype, meta.tokens))
         if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
             logger.info(
-                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that "
-                "can't be checked: ids must be "
-                f"those of model.hf_assets_path, and below {self.vocab_size}"
+                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be "
+                f"checked: ids must be those of model.hf_assets_path, and below {self.vocab_size}"
             )
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])

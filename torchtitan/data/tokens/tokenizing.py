@@ -204,9 +204,8 @@ class Output:
             return None
         if any(meta.get(key) != value for key, value in self.common.items()):
             raise UserError(
-                f"--output: {file} was made from another input, tokenizer, column or "
-                "--part; choose an empty folder or "
-                "another --name"
+                f"--output: {file} was made from another input, tokenizer, column or --part; "
+                "choose an empty folder or another --name"
             )
         return meta if file.is_file() and file.with_suffix(".hashes").is_file() else None
 
