@@ -47,7 +47,7 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     """Without the end-of-text token."""
     end: Literal["", "eos", "length", "context", "stop"] = ""
-    """Why it ended: end of text, `max_new_tokens`, `max_seq_len`, or a text to stop at; or not yet."""
+    """Why it ended: end of text, `max_new_tokens`, `max_seq_len` or a stop text. Empty: not yet."""
 
     def take(
         self,
