@@ -31,6 +31,8 @@ from _gpu_bench import (
     within,
 )
 
+from torchtitan.utils.errors import OutOfMemoryError
+
 FP32 = "--training.mixed_precision_param=float32"
 
 
@@ -159,9 +161,7 @@ def saves(bench: Bench, mode: str) -> Figures:
 
 
 def out_of_memory(bench: Bench) -> Figures:
-    """A step that can't fit: exit status 1, one message that says what to change, and no
-    traceback.
-    """
+    """A step that can't fit: exit status 12, one message that says what to change, no traceback."""
     if bench.dry:
         huge = [
             "--model.overrides.vocab_size=65536",
@@ -178,7 +178,7 @@ def out_of_memory(bench: Bench) -> Figures:
     message = text[text.find("error:") :].strip() if "error:" in text else text[-500:]
     figures = {"status": status, "message": message[:1500]}
     wrong = []
-    if status != 1 or "out of memory" not in message:
+    if status != OutOfMemoryError.exit_code or "out of memory" not in message:
         wrong.append(f"status {status}, and not the message of a run that is out of memory")
     if "Traceback" in text:
         wrong.append("a traceback was printed")

@@ -101,7 +101,7 @@ def _word(value: Any) -> str:
     )
 
 
-class Ledger:
+class RunRecord:
     """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that
     fails.
     """

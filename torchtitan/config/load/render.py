@@ -1,6 +1,4 @@
-"""The schema as `--help`, `docs/config.md` and a JSON Schema for editors; a configuration as
-TOML.
-"""
+"""The schema as `--help`, `docs/reference/config.md` and a JSON Schema; a configuration as TOML."""
 
 import json
 import math
@@ -142,7 +140,7 @@ def help_text(section: str | None = None) -> str:
 
 
 def markdown() -> str:
-    """`docs/config.md`."""
+    """`docs/reference/config.md`."""
     lines = [
         "# Configuration reference",
         "",

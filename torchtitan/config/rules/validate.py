@@ -221,7 +221,7 @@ def schedule_is_named(config: Config, world: int) -> Iterator[str]:
 
 
 def features_combine(config: Config, world: int) -> Iterator[str]:
-    """The conflicts of `support.py`, which `docs/support-matrix.md` lists."""
+    """The conflicts of `support.py`, which `docs/reference/support-matrix.md` lists."""
     if degrees_fill(config, world):
         yield from (conflict.message for conflict in CONFLICTS if conflict.applies(config))
 

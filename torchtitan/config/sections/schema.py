@@ -1,6 +1,6 @@
 """The configuration: one class per section, one documented field per key.
 
-`--help`, `docs/config.md` and the JSON Schema are generated from the docstrings below the fields.
+`--help`, the reference page and the JSON Schema are generated from the docstrings below the fields.
 Keys and meanings follow the TOML convention of TorchTitan 0.2. Imports no torch, so mistakes are
 reported in milliseconds.
 """

@@ -5,8 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchtitan.telemetry.trackers.base import Record, Tracked
-from torchtitan.telemetry.trackers.names import scalars
+from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import flat
 
