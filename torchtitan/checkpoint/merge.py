@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.commit import checkpoints_at, damage, remove, versions
-from torchtitan.checkpoint.convert import check_averaged
 from torchtitan.checkpoint.index import read_index
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.checkpoint.save import write_streamed
+from torchtitan.checkpoint.state import check_averaged
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 

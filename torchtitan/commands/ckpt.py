@@ -139,7 +139,7 @@ def upload(options: argparse.Namespace) -> int:
 
 
 def to_hf(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint import convert
+    from torchtitan.checkpoint.hf import convert
 
     convert.to_hf(
         options.source,
@@ -156,7 +156,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
 
 def from_hf(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint import convert
+    from torchtitan.checkpoint.hf import convert
     from torchtitan.config import resolve
     from torchtitan.train.preflight import preflight
 
