@@ -96,7 +96,7 @@ def show_size(size: float) -> str:
         return f"{size:.0f} bytes"
     for unit in ("kB", "MB", "GB"):
         size /= 1000
-        if size < 1000:
+        if size < 999.95:
             return f"{size:.1f} {unit}"
     return f"{size / 1000:,.1f} TB"
 
