@@ -31,7 +31,7 @@ class Parts:
     schedule: LRSchedule
     loader: StepLoader
     compute: Compute
-    validation: Validator | None
+    validation: Validator | None = None
     experts: ExpertBalance | None = None
     """None for a dense model."""
     average: WeightAverage | None = None
