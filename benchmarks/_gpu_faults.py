@@ -117,7 +117,7 @@ def groups(bench: Bench) -> Figures:
 def _recorded(dump_folder: Path) -> int:
     """Collectives in rank 0's dump. The doctor leaves out those of groups of one."""
     from torchtitan.config.sections.schema import Comm
-    from torchtitan.utils.unpickle import safe_loads
+    from torchtitan.utils.formats import safe_loads
 
     comm = Comm()
     path = dump_folder / comm.save_traces_folder / f"{comm.save_traces_file_prefix}0"

@@ -24,9 +24,9 @@ from _measurements import FILES, TORCHTITAN, Row, load
 from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
 
-from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.planner.memory import hidden_bytes, in_flight, memory_of
+from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.workload import Workload
 

@@ -26,7 +26,7 @@ from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Parts, seed_step
 from torchtitan.train.step import train_step
 from torchtitan.utils.device import current_device
-from torchtitan.utils.environment import rank_and_world
+from torchtitan.utils.process import rank_and_world
 
 FLAGS = ["--job.config_file=train_configs/debug_model.toml", "--training.steps=10"]
 

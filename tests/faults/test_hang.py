@@ -279,7 +279,7 @@ def test_a_pipeline_stage_that_never_sends(ranks, tmp_path):
 
 def stuck_save(trainer, folder):
     if dist.get_rank() == 1:
-        from torchtitan.checkpoint.dcp_storage import CommittingWriter
+        from torchtitan.checkpoint.save import CommittingWriter
 
         write = CommittingWriter.write_data
 

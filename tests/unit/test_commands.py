@@ -10,7 +10,7 @@ from torchtitan import __version__
 from torchtitan.commands import COMMANDS, completion, main, train
 from torchtitan.commands.train import _parse, count_gpus
 from torchtitan.train import rank_main as entry
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.process import run_main
 
 
 def run(monkeypatch, *argv):

@@ -55,8 +55,7 @@ def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchtitan.data.text.records.LONG", 500)
         patch.setattr("torchtitan.data.text.documents.LONG", 500)
-        for module in ("records", "texts"):
-            patch.setattr(f"torchtitan.data.text.{module}.BLOCK", 300)
+        patch.setattr("torchtitan.data.text.texts.BLOCK", 300)
         patch.setattr("torchtitan.data.text.pieces.PIECE", 60)
         yield
 

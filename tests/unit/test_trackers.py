@@ -22,12 +22,11 @@ from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.sections.metrics import Metrics as Config
 from torchtitan.config.sections.metrics import Prometheus
 from torchtitan.config.sections.schema import Job
-from torchtitan.telemetry.run_record import Ledger
-from torchtitan.telemetry.trackers import background, build, chosen
+from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.telemetry.trackers import background, base, build
+from torchtitan.telemetry.trackers.base import missing_packages, scalars
 from torchtitan.telemetry.trackers.build import Trackers
-from torchtitan.telemetry.trackers.chosen import missing_packages
 from torchtitan.telemetry.trackers.mlflow import artifact_location
-from torchtitan.telemetry.trackers.names import scalars
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -79,7 +78,9 @@ class Start:
     """One start of a run in `folder`."""
 
     def __init__(self, folder, *sinks, step=0, end="completed", **keys):
-        self.ledger = Ledger(folder, {}, step=step, resumable=True, writes=True, began=time.time())
+        self.ledger = RunRecord(
+            folder, {}, step=step, resumable=True, writes=True, began=time.time()
+        )
         config = Config(sinks=list(sinks), **keys)
         job = Job(dump_folder=str(folder))
         self.trackers = Trackers(
@@ -246,7 +247,7 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch):
 
 
 def test_a_missing_package_is_refused_before_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(chosen, "PACKAGES", {"mlflow": "no_such_package"})
+    monkeypatch.setattr(base, "PACKAGES", {"mlflow": "no_such_package"})
     config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=mlflow"], 1).config
     with pytest.raises(
         ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain"

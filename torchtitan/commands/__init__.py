@@ -8,8 +8,8 @@ import importlib
 import sys
 
 from torchtitan import __version__
-from torchtitan.utils.environment import reporting_rank
-from torchtitan.utils.errors import did_you_mean, run_main
+from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.process import reporting_rank, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
 COMMANDS = {

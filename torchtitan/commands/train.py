@@ -39,9 +39,9 @@ from torchtitan.utils.errors import (
     did_you_mean,
 )
 from torchtitan.utils.lock import used_by_a_neighbor
+from torchtitan.utils.process import REPORTER_ENV
 from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
-from torchtitan.utils.torchrun_error import REPORTER_ENV
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""

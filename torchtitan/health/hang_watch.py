@@ -39,7 +39,7 @@ from torchtitan.health.diagnose import diagnose
 from torchtitan.health.flight_recorder import collective_counts, dump_flight_recorder
 from torchtitan.health.rank_dumps import STATE, read_case
 from torchtitan.parallel.groups import store_of_a_thread
-from torchtitan.utils.activity import SAVING, Phase, current, forget_exchanges, last_exchanges
+from torchtitan.utils.activity import SAVING, Activity, current, forget_exchanges, last_exchanges
 from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.signals import on_signal
@@ -77,8 +77,8 @@ class Watch:
         self._lost = False
         self._seen: tuple[Any, float] = (None, 0.0)
         self._hang: Any = None
-        """Phase and collectives when a hang was seen."""
-        self._hung: Phase | None = None
+        """Activity and collectives when a hang was seen."""
+        self._hung: Activity | None = None
         """This rank's phase at that time."""
         self._error_known = False
         """Whether a rank has raised an exception; errors that follow from it are not reported."""

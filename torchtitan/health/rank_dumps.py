@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.utils.activity import DATA, SAVING, Exchange
-from torchtitan.utils.unpickle import safe_loads
+from torchtitan.utils.formats import safe_loads
 
 STATE = "state-{}.json"
 _MOST_RANKS = 2**20

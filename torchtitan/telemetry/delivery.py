@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import tenacity
-
 from torchtitan.config.sections.metrics import Notifications
+from torchtitan.utils.retry import retry
 from torchtitan.utils.text import brief, cut
 
 _ATTEMPTS = 3
+_PAUSE = 0.5
 
 
 class DeliveryError(Exception):
@@ -58,12 +58,6 @@ def unreachable(config: Notifications) -> Iterator[str]:
         yield f"notifications.command: no program {brief(config.command[0])} that can be run"
 
 
-@tenacity.retry(
-    retry=tenacity.retry_if_exception_type(_TransientError),
-    stop=tenacity.stop_after_attempt(_ATTEMPTS),
-    wait=tenacity.wait_exponential(multiplier=0.5),
-    reraise=True,
-)
 def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
     """POST `body` as JSON. Waits `timeout` seconds for an answer, up to three times.
 
@@ -72,6 +66,15 @@ def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
     """
     if problem := url_problem(url):
         raise DeliveryError(problem)
+    retry(
+        lambda: _post_once(url, body, timeout),
+        attempts=_ATTEMPTS,
+        pause=_PAUSE,
+        may_pass=lambda error: isinstance(error, _TransientError),
+    )
+
+
+def _post_once(url: str, body: Mapping[str, Any], timeout: float) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "torchtitan"}
     request = urllib.request.Request(
         url, json.dumps(body, default=str).encode(), headers, method="POST"

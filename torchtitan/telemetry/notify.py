@@ -20,11 +20,10 @@ from typing import IO, Any
 from torchtitan.config.sections.metrics import Notifications
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.delivery import Command, DeliveryError, post
-from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import from_another_rank
 from torchtitan.utils.logging import logger
+from torchtitan.utils.process import launcher_reports, rank_and_world
 from torchtitan.utils.text import cut
-from torchtitan.utils.torchrun_error import launcher_reports
 
 FILE = "notifications.jsonl"
 FLUSH_SECONDS = 5.0

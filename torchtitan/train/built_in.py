@@ -12,9 +12,9 @@ from torchtitan.health.stragglers import Stragglers
 from torchtitan.inference.tasks import Tasks
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.parallel.groups import set_timeout
-from torchtitan.telemetry.metrics import Metrics
+from torchtitan.telemetry.metrics import Metrics, describe_sources
 from torchtitan.telemetry.profiler import Profiler
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers import Record
 from torchtitan.train.callbacks import Callback, Notify, Run
 from torchtitan.train.evaluations import RunTasks, Validate, WriteSamples, stops_early
@@ -50,7 +50,7 @@ def built_in(
         notify: tells all callbacks of validations and saves.
     """
     metrics = telemetry.metrics
-    report = Report(metrics, telemetry.ledger, parts)
+    report = Report(metrics, telemetry.run_record, parts)
     return (
         WaitForCopy(checkpointer),
         AverageWeights(parts.average),
@@ -148,9 +148,9 @@ class ConfirmFolders(Callback):
 class Report(Callback):
     """Records logged steps: `[metrics]`."""
 
-    def __init__(self, metrics: Metrics, ledger: Ledger, parts: Parts):
+    def __init__(self, metrics: Metrics, run_record: RunRecord, parts: Parts):
         self.metrics = metrics
-        self.ledger = ledger
+        self.run_record = run_record
         self.parts = parts
         self.record: Record = {}
         """The last one."""
@@ -173,27 +173,20 @@ class Report(Callback):
             sources=self._sources(run),
             own=run.logged.take(),
         )
-        self.ledger.heartbeat(progress.step)
+        self.run_record.heartbeat(progress.step)
 
     def _sources(self, run: Run) -> Record:
-        """What a record says of each data source, over the steps since the last one: loss, tokens,
-        epochs and bytes per token. A source without rows since then has no loss.
-        """
+        """What a record says of each data source, over the steps since the last one."""
         training = run.config.training
         tally = self.parts.compute.tally
         if tally is None:
             return {}
         assert run.progress.data is not None
         positions = run.progress.data.sources
-        record: Record = {}
         sums = tally.take(run.mesh, run.progress.epochs)
-        for source, (loss, count, size, epochs) in zip(training.sources, sums, strict=True):
-            name = source.name
-            record[f"loss/{name}"] = loss / count if count else None
-            record[f"tokens/{name}"] = positions[name].rows * training.seq_len
-            record[f"epochs/{name}"] = epochs
-            record[f"bytes_per_token/{name}"] = size / count if count else None
-        return record
+        names = [source.name for source in training.sources]
+        tokens = [positions[name].rows * training.seq_len for name in names]
+        return describe_sources(names, sums, tokens)
 
     def on_rewind(self, run: Run, step: int) -> None:
         self.metrics.rewind(step)

@@ -5,9 +5,8 @@ from typing import Any
 from torchtitan.config.sections.evals import Eval, Sampling
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.inference import generator
-from torchtitan.inference.generator import Continuation
+from torchtitan.inference.generator import Continuation, continue_prompts
 from torchtitan.inference.tasks import Tasks, scores
-from torchtitan.inference.uncached import continue_prompts
 from torchtitan.telemetry.metrics import Metrics
 from torchtitan.train.callbacks import Callback, Notify, Run
 from torchtitan.train.logits import Probe

@@ -18,22 +18,19 @@ from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.rules.support import names_any, splits_backward
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.schema import Config, MoE, Training, Validation
-from torchtitan.data.text.files import path_problem
+from torchtitan.data.text.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_names
 from torchtitan.models.decoder_spec import is_decoder
 from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
 from torchtitan.telemetry.delivery import unreachable
-from torchtitan.telemetry.trackers.chosen import missing_packages
+from torchtitan.telemetry.trackers.base import missing_packages
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
-from torchtitan.utils.patterns import TooManyEntriesError, matching_files
+from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path, storage_problem
 from torchtitan.utils.text import brief, listed
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 from torchtitan.utils.torch_versions import installed_torch, too_old
-
-_MOST_ENTRIES = 50_000
-"""Files and folders to look at for data. They take half a second."""
 
 
 @dataclass(frozen=True)
@@ -302,8 +299,8 @@ def _check_paths(config: Config) -> Iterator[str]:
                 yield f"{name}.dataset_path: {problem}"
         else:
             try:
-                found = next(matching_files(path, _MOST_ENTRIES, skipped=[]), None)
-            except TooManyEntriesError as error:
+                found = next(matching_files(path, SEARCHED_AT_CHECK, skipped=[]), None)
+            except TooManyFilesError as error:
                 yield (
                     f"{name}.dataset_path: {error} and finds no file; name a folder closer "
                     "to the files"

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.events import Events
-from torchtitan.telemetry.metrics import Metrics
+from torchtitan.telemetry.metrics import Metrics, peak_flops
 from torchtitan.telemetry.notify import start_notifier
-from torchtitan.telemetry.peak_flops import peak_flops
 from torchtitan.telemetry.profiler import Profiler
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.train.preflight import Setup
 from torchtitan.train.run_info import describe_start
 from torchtitan.utils.device import device_name
@@ -44,7 +43,7 @@ class Telemetry:
         first_rank = dist.get_rank() == 0
         self.steps = config.training.steps
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
-        self.ledger = Ledger(
+        self.run_record = RunRecord(
             folder,
             describe_start(about, config.parallelism),
             step=step,
@@ -57,7 +56,7 @@ class Telemetry:
             config.metrics,
             config.job,
             config.model_dump(),
-            self.ledger,
+            self.run_record,
             start_step=step,
             total_steps=self.steps,
             flops_per_token=flops,
@@ -73,7 +72,7 @@ class Telemetry:
         self.events = Events(
             folder,
             writes=first_rank,
-            continues=len(self.ledger.starts) > 1,
+            continues=len(self.run_record.starts) > 1,
             listeners=listeners,
         )
         degrees = layout_degrees(config.parallelism).items()
@@ -94,6 +93,6 @@ class Telemetry:
         """
         self.events.end(step, ended, last_loss)
         self.metrics.close(reason)
-        self.ledger.save_trackers()
+        self.run_record.save_trackers()
         if self.notifier is not None:
             self.notifier.close()

@@ -164,7 +164,7 @@ class Trainer:
             UserError: the data can't be read.
         """
         steps = self.config.training.steps
-        ledger = self.telemetry.ledger
+        run_record = self.telemetry.run_record
         try:
             with self.telemetry.profiler.capture_oom():
                 self._notify("on_start")
@@ -173,9 +173,9 @@ class Trainer:
                 while self.progress.step < steps and not self.stopped:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
-                    with phase(ledger.kind_of(step), "starting a step", step):
+                    with phase(run_record.kind_of(step), "starting a step", step):
                         self._train_one(batches)
-                    ledger.step_done(step)
+                    run_record.step_done(step)
                 with phase("saves", SAVING):
                     self.checkpointer.close()
                 with phase("other", "counting documents that were skipped"):
@@ -225,7 +225,7 @@ class Trainer:
         """
         if self.config.training.on_bad_document == "skip":
             skipped = skipped_documents(self.parts.loader, self.progress.data)
-            self.telemetry.ledger.record("skipped_documents", skipped)
+            self.telemetry.run_record.record("skipped_documents", skipped)
 
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         return OutOfMemoryError(
@@ -243,7 +243,7 @@ class Trainer:
         don't wait.
         """
         step = self.progress.step
-        ended = self.telemetry.ledger.end(step, self.config.training.steps, error)
+        ended = self.telemetry.run_record.end(step, self.config.training.steps, error)
         reason = ended or ("failed" if error is not None else "completed")
         if isinstance(error, HangError):
             pass  # the watch has explained it
@@ -255,7 +255,7 @@ class Trainer:
         self._end_callbacks(reason, error)
         self.parts.loader.close()
         if error is None and dist.get_rank() == 0:
-            logger.info(self.telemetry.ledger.goodput())
+            logger.info(self.telemetry.run_record.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None
         if ends_together:
             note("ending")

@@ -2,14 +2,12 @@
 
 import difflib
 import os
-import select
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+from torchtitan.utils.limits import PROBLEM_CHARACTERS
 from torchtitan.utils.text import cut
-from torchtitan.utils.torchrun_error import tell_torchrun
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
 
@@ -24,7 +22,6 @@ class UserError(Exception):
 
 SHOWN_PROBLEMS = 20
 """Of more problems, only this many are shown."""
-_LONGEST_PROBLEM = 1000
 
 
 class ConfigError(UserError):
@@ -40,7 +37,7 @@ class ConfigError(UserError):
             where: in the heading of several problems.
             advice: a line after them.
         """
-        self.problems = [cut(problem, _LONGEST_PROBLEM) for problem in problems]
+        self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in problems]
         self.where = where
         self.advice = advice
         super().__init__("\n".join([*self.shown(), advice] if advice else self.shown()))
@@ -90,10 +87,10 @@ def report(error: UserError) -> None:
     if os.environ.get(DEBUG_ENV) == "1":
         traceback.print_exception(error)
     else:
-        print(_reported(error), file=sys.stderr, flush=True)
+        print(error_text(error), file=sys.stderr, flush=True)
 
 
-def _reported(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of `error`, for the terminal."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         problems = ("  - " + problem.replace("\n", "\n    ") for problem in error.shown())
@@ -130,51 +127,3 @@ def show_warnings(warnings: Iterable[str]) -> None:
     """Print what is legal, but probably a mistake, where there is no log."""
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-
-
-def run_main(
-    main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
-) -> int:
-    """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
-    caused it.
-
-    Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
-    other error. Only rank 0 reports configuration errors and hangs, which all ranks have in common.
-    """
-    try:
-        code = main(sys.argv[1:] if argv is None else argv) or 0
-        sys.stdout.flush()
-        return code
-    except UserError as error:
-        if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
-            return 128 + signal.SIGPIPE
-        reports = rank == 0 or not isinstance(error, (ConfigError, HangError))
-        if reports:
-            report(error)
-        tell_torchrun(_reported(error), repeat=reports)
-        return error.exit_code
-    except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            return 128 + signal.SIGPIPE
-        if os.environ.get(DEBUG_ENV) != "1" and from_another_rank(error):
-            print(f"rank {rank}: stopped because another rank failed", file=sys.stderr)
-        else:
-            traceback.print_exception(error)
-            tell_torchrun(_reported(error), repeat=True)
-        return 1
-
-
-def _nobody_reads() -> bool:
-    """Whether the process that reads standard output, for example `head`, has exited."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-    )  # or Python complains at its exit
-    return True

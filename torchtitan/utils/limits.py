@@ -5,9 +5,24 @@ Sizes are bytes unless the comment says otherwise. A constant is named by what i
 
 # checkpoint
 
+CONFIG_TABLE_LEVELS = 8
+"""Nested tables in the configuration that a manifest holds."""
+
 # config
 
 # data
+SEARCHED_FILES = 1_000_000
+"""Files and folders that a path may search for data. They take some seconds."""
+SEARCHED_AT_CHECK = 50_000
+"""The same while a configuration is checked. They take half a second."""
+RECORD_BYTES = 1000 * 2**20
+"""A JSON line, array entry or CSV field. It is held in memory."""
+CACHE_RECORD_BYTES = 2**32
+"""A record in the cache folder; that of a million files is smaller."""
+WHOLE_TEXT_CHARACTERS = 10_000_000
+"""A text for a tokenizer that can't encode pieces. Each character takes about 0.6 KB."""
+STATE_LEVELS = 100
+"""Levels of lists and objects in a stream's state; pydantic's parser accepts about 200."""
 
 # health
 
@@ -18,3 +33,11 @@ Sizes are bytes unless the comment says otherwise. A constant is named by what i
 # tools
 
 # utils
+
+JSON_BYTES = 2**28
+"""A JSON file; a manifest of 100,000 ranks or a list of a million data files is smaller."""
+LOCK_BYTES = 4096
+PROBLEM_CHARACTERS = 1000
+"""Of one problem in an error message."""
+PENDING_LOG_LINES = 10_000
+"""Lines logged before the log file is known."""

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.limits import PENDING_LOG_LINES
 from torchtitan.utils.text import DATE
 
 logger = logging.getLogger("torchtitan")
 logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show
-_MOST_PENDING = 10_000
 EVENT = "event"
 """Attribute of a log record that is an event of the run."""
 
@@ -117,7 +117,7 @@ class _Pending(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_PENDING)
+        self.records: deque[logging.LogRecord] = deque(maxlen=PENDING_LOG_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)

@@ -1,9 +1,12 @@
-"""What a sink is, and what a tracker is told of the run."""
+"""What a sink is, what it gets, and which ones a configuration chooses. Imports no tracker."""
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from torchtitan.config.sections.metrics import Metrics
 
 Record = dict[str, Any]
 
@@ -23,9 +26,7 @@ class Sink(Protocol):
     """
 
     def log(self, record: Record) -> None:
-        """Take a record: names to numbers, with `step` and `time`. Those of a validation have other
-        names.
-        """
+        """Take a record: names to numbers, with `step` and `time`. A validation has other names."""
 
     def close(self) -> None:
         """The run ends."""
@@ -33,7 +34,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker knows of the run it shows."""
+    """The run that a tracker shows."""
 
     folder: Path
     id: str
@@ -42,17 +43,95 @@ class Tracked:
     config: Mapping[str, Any]
     start_step: int
     known: Mapping[str, Any]
-    """What this tracker recorded at an earlier start of the run; empty at the first."""
+    """What this tracker remembered at an earlier start of the run; empty at the first."""
     remember: Callable[[Mapping[str, Any]], None]
     """Record what the next start needs to continue the same run of this tracker."""
     account: Callable[[], Mapping[str, float]]
     """Goodput in percent, and restarts."""
     rank: int | None = None
-    """With `metrics.save_for_all_ranks`."""
+    """None unless each rank has a run of its own (`metrics.save_for_all_ranks`)."""
 
     @property
     def name(self) -> str:
-        """The name of the run's folder, unless the tracker is told another one; of a rank, if each
-        has its own.
-        """
+        """Default name: the run's folder, with the rank if each rank has a run of its own."""
         return self.folder.resolve().name + ("" if self.rank is None else f"-rank_{self.rank}")
+
+
+# ---- names of metrics
+
+STEP = "train/step"
+_PERF = {
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_gib",
+    "memory_pct",
+    "data_loading_pct",
+    "step_time_s",
+}
+_EXPERTS = {
+    "expert_load_max": "load_max",
+    "expert_load_max_layer": "load_max_layer",
+    "expert_entropy": "entropy",
+    "auxiliary_loss": "auxiliary_loss",
+    "dead_experts": "dead",
+}
+_OF_SOURCES = ("loss/", "tokens/", "epochs/", "bytes_per_token/")
+
+
+def grouped(key: str) -> str:
+    """Name in trackers of a key of `metrics.jsonl`: `train/loss`, `perf/mfu`, `val/loss`, ..."""
+    if key in _PERF:
+        return f"perf/{key}"
+    if key in _EXPERTS:
+        return f"experts/{_EXPERTS[key]}"
+    if key.startswith("validation_"):
+        return f"val/{key.removeprefix('validation_')}"
+    if key.startswith("eval/"):
+        return key
+    return f"sources/{key}" if key.startswith(_OF_SOURCES) else f"train/{key}"
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record by grouped name, without its step and time."""
+    return {
+        grouped(key): value
+        for key, value in record.items()
+        if key not in ("step", "time") and isinstance(value, int | float)
+    }
+
+
+# ---- chosen trackers
+
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "prometheus": "prometheus_client",
+}
+"""Built-in tracker, which is also the name of its extra, to the module it imports."""
+
+
+def chosen(config: Metrics) -> dict[str, str]:
+    """Names of the chosen trackers, each with the key that chooses it."""
+    names = {name: "metrics.sinks" for name in config.sinks if name != "jsonl"}
+    if config.enable_wandb:
+        names["wandb"] = "metrics.enable_wandb"
+    if config.enable_tensorboard:
+        names["tensorboard"] = "metrics.enable_tensorboard"
+    return names
+
+
+def missing_packages(config: Metrics) -> Iterator[str]:
+    """Problems: chosen trackers whose packages aren't installed."""
+    for name, key in chosen(config).items():
+        package = PACKAGES.get(name)
+        if package is None or importlib.util.find_spec(package) is not None:
+            continue
+        what = key
+        off = "set it to false"
+        if key == "metrics.sinks":
+            what = f'{key}: "{name}"'
+            off = "remove it"
+        yield f"{what} needs the package {package}: pip install 'titan-pretrain[{name}]', or {off}"

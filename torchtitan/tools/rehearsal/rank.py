@@ -40,9 +40,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 import torchtitan.train
-from torchtitan.checkpoint import dcp_storage
 from torchtitan.checkpoint import resume as resuming
 from torchtitan.checkpoint.index import render_index
+from torchtitan.checkpoint.load import Reader
+from torchtitan.checkpoint.save import CommittingWriter
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, validation_rows
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -275,9 +276,9 @@ def _replaced(setup: Setup, recorder: Recorder, layers: int | None) -> Iterator[
         for module, name, replacement in (
             (parallelize, "stage_modules", stage_modules),
             (expert, "_splits", partial(_splits, recorder)),
-            (dcp_storage.CommittingWriter, "write_data", _write_nothing),
-            (dcp_storage.CommittingWriter, "finish", lambda *_, **__: None),
-            (dcp_storage.Reader, "read_data", _read_nothing),
+            (CommittingWriter, "write_data", _write_nothing),
+            (CommittingWriter, "finish", lambda *_, **__: None),
+            (Reader, "read_data", _read_nothing),
             (
                 dcp.DefaultSavePlanner,
                 "create_local_plan",
@@ -462,9 +463,9 @@ def _stored(checkpointer: Any) -> Iterator[None]:
             (resuming, "read_manifest", lambda *_: manifest),
             (resuming, "index_bytes", lambda *_: b""),
             (resuming, "read_index", lambda *_: metadata),
-            (dcp_storage.Reader, "check_files", lambda *_: None),
+            (Reader, "check_files", lambda *_: None),
             (resuming, "manifest_bytes", lambda *_: b""),
-            (dcp_storage.Reader, "read_metadata", lambda *_, **__: metadata),
+            (Reader, "read_metadata", lambda *_, **__: metadata),
             (RunState, "load", lambda *_: None),
         ):
             stack.enter_context(patch.object(module, name, replacement))

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at
 from torchtitan.checkpoint.convert import check_averaged, model_of
-from torchtitan.checkpoint.dcp_storage import Reader, alone
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
+from torchtitan.checkpoint.load import Reader, alone
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_own_model, read_weights
 from torchtitan.config.load.decode import load_config
@@ -33,7 +33,7 @@ from torchtitan.utils.storage import is_remote, path_argument, storage_path
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A trained model on disk or in object storage."""
 
     folder: Path
@@ -43,17 +43,17 @@ class Source:
     """Hyper-parameters."""
     assets: str
     """Folder of the tokenizer."""
-    tokenizer: str | None
+    tokenizer: str | None = None
     """Fingerprint of the tokenizer in training; None if unknown."""
-    stop: tuple[int, ...]
+    stop: tuple[int, ...] = ()
     """Tokens that end a text, in addition to the tokenizer's own."""
     averaged: bool = False
     """Load the average of the weights."""
     make_tokenizer: Callable[[Path], Tokenizer] | None = None
-    """Of a registered tokenizer."""
+    """Builds a registered tokenizer; None for the built-in kinds."""
 
 
-def find(name: str, custom_import: str | None = None, *, averaged: bool = False) -> Source:
+def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
     """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face
     model's folder.
 
@@ -64,64 +64,72 @@ def find(name: str, custom_import: str | None = None, *, averaged: bool = False)
     Raises:
         UserError: there is none, it is damaged, has no average, or its family is unknown.
     """
-    folder = path_argument(name, "--checkpoint")
+    folder = path_argument(path, "--checkpoint")
     if (folder / "config.json").is_file():
         if averaged:
-            raise ConfigError(
-                [
-                    f"--ema: {folder} is a Hugging Face model, which has only weights; "
-                    "leave --ema out"
-                ]
-            )
+            problem = f"--ema: {folder} is a Hugging Face model, which has only weights"
+            raise ConfigError([f"{problem}; leave --ema out"])
         return _hugging_face(folder, custom_import)
     config = folder / "config.toml"
     # a run's folder: the file names that of its checkpoints
     if config.is_file() and not is_remote(folder):
-        folder = storage_path(
-            load_config([f"--job.config_file={config}"]).config.checkpoint.folder, folder
-        )
+        run = load_config([f"--job.config_file={config}"]).config
+        folder = storage_path(run.checkpoint.folder, folder)
     folder = checkpoints_at(folder)[-1]
     manifest = read_manifest(folder)
     if averaged:
         check_averaged(folder, manifest)
-    for file, expected in manifest.files.items():
-        if not (folder / file).is_file() or (folder / file).stat().st_size != expected.bytes:
+    for name, expected in manifest.files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != expected.bytes:
             raise CheckpointError(
-                f"{folder} is damaged: {file} is missing or has the wrong size; choose "
-                "an earlier step "
-                "(torchtitan ckpt verify lists the intact ones)"
+                f"{folder} is damaged: {name} is missing or has the wrong size; choose an earlier "
+                "step (torchtitan ckpt verify lists the intact ones)"
             )
     spec, args, assets = model_of(folder, manifest, custom_import)
-    make = recorded_tokenizer(manifest.settings(), folder)
-    return Source(
-        folder, False, spec, args, assets, manifest.data.get("tokenizer"), (), averaged, make
+    return ModelSource(
+        folder=folder,
+        hugging_face=False,
+        spec=spec,
+        args=args,
+        assets=assets,
+        tokenizer=manifest.data.get("tokenizer"),
+        averaged=averaged,
+        make_tokenizer=recorded_tokenizer(manifest.settings(), folder),
     )
 
 
-def _hugging_face(folder: Path, custom_import: str | None) -> Source:
+def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
     if custom_import:
         import_custom(custom_import)
     try:
         config = read_hf_config(folder)
         spec = spec_of_hf(config)
         args = hf_map(spec).args(config)
-        check_hf(
-            SafetensorsReader(folder, hf_map(spec).names(args)), spec, args
-        )  # before memory for weights of these sizes is allocated
+        reader = SafetensorsReader(folder, hf_map(spec).names(args))
+        check_hf(reader, spec, args)  # before memory for weights of these sizes is allocated
     except UserError as error:
-        raise ConfigError(
-            [f"--checkpoint: {folder}: {line}" for line in str(error).splitlines()]
-        ) from None
+        lines = str(error).splitlines()
+        raise ConfigError([f"--checkpoint: {folder}: {line}" for line in lines]) from None
     stop = config.get("eos_token_id")
-    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if stop is None:
+        stop = []
+    elif not isinstance(stop, list):
+        stop = [stop]
     if any(type(i) is not int or not 0 <= i < args.vocab_size for i in stop):
-        raise ConfigError(
-            [f"--checkpoint: {folder / 'config.json'}: eos_token_id must be ids of the vocabulary"]
-        )
-    return Source(folder, True, spec, args, str(folder), None, tuple(stop))
+        file = folder / "config.json"
+        raise ConfigError([f"--checkpoint: {file}: eos_token_id must be ids of the vocabulary"])
+    return ModelSource(
+        folder=folder,
+        hugging_face=True,
+        spec=spec,
+        args=args,
+        assets=str(folder),
+        stop=tuple(stop),
+    )
 
 
-def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:
+def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
     """Open the model's tokenizer, from the folder `assets` or the one recorded in the checkpoint.
 
     Raises:
@@ -131,27 +139,24 @@ def open_tokenizer(source: Source, assets: str | None) -> Tokenizer:
         tokenizer = build_tokenizer(assets or source.assets, source.make_tokenizer)
     except UserError as error:
         raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
+    problem = ""
     if tokenizer.vocab_size > source.args.vocab_size:
-        raise ConfigError(
-            [
-                f"--assets: the tokenizer {tokenizer.name} has {tokenizer.vocab_size} "
-                "entries, the model in "
-                f"{source.folder} only {source.args.vocab_size}; give the folder of the "
-                "tokenizer it was trained with"
-            ]
+        problem = (
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, the model in "
+            f"{source.folder} only {source.args.vocab_size}; give the folder of the tokenizer it "
+            "was trained with"
         )
-    if not assets and source.tokenizer not in (None, tokenizer.fingerprint):
-        raise ConfigError(
-            [
-                f"--assets: {tokenizer.name} is not the tokenizer that the model in "
-                f"{source.folder} was trained with; "
-                "give the folder of that one, or of this one if the difference doesn't matter"
-            ]
+    elif not assets and source.tokenizer not in (None, tokenizer.fingerprint):
+        problem = (
+            f"{tokenizer.name} is not the tokenizer that the model in {source.folder} was trained "
+            "with; give the folder of that one, or of this one if the difference doesn't matter"
         )
+    if problem:
+        raise ConfigError([f"--assets: {problem}"])
     return tokenizer
 
 
-def load_weights(source: Source, models: Sequence[nn.Module]) -> None:
+def load_weights(source: ModelSource, models: Sequence[nn.Module]) -> None:
     """Fill the weights of a model, sharded or not, or of this rank's pipeline stages."""
     with alone():
         if source.hugging_face:
@@ -161,7 +166,7 @@ def load_weights(source: Source, models: Sequence[nn.Module]) -> None:
 
 
 def load(
-    source: Source,
+    source: ModelSource,
     tokenizer: Tokenizer,
     max_seq_len: int,
     rows: int,
@@ -187,7 +192,8 @@ def load(
         model: Any = source.spec.build(args, attention_backend(device.type))
     if not source.hugging_face:
         check_own_model(model, Reader(source.folder))
-    model.to(getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")))
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    model.to(getattr(torch, dtype or usual))
     if mesh is not None:
         apply_tensor_parallel(
             model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False
