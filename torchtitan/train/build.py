@@ -92,18 +92,11 @@ def build(
         forward = build_compute(config, setup, mesh, device, models, section)
         lengths = setup.tokenizer.byte_lengths()
         validation = Validator(forward, section.local_batch_size, held_out, mesh, device, lengths)
-    experts = None
-    if setup.n_experts:
-        blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
-        experts = ExpertBalance(
-            models, blocks, setup.n_experts, config.moe.balance_bias_rate, device
-        )
+    experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
     average = WeightAverage(models, config.ema) if config.ema.enable else None
-    probe = (
-        build_probe(config, setup, mesh, device, models)
-        if config.eval.enable or config.sampling.prompts
-        else None
-    )
+    probe = None
+    if config.eval.enable or config.sampling.prompts:
+        probe = build_probe(config, setup, mesh, device, models)
     return Parts(
         mesh,
         device,
@@ -117,6 +110,13 @@ def build(
         average,
         probe,
     )
+
+
+def _expert_balance(
+    config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
+) -> ExpertBalance:
+    blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
+    return ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
 
 
 def build_held_out(

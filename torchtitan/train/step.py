@@ -72,9 +72,7 @@ def train_step(
     optimizer = parts.optimizer
 
     def update(loss: Tensor, norm: Tensor) -> None:
-        """Clip and update on the device, unless loss or norm isn't finite, before the host knows
-        either.
-        """
+        """Clip and update on the device, before the host knows whether loss and norm are finite."""
         note("updating the weights")
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, max_norm) if max_norm > 0 else None

@@ -77,10 +77,9 @@ class Telemetry:
         )
         degrees = layout_degrees(config.parallelism).items()
         axes = [f"{axis} {degree}" for axis, degree in degrees if degree > 1]
-        layout = " x ".join(axes) or "one rank"
         begins = f"Resuming after step {step}" if step else "Starting"
         logger.info(
-            f"{begins}, to train to step {self.steps} on {layout}",
+            f"{begins}, to train to step {self.steps} on {' x '.join(axes) or 'one rank'}",
             extra=event("resumed" if step else "started", step),
         )
 

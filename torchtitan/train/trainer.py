@@ -15,6 +15,7 @@ from torchtitan.data.loader import StepBatch
 from torchtitan.health.flight_recorder import configure_flight_recorder
 from torchtitan.health.guard import Guard
 from torchtitan.health.hang_watch import Watch
+from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups
 from torchtitan.parallel.quantize import check_hardware
@@ -76,7 +77,7 @@ class Trainer:
         self.owns_process_group = not dist.is_initialized()
         self.watch = _connect(config, self.device, connect) if self.owns_process_group else None
         self.stop = stop or StopRequest()
-        self.stop.defer()  # a rank that left alone from here on would make the others fail
+        self.stop.defer()  # a rank that left alone from now on would make the others fail
         self.stopped = False
         self.folders = hold_folders(config)
         open_log(config)
@@ -86,22 +87,8 @@ class Trainer:
         if self.owns_process_group:
             limit_groups(config.comm.init_timeout_seconds)
         about = describe_run(config, setup, self.parts.loader.fingerprint)
-        self.checkpointer = Checkpointer(
-            config.checkpoint,
-            config.job.dump_folder,
-            Trained(self.parts.models, self.parts.optimizer, self.parts.average),
-            about,
-            confirm=lambda: self.folders.confirm(remote=True),
-            confirm_copies=self.folders.confirm_copies,
-            data_files=self.parts.loader.record.lists,
-        )
-        self.guard = Guard(
-            config.guard,
-            config.training,
-            self.checkpointer,
-            config.job.dump_folder,
-            updates_in_backward=config.optimizer.early_step_in_backward,
-        )
+        self.checkpointer = self._make_checkpointer(about)
+        self.guard = self._make_guard()
         self.progress = Progress()
         self.state = RunState(
             self.progress, self.parts.schedule, self.parts.loader, self.guard, self.parts.average
@@ -111,18 +98,56 @@ class Trainer:
         self.parts.loader.check_enough(config.training.steps)
         write_config(config)
         note("starting the metrics")
-        self.telemetry = Telemetry(
-            config,
-            setup,
-            about,
-            step=self.progress.step,
-            resumable=self.checkpointer.saving,
-            began=torchtitan.IMPORTED if self.owns_process_group else began,
-        )
+        if self.owns_process_group:
+            began = torchtitan.IMPORTED
+        self.telemetry = self._start_telemetry(about, began)
         self._record_skipped()
-        ours = built_in(
-            config,
-            setup,
+        added = (*build_callbacks(config), *callbacks)
+        self.callbacks = tuple(arrange((*self._built_in(tasks), *added)))
+        self.run = self._view(LoggedValues(gather=bool(added)))
+
+    def _make_checkpointer(self, about: dict[str, Any]) -> Checkpointer:
+        return Checkpointer(
+            self.config.checkpoint,
+            self.config.job.dump_folder,
+            Trained(self.parts.models, self.parts.optimizer, self.parts.average),
+            about,
+            confirm=lambda: self.folders.confirm(remote=True),
+            confirm_copies=self.folders.confirm_copies,
+            data_files=self.parts.loader.record.lists,
+        )
+
+    def _make_guard(self) -> Guard:
+        return Guard(
+            self.config.guard,
+            self.config.training,
+            self.checkpointer,
+            self.config.job.dump_folder,
+            updates_in_backward=self.config.optimizer.early_step_in_backward,
+        )
+
+    def _start_telemetry(self, about: dict[str, Any], began: float) -> Telemetry:
+        step = self.progress.step
+        saving = self.checkpointer.saving
+        return Telemetry(self.config, self.setup, about, step=step, resumable=saving, began=began)
+
+    def _view(self, logged: LoggedValues) -> Run:
+        parts = self.parts
+        return Run(
+            self.config,
+            self.progress,
+            parts.models,
+            parts.optimizer,
+            parts.mesh,
+            self.device,
+            parts.experts,
+            logged,
+        )
+
+    def _built_in(self, tasks: Tasks | None) -> tuple[Callback, ...]:
+        return built_in(
+            self.config,
+            self.setup,
             self.parts,
             self.state,
             self.checkpointer,
@@ -131,18 +156,6 @@ class Trainer:
             self.watch,
             tasks,
             self._notify,
-        )
-        added = (*build_callbacks(config), *callbacks)
-        self.callbacks = tuple(arrange((*ours, *added)))
-        self.run = Run(
-            config,
-            self.progress,
-            self.parts.models,
-            self.parts.optimizer,
-            self.parts.mesh,
-            self.device,
-            self.parts.experts,
-            LoggedValues(gather=bool(added)),
         )
 
     def _notify(self, event: str, *details: Any) -> None:
