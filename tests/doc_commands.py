@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.commands import COMMANDS
+from torchtitan.commands import COMMANDS, command_module
 from torchtitan.commands.completion import CONFIGURED
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import config_flags, split_args
@@ -35,7 +35,7 @@ EXAMPLE = 'extends = "../train_configs/debug_model.toml"\n'
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     assert command in COMMANDS, f"there is no command {command!r}"
-    return importlib.import_module(f"torchtitan.commands.{command}").parser()
+    return command_module(command).parser()
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

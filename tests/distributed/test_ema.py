@@ -24,7 +24,7 @@ from tests.runs import (
     weights,
 )
 from torchtitan.config import resolve
-from torchtitan.config.sections.ema import EMA
+from torchtitan.config.sections.optim import EMA
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer

@@ -434,8 +434,9 @@ def test_every_key_is_read_somewhere():
     sources = "\n".join(
         p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts
     )
-    for name in ("load/decode", "load/compat", "load/extend", "derive", "rules/lr"):
-        sources += (ROOT / f"torchtitan/config/{name}.py").read_text()
+    for name in ("load/decode", "load/compat", "load/extend", "derive", "features", "rules/*"):
+        for path in (ROOT / "torchtitan/config").glob(f"{name}.py"):
+            sources += path.read_text()
     for key in FIELDS:
         name = key.rpartition(".")[2]
         by_name = key == "job.config_file" or name in DEGREE_KEYS.values()

@@ -12,10 +12,10 @@ import pytest
 import tomli
 
 from torchtitan.commands.init import main
-from torchtitan.config import complete, load_config
+from torchtitan.config import complete, load_config, rules
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.load.keys import FIELDS
-from torchtitan.config.rules.device import check_device
+from torchtitan.config.rules import Facts
 from torchtitan.models import get_spec
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.data_choice import find_data
@@ -365,7 +365,7 @@ def check(name: str, hardware_name: str) -> None:
     start = LoadedConfig(any_layout(loaded.config, 8), loaded.sources)
     here, _ = without_missing_files(complete(start, 1).config)
     preflight(here, output=False)
-    check_device(here, hardware.accelerator)
+    rules.check(here, Facts(device=hardware.accelerator))
 
 
 @pytest.mark.parametrize("name", [model.name for model in offered()])

@@ -15,7 +15,7 @@ import torch
 from tests.positions import saved
 from tests.runs import write_corpus
 from tests.unit.test_data import SEQ, TOKENIZER, corpora, take  # noqa: F401
-from torchtitan.config.sections.data import DataLoader, Source, Stage
+from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.mixture import Shares, divide, permute, place
 from torchtitan.data.positions import joined
@@ -25,9 +25,9 @@ from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.utils.errors import UserError
 
 STAGES = [
-    Stage(from_step=4, weights={"tokens": 0.25, "stream": 2}),
-    Stage(from_step=6, global_batch_size=12),
-    Stage(from_step=9, weights={"text": 0}, global_batch_size=4),
+    DataStage(from_step=4, weights={"tokens": 0.25, "stream": 2}),
+    DataStage(from_step=6, global_batch_size=12),
+    DataStage(from_step=9, weights={"text": 0}, global_batch_size=4),
 ]
 
 
@@ -274,9 +274,9 @@ def test_a_stage_scales_the_learning_rate():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     optimizer.param_groups[0]["lr_scale"] = 1.0
     stages = [
-        Stage(from_step=3, lr_scale=0.5),
-        Stage(from_step=4, global_batch_size=8),
-        Stage(from_step=5, lr_scale=2),
+        DataStage(from_step=3, lr_scale=0.5),
+        DataStage(from_step=4, global_batch_size=8),
+        DataStage(from_step=5, lr_scale=2),
     ]
     schedule = LRSchedule(
         optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages=stages

@@ -36,7 +36,7 @@ LLAMA_8B = str(ROOT / "train_configs/llama3_8b.toml")
 @pytest.fixture(scope="module")
 def accuracy():
     """The script that compares with published measurements, and its rows."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks/published"))
     import plan_accuracy
 
     return plan_accuracy, [row for file in plan_accuracy.FILES for row in plan_accuracy.load(file)]

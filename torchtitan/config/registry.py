@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict
 
-from torchtitan.config.sections.section import Section
+from torchtitan.config.sections.types import Section
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief, cut
 
@@ -217,6 +217,9 @@ REGISTRIES: tuple[Functions, ...] = (
     metric_sinks,
     callbacks,
 )
+"""What a module of the user registers, with keys of its own."""
+CHOICES: tuple[Registry[Any], ...] = (*REGISTRIES, model_families)
+"""Everything that a key chooses by name."""
 
 
 def unknown_dataset(name: str) -> str | None:

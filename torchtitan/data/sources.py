@@ -53,7 +53,7 @@ class DataSpec:
     """What to read, as plain values: worker processes get a copy."""
 
     sources: Sequence[config.Source]
-    stages: Sequence[config.Stage] = ()
+    stages: Sequence[config.DataStage] = ()
     tokenizer: Tokenizer
     seq_len: int
     rows_per_step: int

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.config.rules.device import Accelerator, check_device
-from torchtitan.config.rules.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.features import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.rules import Accelerator, Facts, check
 from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.quantize_experts import quantize_experts
@@ -43,7 +43,7 @@ def check_hardware(config: Config, device: torch.device) -> None:
         )
     else:
         found = Accelerator("a CPU", (0, 0))
-    check_device(config, found)
+    check(config, Facts(device=found))
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:

@@ -9,6 +9,16 @@ CONFIG_TABLE_LEVELS = 8
 """Nested tables in the configuration that a manifest holds."""
 
 # config
+TOML_BYTES = 2**17
+"""A configuration's files together."""
+TOML_VALUES = 10_000
+"""Values of a configuration, or words of a command line."""
+TOML_DEPTH = 16
+"""Tables inside of tables, or files that extend files."""
+KEY_LENGTH = 200
+NEAR_FILES = 1000
+"""Files compared with a misspelt name."""
+PIPELINE_SCHEDULE_BYTES = 2**22
 
 # data
 SEARCHED_FILES = 1_000_000
@@ -25,10 +35,13 @@ STATE_LEVELS = 100
 """Levels of lists and objects in a stream's state; pydantic's parser accepts about 200."""
 
 # health
+MOST_RANKS = 2**20
+"""Number of ranks in the reports of a hang."""
 
 # inference
 
 # telemetry
+NOTIFICATIONS_TAIL = 256 * 1024
 
 # tools
 

@@ -1,12 +1,9 @@
-"""What a sink is, what it gets, and which ones a configuration chooses. Imports no tracker."""
+"""What a sink is, and what it gets. Imports no tracker."""
 
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from torchtitan.config.sections.metrics import Metrics
 
 Record = dict[str, Any]
 
@@ -99,39 +96,3 @@ def scalars(record: Record) -> dict[str, float]:
         for key, value in record.items()
         if key not in ("step", "time") and isinstance(value, int | float)
     }
-
-
-# ---- chosen trackers
-
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-    "prometheus": "prometheus_client",
-}
-"""Built-in tracker, which is also the name of its extra, to the module it imports."""
-
-
-def chosen(config: Metrics) -> dict[str, str]:
-    """Names of the chosen trackers, each with the key that chooses it."""
-    names = {name: "metrics.sinks" for name in config.sinks if name != "jsonl"}
-    if config.enable_wandb:
-        names["wandb"] = "metrics.enable_wandb"
-    if config.enable_tensorboard:
-        names["tensorboard"] = "metrics.enable_tensorboard"
-    return names
-
-
-def missing_packages(config: Metrics) -> Iterator[str]:
-    """Problems: chosen trackers whose packages aren't installed."""
-    for name, key in chosen(config).items():
-        package = PACKAGES.get(name)
-        if package is None or importlib.util.find_spec(package) is not None:
-            continue
-        what = key
-        off = "set it to false"
-        if key == "metrics.sinks":
-            what = f'{key}: "{name}"'
-            off = "remove it"
-        yield f"{what} needs the package {package}: pip install 'titan-pretrain[{name}]', or {off}"

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.config.features import TRACKER_PACKAGES, chosen_trackers
 from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.config.sections.schema import Job
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers.background import CLOSE_SECONDS, Background
-from torchtitan.telemetry.trackers.base import PACKAGES, Tracked, chosen
+from torchtitan.telemetry.trackers.base import Tracked
 from torchtitan.telemetry.trackers.mlflow import MlflowSink
 from torchtitan.telemetry.trackers.prometheus import PrometheusSink
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
@@ -48,8 +49,8 @@ class Trackers:
         if each and dist.get_world_size() > 1:
             dist.broadcast_object_list(ids)
         self.all: list[Background] = []
-        for name in chosen(config):
-            everywhere = each and (name not in PACKAGES or name in ON_ALL_RANKS)
+        for name in chosen_trackers(config):
+            everywhere = each and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
             if rank != 0 and not everywhere:
                 continue
             run = Tracked(

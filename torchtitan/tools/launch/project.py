@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan.config import complete, load_config
 from torchtitan.config.load.render import to_toml
-from torchtitan.config.rules.device import check_device
+from torchtitan.config.rules import Facts, check
 from torchtitan.tools.launch.job import Job, check_words, job_name, script
 from torchtitan.tools.launch.recipe import (
     Choices,
@@ -118,7 +118,7 @@ def validate_text(text: str, request: Request) -> tuple[str, ...]:
         config = complete(load_config([f"--config={file}"]), request.devices).config
     here, notes = without_missing_files(config)
     preflight(here, output=False)
-    check_device(config, request.hardware.accelerator)
+    check(config, Facts(device=request.hardware.accelerator))
     return tuple(
         note.replace("the plan doesn't need it, the run will", "the run will need it")
         for note in notes

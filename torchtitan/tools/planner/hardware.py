@@ -18,7 +18,7 @@ from pydantic import (
     ValidationError,
 )
 
-from torchtitan.config.rules.device import Accelerator
+from torchtitan.config.rules import Accelerator
 from torchtitan.utils.errors import ConfigError, did_you_mean
 
 FILE = Path(__file__).with_name("hardware.toml")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from torchtitan.config.derive import axis_degrees, derive, layout_degrees
-from torchtitan.config.rules.validate import validate
+from torchtitan.config.rules import check, validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline_stages import pipeline_stages
@@ -15,8 +15,7 @@ from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.memory import GIB, TRACED_BATCHES, Memory, memory_of
 from torchtitan.tools.planner.workload import Workload
-from torchtitan.train.preflight import check_experts, check_tensor_parallel
-from torchtitan.utils.errors import ConfigError
+from torchtitan.train.preflight import split_facts
 
 _MAX_TRACED = 320
 """Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second.
@@ -138,10 +137,7 @@ def derived_workload(
     args = spec.args(
         config.model.flavor, config.model.overrides, max_seq_len=config.training.seq_len
     )
-    problems = [*check_tensor_parallel(config, spec.tensor_parallel_sizes(args))]
-    problems += check_experts(config, spec.expert_sizes(args))
-    if problems:
-        raise ConfigError(problems)
+    check(config, split_facts(spec, args))
     stages = pipeline_stages(
         config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args)
     )
