@@ -21,6 +21,7 @@ from torchtitan.telemetry.trackers.build import Trackers
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils.activity import Stopwatch
 from torchtitan.utils.device import peak_memory
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
@@ -99,13 +100,18 @@ class Metrics:
         skipped: int,
         experts: Tensor | None = None,
         sources: Record | None = None,
+        own: Mapping[str, float] | None = None,
     ) -> Record:
         """Record `step`.
 
         Args:
             tokens, skipped: totals of the run; the latter in steps.
             experts: from `ExpertBalance.take`.
-            sources: from `describe_sources`.
+            sources: loss, tokens, epochs and bytes per token of each data source.
+            own: what the user's callbacks log.
+
+        Raises:
+            UserError: a callback logs under the name of a built-in metric.
         """
         seconds = self._stopwatch.lap()
         elapsed = sum(seconds[kind] for kind in TRAINING)
@@ -133,6 +139,10 @@ class Metrics:
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)
+        for name, value in (own or {}).items():
+            if name in record or name.startswith(("validation_", "eval/")):
+                raise UserError(f"run.log({name!r}): a built-in metric has this name")
+            record[name] = value
         self._send(record)
         self.new_tokens = self.steps = 0
         return record
