@@ -21,11 +21,20 @@ if (
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 
+from tests.long_tier import mark_long_tier
 from torchtitan.testing.ranks import RankPool
 
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long_tier(items, whole_files=not any("::" in argument for argument in config.args))
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +48,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.fixture(scope="session")
 def ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
-    """`ranks(world, function, *args)` runs `function` on `world` gloo ranks and returns their
-    results.
-    """
+    """`ranks(world, function, *args)` runs `function` on gloo ranks and returns their results."""
 
     def run(world: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return pools.setdefault(world, RankPool(world)).run(function, *args, **kwargs)
