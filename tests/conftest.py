@@ -5,6 +5,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +65,30 @@ def uninterrupted(
     from tests.runs import SCHEDULE, arguments, train
 
     return ranks(1, train, arguments(tmp_path_factory.mktemp("whole"), SCHEDULE, steps=8))[0]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
+    """The same text in every kind of source."""
+    from tests.data_kinds import write_kinds
+
+    return write_kinds(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped vocabulary as a Llama-3 style `original/tokenizer.model`."""
+    from tests.hf_folders import write_tiktoken
+
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "original").mkdir()
+    write_tiktoken(folder / "original")
+    return folder
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`slurm(script, *arguments)` runs a script as a job on three nodes."""
+    from tests.slurm_stand_ins import job_runner
+
+    yield from job_runner(tmp_path)
