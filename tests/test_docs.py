@@ -44,13 +44,13 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAV)]
 
 
 def test_every_configuration_that_ships_is_listed():
-    page = (ROOT / "docs/command-line.md").read_text()
+    page = (ROOT / "docs/reference/command-line.md").read_text()
     assert [name for name in shipped_configs() if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "docs/index.md", "docs/from-hf-trainer.md", "mkdocs.yml", "pyproject.toml"],
+    ["README.md", "docs/index.md", "docs/start/from-hf-trainer.md", "mkdocs.yml", "pyproject.toml"],
 )
 def test_every_family_is_named_where_the_project_is_introduced(name):
     families = {re.match("[a-z]+", spec.name)[0] for spec in model_families()}

@@ -33,9 +33,8 @@ TOKENIZER = "./tests/assets/tokenizer"
 
 def make_jsonl(folder: Path, cache: Path) -> None:
     """Files of JSON lines, and what a first start finds out about them."""
-    from torchtitan.data.text.files import FileStamp, open_data
-    from torchtitan.data.text.identity import sample
     from torchtitan.data.text.index import KeptFile, find_documents, new_index
+    from torchtitan.data.text.opening import FileStamp, open_data, sample
 
     lines = [
         json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)})

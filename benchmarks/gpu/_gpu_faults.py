@@ -31,6 +31,8 @@ from _gpu_bench import (
     within,
 )
 
+from torchtitan.utils.errors import OutOfMemoryError
+
 FP32 = "--training.mixed_precision_param=float32"
 
 
@@ -114,7 +116,7 @@ def groups(bench: Bench) -> Figures:
 def _recorded(dump_folder: Path) -> int:
     """Collectives in rank 0's dump. The doctor leaves out those of groups of one."""
     from torchtitan.config.sections.schema import Comm
-    from torchtitan.utils.unpickle import safe_loads
+    from torchtitan.utils.formats import safe_loads
 
     comm = Comm()
     path = dump_folder / comm.save_traces_folder / f"{comm.save_traces_file_prefix}0"
@@ -160,8 +162,6 @@ def saves(bench: Bench, mode: str) -> Figures:
 
 def out_of_memory(bench: Bench) -> Figures:
     """A step that can't fit: exit status 12, one message that says what to change, no traceback."""
-    from torchtitan.utils.errors import OutOfMemoryError
-
     if bench.dry:
         huge = [
             "--model.overrides.vocab_size=65536",

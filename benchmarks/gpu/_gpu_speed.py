@@ -140,7 +140,7 @@ class _Watched:
         import torch
         import torch.distributed as dist
 
-        from torchtitan.telemetry.peak_flops import peak_flops
+        from torchtitan.telemetry.metrics import peak_flops
         from torchtitan.utils.device import device_name
 
         training = trainer.config.training

@@ -1,6 +1,4 @@
-"""The tables that `gpu.py --tables` writes into docs/performance.md, from the results of one or
-several calls.
-"""
+"""The tables that `gpu.py --tables` writes into docs/reference/performance.md, from its results."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +8,7 @@ from typing import Any
 from _gpu_bench import ROOT, Figures
 from _gpu_stages import STAGES
 
-PAGE = ROOT / "docs/performance.md"
+PAGE = ROOT / "docs/reference/performance.md"
 BEGIN = "<!-- written by benchmarks/gpu/gpu.py --tables: begin -->"
 END = "<!-- end -->"
 NOTHING = "Not yet measured on GPU."

@@ -8,7 +8,7 @@ logs and profiler traces go into `details.zip` beside it.
 
     --stages '8b_*,groups'    only these; by default all, in order of importance, until --limit
     --dry-run                 every stage on the CPU, with a toy model and gloo
-    --tables results.jsonl    write the tables of docs/performance.md from results, on any machine
+    --tables results.jsonl    write docs/reference/performance.md's tables from results, anywhere
 
 A machine without a network: run `python benchmarks/gpu/gpu_wheels.py` elsewhere, and take
 build/wheels along. It needs only Python and torch.
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="JSONL",
-        help="write docs/performance.md from results",
+        help="write docs/reference/performance.md from results",
     )
     made.add_argument(
         "--fast", action="store_true", help="with --tables: don't trace the planned memory"

@@ -10,6 +10,8 @@ each.
 """
 
 import argparse
+import csv
+import io
 import itertools
 import math
 import statistics
@@ -24,11 +26,16 @@ from _measurements import FILES, TORCHTITAN, Row, load
 from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
 
-from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.planner.memory import hidden_bytes, in_flight, memory_of
+from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.workload import Workload
+
+COLUMNS = (
+    *("row", "tokens_per_second", "predicted", "error", "band"),
+    *("gib", "gib_predicted", "gib_error"),
+)
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,7 @@ def main() -> None:
     parser.add_argument(
         "--trace", nargs="+", metavar="ROW", help="trace the rows whose names begin so instead"
     )
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write every row, as CSV")
     options = parser.parse_args()
     rows = [row for file in options.file for row in load(file)]
     if options.trace:
@@ -233,7 +241,9 @@ def main() -> None:
             *(f"{k} = {v:.3g}" for k, v in bands.deviations.items()),
             sep="\n",
         )
-    print("\n".join(table(rows, changed)))
+    if options.rows:
+        options.rows.write_text(row_table(rows, changed))
+    print("\n".join(statistics_tables(rows, changed)))
     print("\nPipeline schedules, relative to 1F1B:\n", *plan_schedules.table(), sep="\n")
 
 
@@ -246,8 +256,8 @@ def summary(name: str, found: Errors, within: list[bool]) -> str:
     )
 
 
-def table(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
-    """The statistics, held-out rows first, and every row with its errors, as Markdown."""
+def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
+    """Statistics of the errors, held-out rows first, as Markdown."""
     speed, space = errors(rows, changed)
     out = held_out(speed)
     within = within_band_left_out(out)
@@ -267,29 +277,30 @@ def table(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
         "correlation |\n|---|---|---|"
     )
     yield ordering(speed)
-    fast = {row.id: error for row, error in speed}
-    large = {row.id: error for row, error in space}
-    yield (
-        "\n| row | tokens/s/GPU | predicted | error | band | GiB | predicted | error |"
-        + "\n"
-        + "|---" * 8
-        + "|"
-    )
-    bands = fit_bands(out)
+
+
+def row_table(rows: list[Row], changed: Constants | None = None) -> str:
+    """Every row with its errors, as CSV."""
+    speed, space = errors(rows, changed)
+    speed_errors = {row.id: error for row, error in speed}
+    space_errors = {row.id: error for row, error in space}
+    bands = fit_bands(held_out(speed))
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(COLUMNS)
     for row in rows:
-        cells = [f"{row.id}{' (fit)' if row.fit else ''}"]
-        for published, off, digits, band in (
-            (row.tokens_per_second, fast.get(row.id), 0, [f"{bands.of(row):.0%}"]),
-            (row.memory_gib, large.get(row.id), 1, []),
-        ):
-            told = published is not None and off is not None
-            cells += (
-                [f"{published:g}", f"{published * (1 + off):.{digits}f}", f"{off:+.1%}"]
-                if told
-                else [""] * 3
-            )
-            cells += band
-        yield f"| {' | '.join(cells)} |"
+        name = f"{row.id} (fit)" if row.fit else row.id
+        throughput = compared(row.tokens_per_second, speed_errors.get(row.id), digits=0)
+        memory = compared(row.memory_gib, space_errors.get(row.id), digits=1)
+        writer.writerow([name, *throughput, f"{bands.of(row):.0%}", *memory])
+    return table.getvalue()
+
+
+def compared(published: float | None, error: float | None, digits: int) -> list[str]:
+    """A published figure, the predicted one, and the error; empty where either is missing."""
+    if published is None or error is None:
+        return ["", "", ""]
+    return [f"{published:g}", f"{published * (1 + error):.{digits}f}", f"{error:+.1%}"]
 
 
 def ordering(speed: Errors) -> str:

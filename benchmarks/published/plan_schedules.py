@@ -32,10 +32,10 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.config import resolve
-from torchtitan.parallel.pipeline_orders import NAMES, as_csv, orders_of
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.memory import GIB, LOGIT_BYTES, predict_memory
+from torchtitan.tools.planner.pipeline_orders import NAMES, as_csv, orders_of
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight

@@ -90,7 +90,7 @@ def test_cell_equals_one_process_or_is_refused(lab, cell):
 
 
 def published() -> tuple[dict[Cell, str], list[str]]:
-    return read_document((ROOT / "docs/support-matrix.md").read_text())
+    return read_document((ROOT / "docs/reference/support-matrix.md").read_text())
 
 
 def test_the_published_matrix_is_complete_and_has_no_bad_cell():

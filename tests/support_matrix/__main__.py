@@ -1,4 +1,4 @@
-"""Measure which features work together, for docs/support-matrix.md.
+"""Measure which features work together, for docs/reference/support-matrix.md.
 
 A cell is a tiny Llama, trained on gloo ranks under one layout with one feature or pipeline
 schedule, and compared with plain PyTorch on one process; or the message that refuses the

@@ -49,7 +49,7 @@ def document(results: dict[Cell, str], notes: list[str]) -> str:
     experts = ", ".join(f"{name} {value}" for name, value in EXPERTS.items())
     return f"""# Support matrix
 
-Generated from real runs by `python -m tests.support_matrix --output docs/support-matrix.md`
+Generated from real runs by `python -m tests.support_matrix --output docs/reference/support-matrix.md`
 (torch {torch.__version__}, gloo, CPU, {platform.machine()}). Do not edit.
 
 Each cell is a run of a tiny Llama ({model}; 4 layers, 8 with pp 4)

@@ -15,8 +15,8 @@ from tests.data_kinds import ROWS, SEQ, TOKENIZER, loader, open_kind, take
 from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
+from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.order.shuffle import permute
 from torchtitan.data.text.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError

@@ -14,14 +14,13 @@ from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, product_seconds, 
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.parallel.quantize import check_hardware
-from torchtitan.telemetry.peak_flops import peak_flops
+from torchtitan.telemetry.metrics import peak_flops
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.advice import changes
-from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, WIDTH
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
 from torchtitan.tools.planner.memory import GIB, predict_memory
-from torchtitan.tools.planner.predict import predict, trace_memory
+from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, WIDTH, predict, trace_memory
 from torchtitan.tools.planner.render import as_data
 from torchtitan.tools.planner.trace import RankTrace
 from torchtitan.train.preflight import preflight
@@ -44,7 +43,7 @@ def accuracy():
 
 
 def test_accuracy(accuracy):
-    """The figures that docs/plan.md and the README state. Sources differ by up to 15 % about one
+    """The figures that the page `plan` and the README state. Sources differ by up to 15 % about one
     configuration.
     """
     script, rows = accuracy
@@ -54,7 +53,8 @@ def test_accuracy(accuracy):
         "%", " %"
     )
     assert stated in (ROOT / "README.md").read_text()
-    assert stated in (ROOT / "docs/plan.md").read_text()
+    for page in ("guides/plan.md", "reference/plan-accuracy.md"):
+        assert stated in " ".join((ROOT / "docs" / page).read_text().split())
     assert statistics.median(own) <= 0.06
     assert sum(own) / len(own) <= 0.06
     assert own[-1] <= 0.15
@@ -79,7 +79,7 @@ def test_constants_are_those_of_the_fit(accuracy):
 @pytest.mark.slow  # torch takes most of a minute to build the pipelines of other systems
 def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
     """They hold 90 % of the rows, each of which was left out of what made its band. And
-    docs/plan.md has all rows.
+    docs/reference/plan-accuracy has all rows.
     """
     script, rows = accuracy
     outside = script.held_out(script.errors(rows)[0])
@@ -89,8 +89,9 @@ def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
         assert deviation == pytest.approx(bands.deviations[name], abs=0.003), name
     within = script.within_band_left_out(outside)
     assert sum(within) >= 0.9 * len(within)
-    shown = (ROOT / "docs/plan.md").read_text()
-    assert [line for line in script.table(rows) if line not in shown] == []
+    page = (ROOT / "docs/reference/plan-accuracy.md").read_text()
+    assert [line for line in script.statistics_tables(rows) if line not in page] == []
+    assert (ROOT / "docs/reference/plan-accuracy.csv").read_text() == script.row_table(rows)
 
 
 # ---- hardware
@@ -366,12 +367,12 @@ def test_what_only_the_cluster_has_is_no_obstacle(tmp_path, capsys):
     "number", [0, pytest.param(1, marks=pytest.mark.slow)]
 )  # the second takes 12 s to search
 def test_the_examples_of_the_documentation(number, tmp_path, monkeypatch, capsys):
-    """docs/plan.md shows what its commands print."""
+    """docs/guides/plan.md shows what its commands print."""
     monkeypatch.chdir(tmp_path)
     Path("train_configs").symlink_to(ROOT / "train_configs")
     examples = re.findall(
         r"```bash\ntorchtitan plan (.*?)\n```\n\n```text\n(.*?)```",
-        (ROOT / "docs/plan.md").read_text(),
+        (ROOT / "docs/guides/plan.md").read_text(),
         re.S,
     )
     assert len(examples) == 2

@@ -57,9 +57,9 @@ def test_what_is_said_of_torch_follows_from_the_tested_releases():
     )
     assert f"torch>={oldest}" in PROJECT["dependencies"]
     assert CONSTRAINTS["torch"] in TESTED_TORCH
-    for file in ("README.md", "docs/tutorial-laptop.md"):
+    for file in ("README.md", "docs/start/tutorial-laptop.md"):
         assert f"{oldest} to {newest}" in (ROOT / file).read_text(), file
-    table = (ROOT / "docs/torch-versions.md").read_text()
+    table = (ROOT / "docs/reference/torch-versions.md").read_text()
     assert re.findall(r"^\| (\d+\.\d+\.\d+) \|", table, re.MULTILINE) == list(TESTED_TORCH)
 
 

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--explain": "print every effective value and where it was set",
         "--toml": "print the effective configuration as a TOML file",
         "--json-schema": "print a JSON Schema of the TOML files, for editors",
-        "--markdown": "print the reference, docs/config.md",
+        "--markdown": "print the reference, docs/reference/config.md",
     }.items():
         shown.add_argument(
             flag,

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.models.layers import Mask, document_mask
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
@@ -42,7 +42,7 @@ _FORWARD = {
 }
 
 
-def stage_modules(stages: PipelineStages | None, rank: int) -> list[tuple[str, ...] | None]:
+def stage_modules(stages: StagePlan | None, rank: int) -> list[tuple[str, ...] | None]:
     """Names of the modules on each stage of a pipeline rank. Without a pipeline, one stage of all
     modules: `[None]`.
     """
@@ -110,7 +110,7 @@ class Pipeline:
     def __init__(
         self,
         models: Sequence[FSDPModule],
-        stages: PipelineStages,
+        stages: StagePlan,
         shapes: StageShapes,
         positions: Tensor,
         group: dist.ProcessGroup,

@@ -5,7 +5,7 @@ before there is one.
 from importlib import metadata
 
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""Oldest first. docs/torch-versions.md says what was run on each."""
+"""Oldest first. docs/reference/torch-versions.md says what was run on each."""
 
 
 def installed_torch() -> str | None:

@@ -2,7 +2,7 @@
 FSDP's.
 
 Bytes over the bandwidth of a ring, less what the compute beside it hides. Only FSDP's are whole:
-`costs.py` compares them with the compute of a step. `docs/plan.md` lists the formulas.
+`costs.py` compares them with the compute of a step. `docs/guides/plan.md` lists the formulas.
 """
 
 from torchtitan.tools.planner.hardware import Hardware

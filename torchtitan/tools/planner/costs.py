@@ -3,8 +3,8 @@
 Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and
 bytes over a sustained bandwidth. Communication is bytes over the bandwidth of its ring, less what
 compute hides. A pipeline's bubble comes from simulating its schedule (`schedule.py`).
-`docs/plan.md` lists the formulas with their sources; what depends on the hardware is in its table
-(`hardware.py`). The constants below say where they come from: "counted" is by hand from the code of
+`docs/guides/plan.md` lists the formulas with their sources; what depends on the hardware is in
+`hardware.py`. The constants below say where they come from: "counted" is by hand from the code of
 a block, checked only as part of the whole against `benchmarks/published/published.csv`.
 """
 

@@ -28,7 +28,7 @@ from torchtitan.utils.text import (
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run of so many tokens."""
 
     tokens: float
@@ -37,12 +37,12 @@ class Run:
     gpu_hours: float
 
 
-def run_of(plan: Plan, tokens: float | None = None) -> Run:
+def run_of(plan: Plan, tokens: float | None = None) -> TrainingRun:
     """The run that trains on `tokens`; by default on those of `training.steps`."""
     w = plan.workload
     tokens = tokens or float(w.tokens_per_step * w.config.training.steps)
     hours = tokens / (plan.tokens_per_second * w.world) / 3600
-    return Run(tokens, tokens / w.tokens_per_step, hours, hours * w.world)
+    return TrainingRun(tokens, tokens / w.tokens_per_step, hours, hours * w.world)
 
 
 def _model(plan: Plan) -> str:
@@ -89,7 +89,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             f"{show_duration(run.hours * 3600)}, "
             f"{rounded(run.gpu_hours)} GPU-hours "
             f"({_range(run.gpu_hours, band, rounded, inverse=True)})",
-            "9 of 10 such runs are within the ranges (docs/plan.md)",
+            "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
             "",
             "Largest costs:",
             *_cost_lines(plan),

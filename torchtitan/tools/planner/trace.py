@@ -2,7 +2,7 @@
 other ranks.
 
 The functions that a run uses build, split, shard and checkpoint the model on a fake process group
-of the full size, and take one step on tensors without memory (`docs/plan-memory.md`).
+of the full size, and take one step on tensors without memory (`docs/internals/plan-memory.md`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.derive import gradient_accumulation_steps, replace
-from torchtitan.config.rules.support import GROUPED_MX, MX, compiles_blocks, uses
+from torchtitan.config.features import GROUPED_MX, MX, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.layers import attention_backend
@@ -273,7 +273,7 @@ def _record(
 
 def _eager(config: Config, cuda: bool) -> Config:
     """The part of `config` that a trace can run. The rest is accounted for separately
-    (`docs/plan-memory.md`).
+    (`docs/internals/plan-memory.md`).
     """
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
