@@ -4,7 +4,7 @@
 #   scripts/test.sh --fast    tests that start no processes: a minute
 #   scripts/test.sh           the suite
 #   scripts/test.sh --all     and the long tests: the whole support matrix, the long soak
-#   scripts/test.sh --corner  the fast tier, and one cell of the support matrix per feature: what a release of torch breaks
+#   scripts/test.sh --corner  unit tests, and one cell of the support matrix per feature: what a release of torch breaks
 #
 # `--torch 2.15.0` before any of these tests on that release, in an environment of its own (.venv-torch-2.15.0), and
 # leaves out style and types.
@@ -16,10 +16,14 @@ release=()
 tests=()
 marks="not slow"
 case ${1:-} in
-    --fast | --corner)
+    --fast)
         tests=(tests/unit)
-        marks="not slow and not e2e"
-        [[ $1 == --fast ]] || tests+=(tests/distributed/test_matrix.py::test_corner)
+        marks="not slow and not e2e and not ranks"
+        shift
+        ;;
+    --corner)
+        tests=(tests/unit tests/distributed/test_matrix.py::test_corner)
+        marks="not e2e and (not slow or corner)"
         shift
         ;;
     --all) marks= && shift ;;

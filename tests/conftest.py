@@ -5,6 +5,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,20 @@ if (
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 
+from tests.long_tier import mark_long_tier
 from torchtitan.testing.ranks import RankPool
 
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long_tier(items, whole_files=not any("::" in argument for argument in config.args))
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +49,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.fixture(scope="session")
 def ranks(pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
-    """`ranks(world, function, *args)` runs `function` on `world` gloo ranks and returns their
-    results.
-    """
+    """`ranks(world, function, *args)` runs `function` on gloo ranks and returns their results."""
 
     def run(world: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return pools.setdefault(world, RankPool(world)).run(function, *args, **kwargs)
@@ -57,3 +65,30 @@ def uninterrupted(
     from tests.runs import SCHEDULE, arguments, train
 
     return ranks(1, train, arguments(tmp_path_factory.mktemp("whole"), SCHEDULE, steps=8))[0]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
+    """The same text in every kind of source."""
+    from tests.data_kinds import write_kinds
+
+    return write_kinds(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped vocabulary as a Llama-3 style `original/tokenizer.model`."""
+    from tests.hf_folders import write_tiktoken
+
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "original").mkdir()
+    write_tiktoken(folder / "original")
+    return folder
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`slurm(script, *arguments)` runs a script as a job on three nodes."""
+    from tests.slurm_stand_ins import job_runner
+
+    yield from job_runner(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.test_slurm import BASE, ROOT, calls, slurm  # noqa: F401 - a fixture
+from tests.slurm_stand_ins import BASE, ROOT, calls
 from torchtitan.commands.jobs import main as jobs
 from torchtitan.commands.submit import main
 from torchtitan.tools.launch.grid import in_folder, make_runs, run_in_turn, together
@@ -157,7 +157,7 @@ def test_a_problem_of_many_runs_is_said_once():
 # ---- an array
 
 
-def test_each_task_is_a_run(slurm, tmp_path):  # noqa: F811
+def test_each_task_is_a_run(slurm, tmp_path):
     assert submit(*GRID, "--at-most=3", "--time=1:00:00", "--training.steps=7") == 0
     folder = tmp_path / "outputs/debug_model-grid"
     script = folder / "debug_model.sbatch"
@@ -184,7 +184,7 @@ def test_each_task_is_a_run(slurm, tmp_path):  # noqa: F811
     assert read_record(folder).runs == [f"lr={lr}_seed={seed}" for lr, seed in values]
 
 
-def test_only_the_preempted_task_is_put_back(slurm, tmp_path):  # noqa: F811
+def test_only_the_preempted_task_is_put_back(slurm, tmp_path):
     submit(*GRID)
     script = tmp_path / "outputs/debug_model-grid/debug_model.sbatch"
     script.write_text(
@@ -246,7 +246,7 @@ def test_options_of_grids_need_one(option, capsys):
     assert "add --grid or --runs" in capsys.readouterr().err
 
 
-def test_what_is_in_names_and_values_does_not_run(slurm, tmp_path):  # noqa: F811
+def test_what_is_in_names_and_values_does_not_run(slurm, tmp_path):
     hostile = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
     folder = tmp_path / f"my {hostile.replace('/', '')}"
     file = tmp_path / "runs.toml"

@@ -199,14 +199,15 @@ def test_help_explains_the_environment_and_lists_the_flags(tmp_path):
     assert "--training.steps" in done.stdout
 
 
-def test_plain_torchrun(tmp_path):
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_plain_torchrun(tmp_path, number):
     argv = arguments(tmp_path)
     done = start(
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
-        "--nproc-per-node=2",
+        f"--nproc-per-node={number}",
         "-m",
         "torchtitan.train",
         *argv,

@@ -13,93 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm_stand_ins import BASE, ROOT, calls
 from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
 from torchtitan.tools.launch.job import MARK, TEMPLATE
 from torchtitan.tools.launch.jobs import read_record
 from torchtitan.utils.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
 ENDPOINTS = "node7:23456,node8:23456,node9:23456"
 """Those after the first take over when it is lost, where the number of nodes may change."""
-BASE = ROOT / "train_configs/debug_model.toml"
-
-SRUN = """#!/usr/bin/env bash
-# Slurm's own would start the task on every node, and pass signals on to it.
-while [[ ${1:-} == --* ]]; do echo "$1" >>"$CALLS/srun"; shift; done
-"$@" &
-trap 'kill -USR1 $!' USR1
-while kill -0 $! 2>/dev/null; do wait $!; status=$?; done
-exit $status
-"""
-SCONTROL = """#!/usr/bin/env bash
-echo "$*" >>"$CALLS/scontrol"
-case $1 in
-    show) [[ $2 == job ]] && echo "JobId=$3 JobState=$STATE" || printf 'node%s\\n' 7 8 9 ;;
-esac
-"""
-TASK = """#!/usr/bin/env python3
-# Stands for run_train.sh: says how it was started, and ends as the launcher does.
-import json, os, signal, sys, time
-names = ("CONFIG_FILE", "NNODES", "RDZV_ENDPOINT", "RDZV_SECRET", "NGPU")
-with open(os.environ["CALLS"] + "/task", "w") as file:
-    json.dump({"argv": sys.argv[1:], **{n: os.environ.get(n) for n in names}}, file)
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
-time.sleep(float(os.environ["SECONDS_TO_RUN"]))
-sys.exit(int(os.environ.get("STATUS", "0")))
-"""
-
-
-@pytest.fixture
-def slurm(tmp_path):
-    """Runs a script as a job on three nodes; returns its process."""
-    root = tmp_path / "project with space"
-    bin_folder = tmp_path / "bin"
-    for path, text in {
-        root / "run_train.sh": TASK,
-        root / "scripts/setup.sh": "#!/bin/sh\necho set up >>$CALLS/setup\n",
-        bin_folder / "srun": SRUN,
-        bin_folder / "scontrol": SCONTROL,
-        bin_folder / "sbatch": '#!/bin/sh\necho "$@" >>$CALLS/sbatch; echo "77;cluster"\n',
-    }.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    (tmp_path / "calls").mkdir()
-    env = os.environ | {
-        "PATH": f"{bin_folder}:{os.environ['PATH']}",
-        "CALLS": str(tmp_path / "calls"),
-        "SLURM_JOB_ID": "123456",
-        "SLURM_JOB_NODELIST": "node[7-9]",
-        "SLURM_SUBMIT_DIR": str(root),
-        "STATE": "RUNNING",
-    }
-    processes = []
-
-    def run(script, *arguments, seconds=0, **more):
-        command = ["bash", str(script), *arguments]
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=env | {"SECONDS_TO_RUN": str(seconds)} | more,
-                cwd=tmp_path,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-        return processes[-1]
-
-    run.env = env
-    run.root = root
-    yield run
-    for process in processes:
-        process.kill()
-
-
-def calls(folder, name):
-    path = folder / "calls" / name
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def test_every_node_runs_the_launcher_with_the_first_as_meeting_point(slurm, tmp_path):

@@ -427,9 +427,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     small = tmp_path / "small"
     large = tmp_path / "large"
     write_hf(small / "hf", layers=1)
-    weights = write_hf(large / "hf", layers=11)
+    weights = write_hf(large / "hf", layers=8)
     size = sum(file.stat().st_size for file in (large / "hf").glob("*.safetensors"))
-    assert size > 250e6
+    assert size > 180e6
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(small), str(large)],
         capture_output=True,

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.data_kinds import loader, open_kind, take
 from tests.runs import arguments, train
-from tests.unit.test_data import corpora, loader, open_kind, take  # noqa: F401 - a fixture
 from torchtitan.data.text.documents import LocalDocuments
 from torchtitan.utils.errors import UserError
 
@@ -61,7 +61,7 @@ def break_reads(kind, monkeypatch, times, after=5):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", "stream"])
-def test_a_few_failed_reads_change_nothing(corpora, monkeypatch, kind):  # noqa: F811
+def test_a_few_failed_reads_change_nothing(corpora, monkeypatch, kind):
     sound = take(open_kind(kind, corpora), 12)
     break_reads(kind, monkeypatch, times=3)
     for (tokens, labels, state), expected in zip(
@@ -80,7 +80,7 @@ def test_a_few_failed_reads_change_nothing(corpora, monkeypatch, kind):  # noqa:
         ("stream", r"lane \d, epoch 0, .*shard 0"),
     ],
 )
-def test_reads_that_keep_failing_name_the_place(corpora, monkeypatch, kind, place):  # noqa: F811
+def test_reads_that_keep_failing_name_the_place(corpora, monkeypatch, kind, place):
     break_reads(kind, monkeypatch, times=100)
     with pytest.raises(UserError, match=place) as error:
         take(open_kind(kind, corpora, retries=2, **QUICK), 12)
@@ -89,7 +89,7 @@ def test_reads_that_keep_failing_name_the_place(corpora, monkeypatch, kind, plac
     assert "training.dataloader.retries" in str(error.value)
 
 
-def test_token_files_truncated_or_overwritten_during_training(corpora, tmp_path):  # noqa: F811
+def test_token_files_truncated_or_overwritten_during_training(corpora, tmp_path):
     folder = shutil.copytree(corpora["tokens"], tmp_path / "tokens")
     reading = loader(folder, retries=0)
     for file in folder.glob("*.bin"):
@@ -158,7 +158,7 @@ def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, 
 
 
 @pytest.mark.clock
-def test_a_worker_that_hangs_is_an_error(corpora):  # noqa: F811
+def test_a_worker_that_hangs_is_an_error(corpora):
     others = set(multiprocessing.active_children())
     batches = iter(loader(corpora["jsonl"], num_workers=1, timeout_seconds=2.0))
     next(batches)

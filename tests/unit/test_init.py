@@ -368,7 +368,12 @@ def check(name: str, hardware_name: str) -> None:
     rules.check(here, Facts(device=hardware.accelerator))
 
 
-@pytest.mark.parametrize("name", [model.name for model in offered()])
+OF_TESTS = ("_gated", "_capped", "_relu2")
+"""Endings of families that other tests register where they run before."""
+SHIPPED = [model.name for model in offered() if not model.name.split("/")[0].endswith(OF_TESTS)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_model(name):
     check(name, "h100-sxm")
 

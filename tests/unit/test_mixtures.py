@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data_kinds import SEQ, TOKENIZER, take
 from tests.positions import saved
 from tests.runs import write_corpus
-from tests.unit.test_data import SEQ, TOKENIZER, corpora, take  # noqa: F401
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.mixture import Shares, divide, permute, place
@@ -32,7 +32,7 @@ STAGES = [
 
 
 @pytest.fixture(scope="module")
-def mixture(corpora):  # noqa: F811
+def mixture(corpora):
     return [
         Source(name="text", dataset_path=str(corpora["jsonl"]), weight=3),
         Source(name="tokens", dataset_path=str(corpora["tokens"]), weight=1.5),
@@ -222,7 +222,7 @@ def test_a_resumed_run_may_add_and_drop_sources(mixture, tmp_path, caplog, monke
 
 
 @pytest.mark.parametrize("sizes", [(8, 12, 4), (6, 4, 9), (8, 3, 16)])
-def test_text_keeps_its_position_under_another_batch_size(corpora, sizes):  # noqa: F811
+def test_text_keeps_its_position_under_another_batch_size(corpora, sizes):
     """Each lane of a naive packer is read from its beginning without a gap, evenly."""
     texts = [json.loads(line)["text"] for line in corpora["jsonl"].read_text().splitlines()]
     lanes = []

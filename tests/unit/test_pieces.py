@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_tokenizer import SHIPPED, llama_folder  # noqa: F401 - a fixture
 from torchtitan.data.text import pieces as module
 from torchtitan.data.text.pieces import LLAMA3_PATTERN, pieces
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 
+SHIPPED = "./tests/assets/tokenizer"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 QWEN = {
     "type": "Split",
@@ -109,7 +109,7 @@ def check(tokenizer, text):
 
 @pytest.mark.parametrize("cases", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("words", [*WORDS, "tiktoken"])
-def test_no_word_crosses_a_cut(words, cases, tmp_path, llama_folder):  # noqa: F811
+def test_no_word_crosses_a_cut(words, cases, tmp_path, llama_folder):
     """Cut wherever a cut is allowed, which is far more often than long texts are."""
     tokenizer = (
         build_tokenizer(str(llama_folder))
@@ -155,7 +155,7 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("which", ["hf", "tiktoken"])
-def test_a_run_without_a_cut_is_encoded(run, which, llama_folder, monkeypatch):  # noqa: F811
+def test_a_run_without_a_cut_is_encoded(run, which, llama_folder, monkeypatch):
     """The expression of `tiktoken` overflows its stack on a million blanks."""
     monkeypatch.setattr(module, "PIECE", 20_000)
     tokenizer = build_tokenizer(SHIPPED if which == "hf" else str(llama_folder))

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.data_kinds import SEQ, TOKENIZER, loader, take
 from tests.positions import saved
 from tests.runs import SAVE, arguments, train
-from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
 from torchtitan.data.text import index, json_records, pieces, records
 from torchtitan.data.text import texts as texts_module

@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 
-from tests.hf_folders import write_tiktoken
 from torchtitan.data.text.documents import DemoDocuments
 from torchtitan.data.text.tokenizer import LLAMA3_SPECIAL, build_tokenizer
 from torchtitan.utils.assets import find_asset
@@ -21,15 +20,6 @@ TEXTS = [
     "日本語 und Größe 🚀",
     "",
 ]
-
-
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory):
-    """The shipped vocabulary as a Llama-3 style `original/tokenizer.model`."""
-    folder = tmp_path_factory.mktemp("llama")
-    (folder / "original").mkdir()
-    write_tiktoken(folder / "original")
-    return folder
 
 
 def test_shipped_tokenizer():
