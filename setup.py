@@ -17,7 +17,7 @@ setup(
     package_dir=PACKAGES,
     package_data={
         "torchtitan": [
-            *("py.typed", "commands/slurm.sbatch", "telemetry/*.toml"),
+            *("py.typed", "commands/slurm.sbatch", "telemetry/*.toml", "tools/planner/*.toml"),
             *("tools/planner/*.js", "tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
         ],
         **{package: ASSETS[folder] for package, folder in PACKAGES.items()},

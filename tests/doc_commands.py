@@ -16,14 +16,14 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.commands import COMMANDS
+from torchtitan.commands import COMMANDS, command_module
 from torchtitan.commands.completion import CONFIGURED
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import config_flags, split_args
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.tools.launch.data_choice import find_data
-from torchtitan.tools.launch.machine import CPU
 from torchtitan.tools.launch.models import find_model
+from torchtitan.tools.launch.questions import CPU
 from torchtitan.tools.planner.hardware import find_hardware
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ EXAMPLE = 'extends = "../train_configs/debug_model.toml"\n'
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     assert command in COMMANDS, f"there is no command {command!r}"
-    return importlib.import_module(f"torchtitan.commands.{command}").parser()
+    return command_module(command).parser()
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

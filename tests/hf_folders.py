@@ -9,7 +9,7 @@ import torch
 
 from tests.families import TINY
 from torchtitan.checkpoint.commit import versions
-from torchtitan.checkpoint.dcp_storage import write_streamed
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend

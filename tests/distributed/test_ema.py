@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.runs import SAVE, TorchAverage, arguments, assert_averages, average_of, train, weights
 from torchtitan.config import resolve
-from torchtitan.config.sections.ema import EMA
+from torchtitan.config.sections.optim import EMA
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer

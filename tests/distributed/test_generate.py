@@ -14,13 +14,13 @@ from tests.runs import arguments, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
 from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.inference import model_source as sources
+from torchtitan.inference import load as sources
 from torchtitan.inference.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.assets import find_asset
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.process import run_main
 
 SPEC = get_spec("llama3")
 TINY = {

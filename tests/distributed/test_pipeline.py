@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
-from torchtitan.commands import schedule
+from torchtitan.commands import pipeline_schedule
 from torchtitan.config import resolve
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.init import materialize
-from torchtitan.parallel.pipeline_orders import NAMES as OWN_SCHEDULES
-from torchtitan.parallel.pipeline_orders import as_csv, orders_of
 from torchtitan.parallel.pipeline_stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.parallel.stage import Stage
+from torchtitan.tools.planner.pipeline_orders import NAMES as OWN_SCHEDULES
+from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
@@ -236,9 +236,8 @@ def test_schedules_that_torch_lacks_are_right(ranks, tmp_path, capsys, name, deg
     schedules = {}
     for n in (1, degree, 2 * degree + 1):
         file = tmp_path / f"{n}.csv"
-        assert (
-            schedule.main([name, f"--pp={degree}", f"--microbatches={n}", f"--output={file}"]) == 0
-        )
+        written = [name, f"--pp={degree}", f"--microbatches={n}", f"--output={file}"]
+        assert pipeline_schedule.main(written) == 0
         schedules[n] = f"schedule_csv={file}"
     argv = [f"{P}degree={degree}", f"--model.overrides.n_layers={2 * degree}"]
     for results in ranks(degree, one_step, arguments(tmp_path, *argv), schedules):

@@ -14,8 +14,8 @@ from tests.runs import arguments, storages, train
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
-from torchtitan.parallel.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.memory import PARTS, memory_of
+from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.traffic import collectives
 from torchtitan.tools.planner.workload import Workload, hardware_flops

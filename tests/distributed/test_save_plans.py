@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import ABOUT, outcome, save_steps, small_checkpointer, train_state
 from torchtitan.checkpoint import Checkpointer, Trained
-from torchtitan.checkpoint.dcp_storage import CommittingWriter
-from torchtitan.checkpoint.planning import Plans, UnsentMetadata
+from torchtitan.checkpoint.save import CommittingWriter, Plans, UnsentMetadata
 from torchtitan.config.sections import schema
 
 

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints import ABOUT, flip, index, manifest, on_rank_0, train_state, without_sums
-from torchtitan.checkpoint import Checkpointer, Trained, dcp_storage, sums
+from torchtitan.checkpoint import Checkpointer, Trained, sums
+from torchtitan.checkpoint import load as loading
+from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint.sums import SummedFile, SummedPart, crc32_of_end
 from torchtitan.config.sections import schema
 from torchtitan.utils.files import open_regular
@@ -159,7 +161,7 @@ def resume(folder, **settings):
 
     checkpointer = sharded(folder, load_only=True, **settings)
     with (
-        mock.patch.object(dcp_storage, "open_regular", opened),
+        mock.patch.object(loading, "open_regular", opened),
         mock.patch.object(sums, "open_regular", opened),
     ):
         resumed = checkpointer.resume()
@@ -249,7 +251,7 @@ def test_whichever_bit_is_flipped_everything_comes_from_the_checkpoint_before(
 
 
 def resume_old_damaged(folder, damages, seed):
-    with mock.patch.object(dcp_storage, "render_index", without_sums_of(dcp_storage.render_index)):
+    with mock.patch.object(saving, "render_index", without_sums_of(saving.render_index)):
         return resume_damaged(folder, damages, seed)
 
 

@@ -1,16 +1,15 @@
 """The command line itself: commands, help, completion, and how the launcher reads its arguments."""
 
-import importlib
 import subprocess
 import sys
 
 import pytest
 
 from torchtitan import __version__
-from torchtitan.commands import COMMANDS, completion, main, train
+from torchtitan.commands import COMMANDS, command_module, completion, main, train
 from torchtitan.commands.train import _parse, count_gpus
 from torchtitan.train import rank_main as entry
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.process import run_main
 
 
 def run(monkeypatch, *argv):
@@ -34,10 +33,7 @@ def test_each_command_explains_itself(monkeypatch, capsys, command):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: torchtitan {command}")
-    assert (
-        importlib.import_module(f"torchtitan.commands.{command}").__doc__.split(".")[0].split()[0]
-        in out
-    )
+    assert command_module(command).__doc__.split(".")[0].split()[0] in out
 
 
 def test_version(monkeypatch, capsys):
@@ -48,6 +44,12 @@ def test_version(monkeypatch, capsys):
 def test_a_misspelt_command(monkeypatch, capsys):
     assert run(monkeypatch, "trian") == 2
     assert capsys.readouterr().err == "error: no command 'trian'; did you mean 'train'?\n"
+
+
+def test_a_renamed_command(monkeypatch, capsys):
+    assert run(monkeypatch, "schedule", "v-half") == 2
+    error = capsys.readouterr().err
+    assert error == "error: no command 'schedule'; it is called 'pipeline-schedule' now\n"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from torchtitan.config.load.keys import FIELDS, fields_of
 from torchtitan.config.load.render import json_schema, markdown, to_toml
 from torchtitan.config.sections.schema import Config
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import ConfigError, run_main
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.process import run_main
 
 ROOT = Path(__file__).parents[2]
 
@@ -433,8 +434,9 @@ def test_every_key_is_read_somewhere():
     sources = "\n".join(
         p.read_text() for p in (ROOT / "torchtitan").rglob("*.py") if "config" not in p.parts
     )
-    for name in ("load/decode", "load/compat", "load/extend", "derive", "rules/lr"):
-        sources += (ROOT / f"torchtitan/config/{name}.py").read_text()
+    for name in ("load/decode", "load/compat", "load/extend", "derive", "features", "rules/*"):
+        for path in (ROOT / "torchtitan/config").glob(f"{name}.py"):
+            sources += path.read_text()
     for key in FIELDS:
         name = key.rpartition(".")[2]
         by_name = key == "job.config_file" or name in DEGREE_KEYS.values()
@@ -491,7 +493,7 @@ def test_explain_names_every_origin(toml, tmp_path, capsys):
 def test_errors_and_help_are_quick_and_need_no_torch():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from torchtitan.utils.errors import run_main; from torchtitan.train.rank_main "
+        "from torchtitan.utils.process import run_main; from torchtitan.train.rank_main "
         "import main\n"
         "try: code = run_main(main, sys.argv[1:])\n"
         "except SystemExit as e: code = e.code\n"

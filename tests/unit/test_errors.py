@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from torchtitan.utils.errors import CheckpointError, ConfigError, run_main
+from torchtitan.utils.errors import CheckpointError, ConfigError
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.process import run_main
 
 
 def failing(error):
@@ -53,7 +54,7 @@ def test_success():
 def test_a_reader_that_ends_is_no_error():
     """As `| head` does."""
     code = (
-        "import sys; from torchtitan.utils.errors import run_main; sys.exit(run_main(lambda "
+        "import sys; from torchtitan.utils.process import run_main; sys.exit(run_main(lambda "
         "_: print('x' * 99999)))"
     )
     tool = subprocess.Popen(
@@ -69,7 +70,8 @@ def test_a_command_that_explains_errors_of_files_ends_quietly_too(tmp_path):
     """`ckpt` makes a UserError of every OSError; its output is more than a pipe holds."""
     code = """
 import sys
-from torchtitan.utils.errors import UserError, run_main
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.process import run_main
 
 def main(argv):
     try:

@@ -18,7 +18,8 @@ from torchtitan.commands import ckpt, generate
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.utils.assets import find_asset
-from torchtitan.utils.errors import UserError, run_main
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.process import run_main
 
 CONFIG = {
     "model_type": "llama",

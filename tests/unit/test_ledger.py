@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from torchtitan.telemetry import run_record as ledgers
-from torchtitan.telemetry.run_record import Ledger, changed_settings, git_revision
+from torchtitan.telemetry.run_record import RunRecord, changed_settings, git_revision
 from torchtitan.utils import activity as phases
 from torchtitan.utils.activity import begin, phase
 from torchtitan.utils.errors import UserError
@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 
 def start(folder, clock, step=0, *, resumable=True, writes=True):
-    return Ledger(
+    return RunRecord(
         folder,
         {"ranks": 2},
         step=step,

@@ -11,9 +11,8 @@ from torchtitan.config.sections import schema
 from torchtitan.telemetry import experts as observed
 from torchtitan.telemetry.console import ConsoleSink
 from torchtitan.telemetry.experts import read_loads
-from torchtitan.telemetry.metrics import Metrics
-from torchtitan.telemetry.peak_flops import peak_flops
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.metrics import Metrics, peak_flops
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils import activity as phases
 from torchtitan.utils.activity import phase
@@ -47,7 +46,7 @@ def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     job = schema.Job(dump_folder=str(folder))
     config = schema.Metrics(**kwargs)
     rates = {"flops_per_token": 2e9, "peak_flops": peak}
-    ledger = Ledger(folder, {}, step=start, resumable=False, writes=True, began=0.0)
+    ledger = RunRecord(folder, {}, step=start, resumable=False, writes=True, began=0.0)
     return Metrics(
         config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts
     )

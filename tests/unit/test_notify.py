@@ -21,7 +21,7 @@ from torchtitan.telemetry.events import Events
 from torchtitan.telemetry.notify import Notifier, RateLimit, report_error, report_failure
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.torchrun_error import REPORTER_ENV
+from torchtitan.utils.process import REPORTER_ENV
 
 SECRET = "T0K3N"
 
@@ -122,7 +122,7 @@ def test_a_command_gets_the_event_without_a_shell(tmp_path):
 @pytest.mark.clock
 def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypatch, caplog):
     """Each receiver is reported once, without the secret of the URL."""
-    monkeypatch.setattr(post.retry, "stop", lambda _: True)
+    monkeypatch.setattr(delivery, "_ATTEMPTS", 1)
     mark = tmp_path / "child"
     never = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     with Server(hangs=True) as server:
@@ -142,9 +142,10 @@ def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypat
     assert time.monotonic() - began < 4
     told = [record.getMessage() for record in caplog.records]
     assert sorted(told) == [
-        "notifications: command sh: killed after 0.3 s. The run continues; this is said once",
+        "notifications: command sh: killed after 0.3 s. The run continues; "
+        "further failures are not reported",
         "notifications: webhook in HOOK: can't be reached: timed out. The run continues; "
-        "this is said once",
+        "further failures are not reported",
     ]
     if mark.exists():  # what the command started is gone, too
         with suppress(psutil.NoSuchProcess):
@@ -170,7 +171,7 @@ def test_a_command_that_fails_is_named_with_what_it_said(words, problem):
 
 
 def test_a_server_in_trouble_is_asked_again(monkeypatch):
-    monkeypatch.setattr(post.retry, "wait", lambda _: 0)
+    monkeypatch.setattr(delivery, "_PAUSE", 0.0)
     with Server(503, 429, 200) as server:
         post(server.url, {}, 5)
         assert len(server.got) == 3

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from torchtitan.telemetry.console import ConsoleSink
-from torchtitan.telemetry.pace import Pace
+from torchtitan.telemetry.console import ConsoleSink, Pace
 from torchtitan.utils.text import show_date
 
 
@@ -66,13 +65,19 @@ def test_the_line_says_when_the_run_ends(monkeypatch):
     )
     record |= {"mfu": None}
     console.advance(1)
-    assert console.line(record | {"step": 1}).endswith("left unknown")
+    assert console.line(record | {"step": 1}).endswith("ETA unknown")
     for step in range(2, 101):
         clock[0] += 2.0
         console.advance(step)
-    assert console.line(record | {"step": 100}).endswith(
-        f"left 30 min 00 s  ends {show_date(1_795_406_706 + 1800)}"
-    )
+    end = show_date(1_795_406_706 + 1800)
+    today = show_date(1_795_406_706)[:10]
+    shown = end.removeprefix(f"{today} ")
+    assert console.line(record | {"step": 100}).endswith(f"ETA 30 min 00 s ({shown})")
+    clock[0] += 6e6
+    console.advance(101)
+    later = show_date(1_795_406_706 + console.pace.seconds_left())
+    assert today not in later
+    assert console.line(record | {"step": 101}).endswith(f" ({later})"), "the date, as not today"
     assert console.line(record | {"step": 1000}).endswith("(1%)"), "at the end nothing is left"
 
 
@@ -103,7 +108,7 @@ def test_a_terminal_shows_the_same_figures_live(monkeypatch, plain, shown):
         }
     )
     live = (
-        r"40/100 +loss 2\.5000  7,822 tok/s +left 2 min 00 s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+        r"40/100 +loss 2\.5000  7,822 tok/s +ETA 2 min 00 s \((\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\)"
     )
     deadline = time.monotonic() + (30 if shown else 0)
     while not re.search(live, terminal.getvalue()) and time.monotonic() < deadline:

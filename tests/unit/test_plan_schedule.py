@@ -5,8 +5,8 @@ flight.
 import pytest
 
 from torchtitan.parallel.pipeline_csv import Action
-from torchtitan.parallel.pipeline_orders import orders_of
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.tools.planner.pipeline_orders import orders_of
 from torchtitan.tools.planner.pipeline_timeline import Held, Program, program, simulate
 
 
@@ -16,7 +16,7 @@ def stages(name, degree, per_rank=1, csv_file=None):
     owners = tuple(
         2 * degree - 1 - s if v_shaped and s >= degree else s % degree for s in range(count)
     )
-    return PipelineStages(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
+    return StagePlan(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
 
 
 def run(pipeline, microbatches, *, forward=1.0, backward=2.0, weights=1.0):

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from torchtitan.config import resolve
+from torchtitan.config.rules import Facts, problems
 from torchtitan.models import get_spec
 from torchtitan.models.grouped import grouped_mm
 from torchtitan.models.layers import attention_backend
 from torchtitan.models.moe import Experts
 from torchtitan.parallel.quantize import check_hardware, quantize
 from torchtitan.parallel.quantize_experts import emulated_float8, mxfp8, padded
-from torchtitan.train.preflight import check_quantized_experts
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("qwen3_moe")
@@ -196,9 +196,10 @@ def test_float8_of_linear_layers_leaves_router_and_experts_alone():
 def test_what_cannot_be_converted_is_refused(argv, sizes, words):
     config = resolve([*argv, "--model.name=qwen3_moe"], 1).config
     args = SPEC.args("debugmodel", SIZES | sizes)
-    problems = list(check_quantized_experts(config, SPEC.expert_sizes(args), SPEC.hf.names(args)))
-    assert len(problems) == 1
-    assert words in problems[0]
+    facts = Facts(expert_sizes=SPEC.expert_sizes(args), parameters=SPEC.hf.names(args))
+    found = problems(config, facts)
+    assert len(found) == 1
+    assert words in found[0]
 
 
 @pytest.mark.parametrize(

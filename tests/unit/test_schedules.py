@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.commands import schedule
-from torchtitan.parallel.pipeline_csv import MOST_BYTES, Action, order_problems, read_orders
-from torchtitan.parallel.pipeline_orders import NAMES, most_kept, orders_of
+from torchtitan.commands import pipeline_schedule
+from torchtitan.parallel.pipeline_csv import Action, order_problems, read_orders
+from torchtitan.tools.planner.pipeline_orders import NAMES, most_kept, orders_of
 from torchtitan.tools.planner.pipeline_timeline import Program, simulate
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.limits import PIPELINE_SCHEDULE_BYTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +95,10 @@ def test_the_first_stage_runs_its_whole_backward_with_the_weights():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_writes_what_the_trainer_reads(name, tmp_path, capsys):
     file = tmp_path / "new" / "file.csv"
-    assert schedule.main([name, "--pp", "4", "--microbatches", "8", "--output", str(file)]) == 0
+    assert (
+        pipeline_schedule.main([name, "--pp", "4", "--microbatches", "8", "--output", str(file)])
+        == 0
+    )
     assert read_orders(str(file), 4) == (orders_of(name, 4, 8), [])
     said = capsys.readouterr().out
     kept = {"zb-h1": "4", "v-half": "3", "v-min": "2"}[name]
@@ -105,21 +109,26 @@ def test_the_command_writes_what_the_trainer_reads(name, tmp_path, capsys):
 
 def test_the_command_refuses_what_the_trainer_could_not_read(tmp_path, capsys):
     with pytest.raises(
-        UserError, match=f"--microbatches 9000: a schedule file may have {MOST_BYTES:,} bytes"
+        UserError,
+        match=f"--microbatches 9000: a schedule file may have {PIPELINE_SCHEDULE_BYTES:,} bytes",
     ):
-        schedule.main(["v-min", "--pp=64", "--microbatches=9000", f"--output={tmp_path / 'x.csv'}"])
+        pipeline_schedule.main(
+            ["v-min", "--pp=64", "--microbatches=9000", f"--output={tmp_path / 'x.csv'}"]
+        )
     with pytest.raises(SystemExit):
-        schedule.main(["v-min", "--pp=1", "--microbatches=4", f"--output={tmp_path / 'x.csv'}"])
+        pipeline_schedule.main(
+            ["v-min", "--pp=1", "--microbatches=4", f"--output={tmp_path / 'x.csv'}"]
+        )
     assert "must be 2 or more" in capsys.readouterr().err
     with pytest.raises(UserError, match="can't write"):
-        schedule.main(["v-min", "--pp=2", "--microbatches=4", f"--output={tmp_path}"])
+        pipeline_schedule.main(["v-min", "--pp=2", "--microbatches=4", f"--output={tmp_path}"])
 
 
 def test_published_table():
     """Of the four rows whose memory nothing was fitted to, and the five relative to 1F1B; the
     fastest stay so.
     """
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks/published"))
     import plan_schedules
 
     rows = plan_schedules.rows()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.utils import torch_compat as torch_faults
+from torchtitan.utils import torch_compat, torchao_compat
 from torchtitan.utils.torch_compat import (
     gathers_without_views,
     micro_pipeline_without_nccl,
@@ -20,13 +20,13 @@ GENERAL = {"replaced"}
 
 
 def workarounds():
-    functions = inspect.getmembers(torch_faults, inspect.isfunction)
     own = [
-        f
-        for name, f in functions
-        if not name.startswith("_") and f.__module__ == torch_faults.__name__
+        function
+        for module in (torch_compat, torchao_compat)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if not name.startswith("_") and function.__module__ == module.__name__
     ]
-    return [f for f in own if f.__name__ not in GENERAL] + [torch_faults.torch_is_before_2_13]
+    return [f for f in own if f.__name__ not in GENERAL] + [torch_compat.torch_is_before_2_13]
 
 
 @pytest.mark.parametrize("function", workarounds(), ids=lambda f: f.__name__)
@@ -37,10 +37,10 @@ def test_each_names_its_releases_and_the_condition_for_deleting_it(function):
 
 
 def test_each_silenced_warning_does_too():
-    source = inspect.getsource(torch_faults)
+    source = inspect.getsource(torch_compat)
     table = source[source.index("_WARNINGS") : source.index("def silence_false_alarms")]
     table = re.sub(r"\s+(# )?", " ", table)  # comments of several lines
-    entries = len(torch_faults._WARNINGS) + len(torch_faults._LOGGERS)
+    entries = len(torch_compat._WARNINGS) + len(torch_compat._LOGGERS)
     assert len(re.findall(r"torch(?:ao)? \d[^,()]*?\. Delete once", table)) == entries
 
 

@@ -18,16 +18,18 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan.config import resolve
+from torchtitan.config.features import TRACKER_PACKAGES
 from torchtitan.config.registry import Custom, metric_sinks
+from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.metrics import Metrics as Config
 from torchtitan.config.sections.metrics import Prometheus
+from torchtitan.config.sections.schema import Config as WholeConfig
 from torchtitan.config.sections.schema import Job
-from torchtitan.telemetry.run_record import Ledger
-from torchtitan.telemetry.trackers import background, build, chosen
+from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.telemetry.trackers import background, build
+from torchtitan.telemetry.trackers.base import scalars
 from torchtitan.telemetry.trackers.build import Trackers
-from torchtitan.telemetry.trackers.chosen import missing_packages
 from torchtitan.telemetry.trackers.mlflow import artifact_location
-from torchtitan.telemetry.trackers.names import scalars
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -79,7 +81,9 @@ class Start:
     """One start of a run in `folder`."""
 
     def __init__(self, folder, *sinks, step=0, end="completed", **keys):
-        self.ledger = Ledger(folder, {}, step=step, resumable=True, writes=True, began=time.time())
+        self.ledger = RunRecord(
+            folder, {}, step=step, resumable=True, writes=True, began=time.time()
+        )
         config = Config(sinks=list(sinks), **keys)
         job = Job(dump_folder=str(folder))
         self.trackers = Trackers(
@@ -231,11 +235,10 @@ def test_a_tracker_of_the_user_that_cannot_be_made_stops_the_run_at_its_start(tm
         Start(tmp_path, "own")
 
 
-def test_missing_packages_are_named_with_their_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert list(
-        missing_packages(Config(sinks=["mlflow", "prometheus", "own"], enable_wandb=True))
-    ) == [
+def test_missing_packages_are_named_with_their_extra():
+    metrics = Config(sinks=["mlflow", "prometheus", "own"], enable_wandb=True)
+    config = WholeConfig(metrics=metrics)
+    assert problems(config, Facts(packages=())) == [
         'metrics.sinks: "mlflow" needs the package mlflow: pip install '
         "'titan-pretrain[mlflow]', or remove it",
         'metrics.sinks: "prometheus" needs the package prometheus_client: pip install '
@@ -246,7 +249,7 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch):
 
 
 def test_a_missing_package_is_refused_before_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(chosen, "PACKAGES", {"mlflow": "no_such_package"})
+    monkeypatch.setitem(TRACKER_PACKAGES, "mlflow", "no_such_package")
     config = resolve([f"--job.dump_folder={tmp_path / 'out'}", "--metrics.sinks=mlflow"], 1).config
     with pytest.raises(
         ConfigError, match="needs the package no_such_package: pip install 'titan-pretrain"

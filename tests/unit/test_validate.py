@@ -4,9 +4,11 @@ accepted.
 
 import pytest
 
-from torchtitan.config import gradient_accumulation_steps, resolve
-from torchtitan.config.rules import support
-from torchtitan.config.rules.validate import RULES
+from torchtitan.config import gradient_accumulation_steps, resolve, rules
+from torchtitan.config.derive import axis_degrees, degrees_fill, derive
+from torchtitan.config.load.decode import load_config
+from torchtitan.config.load.keys import FIELDS, prefixes
+from torchtitan.config.rules import RULES, Facts
 from torchtitan.utils.errors import ConfigError
 
 TP = ["--parallelism.tensor_parallel_degree=2"]
@@ -209,6 +211,17 @@ CASES = {
         ),
     ],
     "features_combine": [
+        (
+            2,
+            [
+                "--activation_checkpoint.offload_blocks=1",
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+                "--activation_checkpoint.mode=full",
+            ],
+            "activation_checkpoint.offload_blocks: a schedule that splits the backward needs",
+            ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+        ),
         (
             2,
             [
@@ -718,8 +731,36 @@ CASES = {
 }
 
 
-def test_every_rule_has_a_case():
-    assert [rule.__name__ for rule in RULES] == list(CASES)
+@pytest.fixture(scope="module")
+def broken():
+    """For each case, the messages of each rule that it breaks, by the rule's place in the table."""
+    out = []
+    for world, argv, *_ in (case for cases in CASES.values() for case in cases):
+        config, _ = derive(load_config(argv).config, world)
+        layout = axis_degrees(config.parallelism)
+        facts = Facts(world=world)
+        if degrees_fill(config, world):
+            facts = Facts(world=world, layout=layout)
+        asked = [(place, rule) for place, rule in enumerate(RULES) if rule.applies(facts)]
+        out.append({place: rule.ask(config, facts) for place, rule in asked})
+    return out
+
+
+def test_every_rule_that_needs_no_model_has_a_case(broken):
+    hit = {place for problems in broken for place, found in problems.items() if found}
+    known = Facts(world=1, layout={})
+    missing = [r for place, r in enumerate(RULES) if r.applies(known) and place not in hit]
+    assert not missing
+
+
+def test_rules_name_their_keys(broken):
+    tables = {table for key in FIELDS for table in prefixes(key)}
+    for rule in RULES:
+        assert set(rule.keys) <= tables, rule
+    for problems in broken:
+        for place, found in problems.items():
+            for problem in found:
+                assert any(key in problem for key in RULES[place].keys), (problem, RULES[place])
 
 
 @pytest.mark.parametrize(
@@ -740,9 +781,9 @@ def test_old_torch_can_not_split_every_backward(monkeypatch, extra):
         "--parallelism.pipeline_parallel_schedule=DualPipeV",
         *extra,
     ]
-    monkeypatch.setattr(support, "torch_is_before_2_13", lambda: False)
+    monkeypatch.setattr(rules, "torch_is_before_2_13", lambda: False)
     resolve(argv, 2)
-    monkeypatch.setattr(support, "torch_is_before_2_13", lambda: True)
+    monkeypatch.setattr(rules, "torch_is_before_2_13", lambda: True)
     with pytest.raises(ConfigError, match=r"torch before 2\.13"):
         resolve(argv, 2)
     resolve([*argv, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], 2)

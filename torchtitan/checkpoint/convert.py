@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_folder, versions
-from torchtitan.checkpoint.dcp_storage import Reader
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import read_hf_config
 from torchtitan.checkpoint.hf.weights import import_hf
+from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
 from torchtitan.checkpoint.state import check_own_model
 from torchtitan.config.load.decode import load_config

@@ -1,7 +1,7 @@
 """`tensors.json`: dtype and size of each tensor, where its parts are, and their checksums.
 
-DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. So both
-are written, that one for other programs, and only this one is read.
+DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. Both are
+written, `.metadata` for other programs, and only this one is read.
 """
 
 import json
@@ -27,12 +27,11 @@ from torchtitan.checkpoint.manifest import FileName, Manifest, Sum, first_proble
 from torchtitan.data.text.contents import CONTENTS, Lists, parse_lists
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.formats import Count, Strict
+from torchtitan.utils.limits import JSON_BYTES
 from torchtitan.utils.storage import patiently
-from torchtitan.utils.strict import Count, Strict
 
 INDEX = "tensors.json"
-_LARGEST = 1 << 28
-"""Bytes of a list of data files: some million of them."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -85,14 +84,17 @@ def render_index(metadata: Metadata, sums: Mapping[MetadataIndex, int]) -> bytes
         for chunk in about.chunks:
             index = MetadataIndex(name, chunk.offsets)
             place = metadata.storage_data[index]
-            box = (tuple(chunk.offsets), tuple(chunk.sizes))
-            parts.append(Part(*box, place.relative_path, place.offset, place.length, sums[index]))
+            part = Part(
+                offsets=tuple(chunk.offsets),
+                sizes=tuple(chunk.sizes),
+                file=place.relative_path,
+                start=place.offset,
+                length=place.length,
+                crc32=sums[index],
+            )
+            parts.append(part)
         dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[name] = {
-            "dtype": dtype,
-            "size": list(about.size),
-            "parts": parts,
-        }
+        tensors[name] = {"dtype": dtype, "size": list(about.size), "parts": parts}
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
@@ -106,16 +108,15 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
 
 
 def data_files(path: Path, manifest: Manifest) -> Lists:
-    """The files of the data sources of the checkpoint `path`; nothing if an earlier version wrote
-    it.
+    """The data sources' files, as the checkpoint `path` lists them; none in earlier versions.
 
     Raises:
         DamageError: the list can't be read, or isn't as the manifest says.
     """
     if CONTENTS not in manifest.files:
         return {}
-    if manifest.files[CONTENTS].bytes > _LARGEST:
-        raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {_LARGEST >> 20} MiB")
+    if manifest.files[CONTENTS].bytes > JSON_BYTES:
+        raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {JSON_BYTES >> 20} MiB")
     content = _listed_bytes(path, manifest, CONTENTS)
     try:
         return parse_lists(content)
@@ -153,10 +154,13 @@ def read_index(
     Raises:
         DamageError: the index is damaged, or a part isn't inside of a file that the manifest lists.
     """
-    manifest = manifest or read_manifest(path)
-    content = index_bytes(path, manifest) if content is None else content
+    if manifest is None:
+        manifest = read_manifest(path)
+    if content is None:
+        content = index_bytes(path, manifest)
+    sizes = {name: file.bytes for name, file in manifest.files.items()}
     try:
-        return parse_index(content, {name: file.bytes for name, file in manifest.files.items()})
+        return parse_index(content, sizes)
     except ValidationError as error:
         raise DamageError(f"{path} is damaged: {INDEX}: {first_problem(error)}") from None
     except ValueError as error:
@@ -179,16 +183,14 @@ def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
             dtype = _check(entry, files)
         except ValueError as error:
             raise ValueError(f"{name[:200]!a}: {error}") from None
-        chunks = [
-            ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-            for part in entry.parts
-        ]
-        tensors[name] = TensorStorageMetadata(
-            TensorProperties(dtype), torch.Size(entry.size), chunks
-        )
-        for number, (part, chunk) in enumerate(zip(entry.parts, chunks, strict=True)):
+        chunks = []
+        for number, part in enumerate(entry.parts):
+            offsets = torch.Size(part.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
             place = Place(part.file, part.start, part.length, crc32=part.crc32)
-            places[MetadataIndex(name, chunk.offsets, number)] = place
+            places[MetadataIndex(name, offsets, number)] = place
+        size = torch.Size(entry.size)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
     return Metadata(tensors, storage_data=places)
 
 
@@ -207,12 +209,11 @@ def _check(entry: TensorEntry, files: Mapping[str, int]) -> torch.dtype:
             raise ValueError("a part is outside of it")
         if part.file not in files:
             raise ValueError(f"the manifest doesn't list its file {part.file}")
-        if (
-            part.start + part.length > files[part.file]
-            or prod(part.sizes) * dtype.itemsize > part.length
-        ):
+        elements = prod(part.sizes)
+        end = part.start + part.length
+        if end > files[part.file] or elements * dtype.itemsize > part.length:
             raise ValueError(f"{part.file} is too short for it")
-        filled += prod(part.sizes)
+        filled += elements
     if filled != prod(entry.size):
         raise ValueError(f"its parts hold {filled} elements instead of {prod(entry.size)}")
     return dtype

@@ -1,5 +1,6 @@
 """What a checkpoint holds, and how two of them differ. Reads one part of a tensor at a time."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.dcp_storage import Reader
+from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.load.keys import FIELDS
-from torchtitan.utils.text import aligned
+from torchtitan.utils.text import aligned, flat, show_size
 
 _PIECE = 1 << 18
 """Elements compared at a time."""
@@ -29,11 +30,8 @@ def settings(manifest: Manifest) -> dict[str, Any]:
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
     for name, keys in given.get("custom", {}).items():
-        out |= (
-            {f"custom.{name}.{key}": value for key, value in keys.items()}
-            if isinstance(keys, dict)
-            else {}
-        )
+        if isinstance(keys, dict):
+            out |= {f"custom.{name}.{key}": value for key, value in keys.items()}
     return out
 
 
@@ -54,7 +52,7 @@ class Summary:
     model: dict[str, Any]
     parameters: int
     bytes: dict[str, dict[str, int]]
-    """Of the tensors, by part (`model`, `optimizer`) and dtype."""
+    """Size of the tensors by part (`model`, `optimizer`) and dtype."""
     files: int
     file_bytes: int
     train_state: dict[str, Any]
@@ -96,11 +94,9 @@ def summarize(step: Path) -> Summary:
 
 def _state(manifest: Manifest) -> dict[str, Any]:
     """`train_state`, as the manifest has it."""
-    return (
-        {}
-        if manifest.train_state is None
-        else manifest.train_state.model_dump(exclude_defaults=True)
-    )
+    if manifest.train_state is None:
+        return {}
+    return manifest.train_state.model_dump(exclude_defaults=True)
 
 
 def overview(found: Sequence[Summary]) -> str:
@@ -115,7 +111,7 @@ def overview(found: Sequence[Summary]) -> str:
                 str(s.step),
                 s.saved,
                 f"{s.parameters:,}",
-                _size(s.file_bytes),
+                show_size(s.file_bytes),
                 ", ".join(s.bytes.get("model", {})),
                 "" if tokens is None else f"{tokens:,}",
                 "yes" if s.resumable else _kind(s),
@@ -126,64 +122,52 @@ def overview(found: Sequence[Summary]) -> str:
 
 def _page(s: Summary) -> Iterator[str]:
     yield s.path
+    limits = "" if s.resumable else f" ({_kind(s)}: can't be resumed)"
     rows = [
-        ("step", f"{s.step}" + ("" if s.resumable else f" ({_kind(s)}: can't be resumed)")),
+        ("step", f"{s.step}{limits}"),
         ("saved", s.saved),
         ("model", f"{s.model.get('name')}, {s.parameters:,} parameters"),
     ]
     for part, sizes in s.bytes.items():
-        rows.append((part, ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())))
-    rows.append(("files", f"{s.files}, {_size(s.file_bytes)}"))
+        kinds = [f"{name} {show_size(size)}" for name, size in sizes.items()]
+        rows.append((part, ", ".join(kinds)))
+    rows.append(("files", f"{s.files}, {show_size(s.file_bytes)}"))
     yield indent(aligned(rows), "  ")
     if s.merged:
         yield "  merged from"
     for source in s.merged or ():
-        yield (
-            f"    {source['weight']:.3g} x "
-            f"{source['checkpoint']}{' (ema)' if source['averaged'] else ''}"
-        )
+        ending = " (ema)" if source["averaged"] else ""
+        yield f"    {source['weight']:.3g} x {source['checkpoint']}{ending}"
+    written_by: dict[str, Any] = dict(s.versions)
+    if s.git:
+        written_by["git"] = s.git
+    if s.ranks:
+        written_by["ranks"] = s.ranks
     position = dict(s.train_state.get("data", {}))
     position.pop("fingerprint", None)  # shown as "data"
-    position["sources"] = {
-        name: source | ({"lanes": "see --json"} if "lanes" in source else {})
-        for name, source in position.get("sources", {}).items()
+    position["sources"] = {}
+    for name, source in s.train_state.get("data", {}).get("sources", {}).items():
+        lanes = {"lanes": "see --json"} if "lanes" in source else {}
+        position["sources"][name] = source | lanes
+    tables = {
+        "written by": written_by,
+        "model": s.model,
+        "state": s.train_state | {"data": position},
+        "data": s.data,
+        "configuration, without the defaults": s.config,
     }
-    for title, table in (
-        (
-            "written by",
-            s.versions
-            | {name: value for name, value in (("git", s.git), ("ranks", s.ranks)) if value},
-        ),
-        ("model", s.model),
-        ("state", s.train_state | {"data": position}),
-        ("data", s.data),
-        ("configuration, without the defaults", s.config),
-    ):
+    for title, table in tables.items():
         if table:
             yield f"  {title}"
-        yield from (f"    {key} = {value}" for key, value in flat(table).items())
+        for key, value in flat(table).items():
+            yield f"    {key} = {value}"
 
 
 def _kind(s: Summary) -> str:
     """What a checkpoint that can't be resumed holds."""
-    return (
-        "the average of the weights"
-        if s.averaged
-        else "merged weights"
-        if s.merged
-        else "weights only"
-    )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
-
-
-def flat(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one table, by dotted key."""
-    if not isinstance(table, dict) or not table:
-        return {prefix[:-1]: table} if prefix else {}
-    return {k: v for key, value in table.items() for k, v in flat(value, f"{prefix}{key}.").items()}
+    if s.averaged:
+        return "the average of the weights"
+    return "merged weights" if s.merged else "weights only"
 
 
 def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
@@ -194,12 +178,11 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     """
     first = read_manifest(a)
     second = read_manifest(b)
-    for part, x, y in (
-        ("config", settings(first), settings(second)),
-        ("train_state", flat(_state(first)), flat(_state(second))),
+    for part, absent, x, y in (
+        ("config", "default", settings(first), settings(second)),
+        ("train_state", "absent", flat(_state(first)), flat(_state(second))),
     ):
         for key in sorted(x.keys() | y.keys()):
-            absent = "default" if part == "config" else "absent"
             if x.get(key) != y.get(key):
                 yield part, f"{key}: {x.get(key, absent)} in a, {y.get(key, absent)} in b"
     readers = Reader(a), Reader(b)
@@ -238,7 +221,5 @@ def _distance(readers: Sequence[Reader], key: str, tolerance: float) -> str | No
         reader.read_metadata().state_dict_metadata[key].properties.dtype for reader in readers
     ]
     types = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} in a, {dtypes[1]} in b; "
-    return (
-        f"{types}max |a - b| {largest:.3g}, |a - b| / |a| "
-        f"{(squares / norm) ** 0.5 if norm else float('inf'):.3g}"
-    )
+    relative = (squares / norm) ** 0.5 if norm else math.inf
+    return f"{types}max |a - b| {largest:.3g}, |a - b| / |a| {relative:.3g}"

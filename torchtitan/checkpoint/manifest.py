@@ -23,15 +23,12 @@ from pydantic import (
 from torchtitan.data.positions import DataState
 from torchtitan.utils.errors import DamageError, FormatBugError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.formats import Count, Strict
+from torchtitan.utils.limits import CONFIG_TABLE_LEVELS, JSON_BYTES
 from torchtitan.utils.storage import patiently
-from torchtitan.utils.strict import Count, Strict
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-_LARGEST = 1 << 28
-"""Bytes; those of a run on 100,000 ranks stay below."""
-_DEEPEST = 8
-"""Levels of tables in a configuration."""
 _SEAL = b',\n "sha256": '
 
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
@@ -101,7 +98,7 @@ def _configuration(toml: str) -> str:
     if wrong := [name for name, section in sections.items() if not isinstance(section, dict)]:
         raise ValueError(f"no section {wrong[0]!a}")
     tables = [sections]
-    for _ in range(_DEEPEST):
+    for _ in range(CONFIG_TABLE_LEVELS):
         tables = [value for table in tables for value in table.values() if isinstance(value, dict)]
     if tables:
         raise ValueError("nested too deeply")
@@ -236,7 +233,7 @@ def manifest_bytes(path: Path) -> bytes:
     Raises:
         OSError: it can't be read.
     """
-    return patiently(path, lambda: read_regular(path / MANIFEST, _LARGEST))
+    return patiently(path, lambda: read_regular(path / MANIFEST, JSON_BYTES))
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -6,34 +6,45 @@ the exit status.
 
 import importlib
 import sys
+from types import ModuleType
 
 from torchtitan import __version__
-from torchtitan.utils.environment import reporting_rank
-from torchtitan.utils.errors import did_you_mean, run_main
+from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.process import reporting_rank, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
-COMMANDS = {
-    "init": "Start a project: plan, choose a layout, write a configuration and its job.",
-    "train": "Train on this machine, or on this node of several.",
-    "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
-    "schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
-    "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
-    "config": "Check and explain a configuration.",
-    "parity": "Check that a distributed configuration computes what one process does.",
-    "matrix": "Measure which features work together.",
-    "ckpt": "Inspect, verify, compare, prune, upload, convert and merge checkpoints.",
-    "generate": "Generate text from a checkpoint.",
-    "eval": "Score a checkpoint on benchmarks (lm-eval).",
-    "tokenize": "Tokenize text once, ahead of training.",
-    "submit": "Write a Slurm job for a configuration, or for a grid of runs.",
-    "jobs": "List Slurm jobs and their logs.",
-    "runs": "List the runs below a folder.",
-    "report": "Show runs, and how they differ.",
-    "watch": "Show runs in a browser while they train.",
-    "doctor": "Explain why a run hangs or has failed.",
-    "completion": "Print a completion script for bash or zsh.",
+GROUPS = {
+    "train": {
+        "init": "Start a project: plan, choose a layout, write a configuration and its job.",
+        "train": "Train on this machine, or on this node of several.",
+        "submit": "Write a Slurm job for a configuration, or for a grid of runs.",
+        "jobs": "List Slurm jobs and their logs.",
+        "tokenize": "Tokenize text once, ahead of training.",
+    },
+    "check before training": {
+        "config": "Check and explain a configuration.",
+        "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
+        "pipeline-schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
+        "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
+        "parity": "Check that a distributed configuration computes what one process does.",
+    },
+    "look at runs": {
+        "runs": "List the runs below a folder.",
+        "report": "Show runs, and how they differ.",
+        "watch": "Show runs in a browser while they train.",
+        "doctor": "Explain why a run hangs or has failed.",
+    },
+    "use the model": {
+        "ckpt": "Inspect, verify, compare, prune, upload, convert and merge checkpoints.",
+        "generate": "Generate text from a checkpoint.",
+        "eval": "Score a checkpoint on benchmarks (lm-eval).",
+    },
+    "set up": {"completion": "Print a completion script for bash or zsh."},
 }
-"""Every command, in the order of `torchtitan --help`."""
+"""What each command does, as `torchtitan --help` lists it."""
+
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+_RENAMED = {"schedule": "pipeline-schedule"}
 
 
 def main() -> int:
@@ -41,24 +52,39 @@ def main() -> int:
     return run_main(_dispatch, rank=reporting_rank())
 
 
+def command_module(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"torchtitan.commands.{name.replace('-', '_')}")
+
+
 def _dispatch(argv: list[str]) -> int | None:
     name = argv[0] if argv else "--help"
     if name in ("--help", "-h"):
-        width = max(map(len, COMMANDS)) + 2
-        print("usage: torchtitan COMMAND ...\n\ncommands:")
-        print("\n".join(f"  {command:<{width}}{text}" for command, text in COMMANDS.items()))
-        print(
-            "\n`torchtitan COMMAND --help` lists the options of a command, `torchtitan "
-            "--version` prints the version."
-        )
+        print(_help())
         return 0
     if name == "--version":
         print(f"torchtitan {__version__}")
         return 0
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"
+        if name in _RENAMED:
+            hint = f"; it is called {_RENAMED[name]!r} now"
         print(f"error: no command {name!r}{hint}", file=sys.stderr)
         return 2
     if name == "train":
         exit_when_stopped()  # before the half second that the import takes
-    return importlib.import_module(f"torchtitan.commands.{name}").main(argv[1:])
+    return command_module(name).main(argv[1:])
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["usage: torchtitan COMMAND ..."]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<{width}}{text}" for name, text in commands.items()]
+    lines += [
+        "",
+        "`torchtitan COMMAND --help` lists the options of a command, `torchtitan "
+        "--version` prints the version.",
+    ]
+    return "\n".join(lines)

@@ -1,14 +1,13 @@
 """Print a completion script for bash or zsh: commands, options, configuration keys and TOML files.
 
 torchtitan completion bash > ~/.local/share/bash-completion/completions/torchtitan
-torchtitan completion zsh > ~/.torchtitan.zsh     # and in ~/.zshrc, after compinit: source
-~/.torchtitan.zsh
+torchtitan completion zsh > ~/.torchtitan.zsh
+and in ~/.zshrc, after compinit: source ~/.torchtitan.zsh
 """
 
 import argparse
-import importlib
 
-from torchtitan.commands import COMMANDS
+from torchtitan.commands import COMMANDS, command_module
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.utils.assets import shipped_configs
 
@@ -59,13 +58,10 @@ def words_of(parser: argparse.ArgumentParser) -> list[str]:
 
 def script(shell: str) -> str:
     """The completion script, which answers without starting Python."""
-    parsers = {
-        name: importlib.import_module(f"torchtitan.commands.{name}").parser() for name in COMMANDS
-    }
-    cases = [
-        f"        {name}) words='{' '.join(words_of(parser))}' ;;"
-        for name, parser in parsers.items()
-    ]
+    cases = []
+    for name in COMMANDS:
+        words = " ".join(words_of(command_module(name).parser()))
+        cases.append(f"        {name}) words='{words}' ;;")
     filled = SCRIPT % {
         "commands": " ".join(COMMANDS),
         "cases": "\n".join(cases),

@@ -59,8 +59,8 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
     from torchtitan.parallel.groups import init_distributed
     from torchtitan.testing.parity import check
     from torchtitan.utils.device import current_device
-    from torchtitan.utils.environment import rank_and_world
     from torchtitan.utils.logging import init_logging, logger
+    from torchtitan.utils.process import rank_and_world
 
     rank, world = rank_and_world()
     init_logging(rank)

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from torchtitan.config.derive import derive, gradient_accumulation_steps
+from torchtitan.config.derive import cuts, derive, gradient_accumulation_steps
 from torchtitan.config.load.command_line import show_help
 from torchtitan.config.load.decode import LoadedConfig, load_config
 from torchtitan.config.load.extend import extend
-from torchtitan.config.rules.lr import cuts
-from torchtitan.config.rules.validate import validate
+from torchtitan.config.rules import validate
 from torchtitan.config.sections.schema import Config
 
 __all__ = [

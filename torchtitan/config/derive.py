@@ -1,18 +1,27 @@
-"""Values derived from other keys. Each rule is one function; `torchtitan config --explain` shows
-its formula.
+"""Values derived from other keys, each by one function. `torchtitan config --explain` shows their
+formulas.
+
+What `lr_scheduler.name` stands for:
+
+name                    decay_ratio               decay_type
+linear, sqrt, cosine    every step after warm-up  the name
+wsd                     as given, default 0.2     as given, default linear
+constant                0
+unset                   as given, default every   as given, default linear
+                        step after warm-up
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from torchtitan.config.rules import lr as lr_schedule
-from torchtitan.config.rules.lr import Derived
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Parallelism
 from torchtitan.config.sections.schema import Config
-from torchtitan.config.sections.section import Section
+from torchtitan.config.sections.types import Section
 
 Nested = TypeVar("Nested", bound=Section)
+Derived = tuple[str, Any, str]
+"""(key, value, formula)."""
 
 DEGREE_KEYS = {
     "pp": "pipeline_parallel_degree",
@@ -24,6 +33,11 @@ DEGREE_KEYS = {
 """Mesh axis, from outer to inner, to the key of its degree in `[parallelism]`."""
 AXES = tuple(DEGREE_KEYS)
 """Mesh axes. Inner axes communicate most, so their ranks are placed closest."""
+
+SHAPES = ("linear", "sqrt", "cosine")
+"""Shapes of a learning rate's decay."""
+_WSD_DECAY = 0.2
+"""As in Hägele et al., arXiv:2405.18392."""
 
 
 def axis_degrees(parallelism: Parallelism) -> dict[str, int]:
@@ -74,9 +88,8 @@ def _copies(config: Config, world: int) -> Derived | None:
     each.
     """
     p = config.parallelism
-    ranks, rest = divmod(
-        world, math.prod(d for a, d in axis_degrees(p).items() if not a.startswith("dp_"))
-    )
+    others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    ranks, rest = divmod(world, others)
     if not config.fault_tolerance.elastic or rest or not ranks:
         return None
     shards = min(max(1, p.data_parallel_shard_degree), ranks)
@@ -117,11 +130,8 @@ def _expert_degree(config: Config, world: int) -> Derived | None:
     value = math.gcd(given, ranks)
     if not config.fault_tolerance.elastic or value == given:
         return None
-    return (
-        "parallelism.expert_parallel_degree",
-        value,
-        f"at most {given}, for experts on {ranks} ranks",
-    )
+    text = f"at most {given}, for experts on {ranks} ranks"
+    return "parallelism.expert_parallel_degree", value, text
 
 
 def _validation_batch(config: Config, world: int) -> Derived | None:
@@ -144,15 +154,67 @@ def _global_batch(config: Config, world: int) -> Derived | None:
     return "training.global_batch_size", t.local_batch_size * dp, text
 
 
-RULES: tuple[Callable[[Config, int], Derived | None], ...] = (
+def _total_steps(config: Config, world: int) -> Derived | None:
+    if config.lr_scheduler.total_steps is not None:
+        return None
+    return "lr_scheduler.total_steps", config.training.steps, "training.steps"
+
+
+def _warmup(config: Config, world: int) -> Derived | None:
+    s = config.lr_scheduler
+    if s.total_steps is None or s.warmup_steps <= s.total_steps:
+        return None
+    text = f"{s.warmup_steps} cut to total_steps {s.total_steps}"
+    return "lr_scheduler.warmup_steps", s.total_steps, text
+
+
+def _decay_type(config: Config, world: int) -> Derived | None:
+    s = config.lr_scheduler
+    if s.decay_type is not None:
+        return None
+    if s.name in SHAPES:
+        return "lr_scheduler.decay_type", s.name, "lr_scheduler.name"
+    if s.name in (None, "wsd"):
+        return "lr_scheduler.decay_type", "linear", "the default shape"
+    return None
+
+
+def _decay_ratio(config: Config, world: int) -> Derived | None:
+    s = config.lr_scheduler
+    if s.decay_ratio is not None or s.name not in ("wsd", "constant"):
+        return None
+    ratio = _WSD_DECAY if s.name == "wsd" else 0.0
+    return "lr_scheduler.decay_ratio", ratio, f"lr_scheduler.name {s.name}"
+
+
+def _decay_after_warmup(config: Config, world: int) -> Derived | None:
+    """A short run of a long schedule, as by `--training.steps 10`, has fewer steps to decay in."""
+    s = config.lr_scheduler
+    if s.decay_ratio is None or s.total_steps is None:
+        return None
+    left = s.total_steps - s.warmup_steps
+    if round(s.total_steps * s.decay_ratio) <= left:
+        return None
+    text = (
+        f"{s.decay_ratio:g} cut to {left} steps, which {s.warmup_steps} warmup_steps leave "
+        f"of {s.total_steps}"
+    )
+    return "lr_scheduler.decay_ratio", left / s.total_steps, text
+
+
+_DERIVATIONS: tuple[Callable[[Config, int], Derived | None], ...] = (
     _copies,
     _shard_degree,
     _expert_degree,
     _validation_batch,
     _global_batch,
-    *lr_schedule.DERIVED,
+    _total_steps,
+    _warmup,
+    _decay_type,
+    _decay_ratio,
+    _decay_after_warmup,
 )
-"""Applied in order: a later rule sees the values of earlier ones."""
+"""Applied in order: a later one sees the values of earlier ones."""
 
 
 def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
@@ -160,11 +222,26 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     key.
     """
     formulas = {}
-    for rule in RULES:
-        if result := rule(config, world):
+    for derivation in _DERIVATIONS:
+        if result := derivation(config, world):
             key, value, formulas[key] = result
             config = replace(config, key, value)
     return config, formulas
+
+
+def cuts(given: Config, formulas: dict[str, str], sources: dict[str, str]) -> Iterator[str]:
+    """A warning for each given value that the length of the schedule cut.
+
+    Args:
+        given: before values were derived.
+        formulas, sources: as in `Resolved`.
+    """
+    for key in ("warmup_steps", "decay_ratio"):
+        name = f"lr_scheduler.{key}"
+        if getattr(given.lr_scheduler, key) is not None and name in formulas:
+            where = sources.get(name, "default")
+            place = name if where == f"--{name}" else f"{where}: {name}"
+            yield f"{place}: {formulas[name]}"
 
 
 def degrees_fill(config: Config, world: int) -> bool:

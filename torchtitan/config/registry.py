@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict
 
-from torchtitan.config.sections.section import Section
+from torchtitan.config.sections.types import Section
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief, cut
 
@@ -185,7 +185,7 @@ losses = Functions("training.loss", "loss", ("cross_entropy",))
 data_sources = Functions(
     "training.dataset", "data source", ("demo", "demo_validation", "c4", "c4_test", "c4_validation")
 )
-"""`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.custom`."""
+"""`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.sources`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.text.tokenizer.Tokenizer`."""
 metric_sinks = Functions(
@@ -212,6 +212,9 @@ REGISTRIES: tuple[Functions, ...] = (
     tokenizers,
     metric_sinks,
 )
+"""What a module of the user registers, with keys of its own."""
+CHOICES: tuple[Registry[Any], ...] = (*REGISTRIES, model_families)
+"""Everything that a key chooses by name."""
 
 
 def unknown_dataset(name: str) -> str | None:

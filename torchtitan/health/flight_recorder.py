@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from torchtitan.config.sections.schema import Comm
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.formats import safe_loads
 from torchtitan.utils.torch_compat import torch_is_before_2_13
-from torchtitan.utils.unpickle import safe_loads
 
 DUMPED = 2000
 """Collectives written per rank. One rank reads those of all ranks, so this is bounded."""

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,8 @@ from torchtitan.models.packed_attention import PackedDocuments, attend_documents
 from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
-if TYPE_CHECKING:
-    pass
-
-Mask = Union[Tensor, PackedDocuments, "BlockMask"]
-"""Result of `document_mask`."""
+Mask = Any
+"""Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""
 
 
 class Attend(Protocol):

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import Registry, model_families
-from torchtitan.config.sections.section import Section
-from torchtitan.config.sections.types import SeqLen, VocabSize, Width
+from torchtitan.config.sections.types import Section, SeqLen, VocabSize, Width
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.text import brief
 

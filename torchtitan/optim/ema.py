@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from torchtitan.config.sections.ema import EMA
+from torchtitan.config.sections.optim import EMA
 from torchtitan.parallel.collectives import local, sharded_like, storage_of
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from torchtitan.config.registry import Custom, schedules
-from torchtitan.config.sections.data import Stage
+from torchtitan.config.sections.data import DataStage
 from torchtitan.config.sections.optim import LRScheduler
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.utils.errors import UserError
@@ -68,7 +68,7 @@ def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> f
     return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * factor
 
 
-def stage_scale(step: int, stages: Sequence[Stage]) -> float:
+def stage_scale(step: int, stages: Sequence[DataStage]) -> float:
     """`lr_scale` of the stage of `step`, counted from 0."""
     scale = 1.0
     for stage in stages:
@@ -86,7 +86,7 @@ class LRSchedule:
         peak: float,
         schedule: LRScheduler,
         custom: Custom | None = None,
-        stages: Sequence[Stage] = (),
+        stages: Sequence[DataStage] = (),
     ):
         self.optimizer = optimizer
         self.peak = peak

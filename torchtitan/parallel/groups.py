@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from torchtitan.config.sections.schema import Comm
 from torchtitan.utils.activity import CHECKPOINT_GROUP
-from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.logging import logger
+from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.torch_compat import silence_false_alarms, store_of_this_attempt
 
 CONNECTED_RANKS = 64

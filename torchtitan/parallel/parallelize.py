@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.derive import layout_degrees, layout_name
-from torchtitan.config.rules.support import FLOAT8, compiles_blocks, uses
+from torchtitan.config.features import FLOAT8, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ModelArgs, ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -18,7 +18,7 @@ from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import keep_modules, stage_modules
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.quantize import quantize
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.logging import logger
@@ -29,7 +29,7 @@ def parallelize(
     config: Config,
     spec: ModelSpec,
     args: ModelArgs,
-    stages: PipelineStages | None,
+    stages: StagePlan | None,
     mesh: Mesh,
     device: torch.device,
     *,

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.models.layers import Mask, document_mask
 from torchtitan.models.protocols import Model
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
@@ -37,7 +37,7 @@ _IN_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """The computations, by torch's names, that a forward without a backward needs."""
 
 
-def stage_modules(stages: PipelineStages | None, rank: int) -> list[tuple[str, ...] | None]:
+def stage_modules(stages: StagePlan | None, rank: int) -> list[tuple[str, ...] | None]:
     """Names of the modules on each stage of a rank; `[None]`, all modules, without a pipeline."""
     if stages is None:
         return [None]
@@ -105,7 +105,7 @@ class Pipeline:
     def __init__(
         self,
         models: Sequence[FSDPModule],
-        stages: PipelineStages,
+        stages: StagePlan,
         shapes: StageShapes,
         positions: Tensor,
         group: dist.ProcessGroup,

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.limits import PIPELINE_SCHEDULE_BYTES
 from torchtitan.utils.text import brief
 
 
 @dataclass(frozen=True)
 class Action:
-    """One computation: a forward `F`, a backward `B`, or the backward of inputs `I` or weights `W`
-    only.
-    """
+    """A computation: forward `F`, backward `B`, or its halves for inputs `I` and weights `W`."""
 
     stage: int
     kind: str
@@ -34,8 +35,26 @@ class Action:
 
 
 _TOKEN = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
-MOST_BYTES = 2**22
-"""Of a schedule's file."""
+_KEY = "parallelism.pipeline_parallel_schedule_csv"
+
+
+def schedule_file(config: Config) -> list[list[Action]] | None:
+    """Each rank's computations in the file that the configuration names; None if it names none.
+
+    Raises:
+        ConfigError: what is wrong with the file.
+    """
+    p = config.parallelism
+    path = p.pipeline_parallel_schedule_csv
+    if not path or p.pipeline_parallel_degree == 1:
+        return None
+    orders, problems = read_orders(path, p.pipeline_parallel_degree)
+    if not problems:
+        stages = max(action.stage for order in orders for action in order) + 1
+        problems += order_problems(path, orders, stages)
+    if problems:
+        raise ConfigError(problems)
+    return orders
 
 
 def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
@@ -44,14 +63,12 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
 
     `(0F1;3B0)OVERLAP_F_B` counts as its two parts.
     """
-    key = "parallelism.pipeline_parallel_schedule_csv"
     try:
-        rows = list(
-            csv.reader(read_regular(Path(path), MOST_BYTES, links=True).decode().splitlines())
-        )
+        text = read_regular(Path(path), PIPELINE_SCHEDULE_BYTES, links=True).decode()
+        rows = list(csv.reader(text.splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        return [], [f"{key}: can't read {path!r}: {getattr(error, 'strerror', None) or error}"]
-    problems = []
+        return [], [f"{_KEY}: can't read {path!r}: {getattr(error, 'strerror', None) or error}"]
+    problems: list[str] = []
     orders = []
     for number, row in enumerate(rows, 1):
         order = []
@@ -59,22 +76,21 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
             parts = cell.removesuffix("OVERLAP_F_B").strip("()").split(";") if cell else []
             matches = [_TOKEN.fullmatch(part.strip()) for part in parts]
             if not all(matches):
-                problems.append(f"{key}: {path}:{number}: {brief(cell)} is "
-                "not a computation; write "
-                "stage, F, B, I or "
-                                "W, and microbatch, for example 0F3; leave out "
-                                "communication")  # fmt: skip
+                problems.append(
+                    f"{_KEY}: {path}:{number}: {brief(cell)} is not a computation; write stage, "
+                    "F, B, I or W, and microbatch, for example 0F3; leave out communication"
+                )
                 break
             order += [Action(int(m[1]), m[2], int(m[3])) for m in matches if m]
         if not order and not problems:
             problems.append(
-                f"{key}: {path}:{number}: rank {number - 1} computes nothing; every rank "
-                "needs a stage"
+                f"{_KEY}: {path}:{number}: rank {number - 1} computes nothing; every rank needs a "
+                "stage"
             )
         orders.append(order)
     if len(rows) != degree:
         problems.append(
-            f"{key}: {path} has {len(rows)} rows, one per rank, but "
+            f"{_KEY}: {path} has {len(rows)} rows, one per rank, but "
             f"parallelism.pipeline_parallel_degree is {degree}"
         )
     return orders, problems
@@ -82,7 +98,7 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
 
 def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterator[str]:
     """Why a schedule would compute something wrong or never finish; the first reason only."""
-    key = f"parallelism.pipeline_parallel_schedule_csv: {path}"
+    key = f"{_KEY}: {path}"
     owner: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
@@ -97,9 +113,9 @@ def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterat
             found = f"stage {stage}, microbatch {microbatch} has {kinds or 'nothing'}"
             yield f"{key}: {found}; it needs F and B, or F, I and W"
             return
-    forwards = [
-        a.microbatch for a in orders[owner[stages - 1]] if a.stage == stages - 1 and a.kind == "F"
-    ]
+    last = stages - 1
+    order = orders[owner[last]]
+    forwards = [a.microbatch for a in order if a.stage == last and a.kind == "F"]
     if forwards != list(range(len(microbatches))):
         yield (
             f"{key}: the last stage must run the forwards of its microbatches in the order "
@@ -154,16 +170,16 @@ def execute(orders: Sequence[Sequence[Action]]) -> list[Step]:
                 if source is None:
                     break
                 if action.kind != "W":
-                    done[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = len(
-                        steps
-                    )
-                steps.append(Step(rank, action, source, source >= 0 and steps[source].rank != rank))
+                    kind = "F" if action.kind == "F" else "B"
+                    done[action.stage, kind, action.microbatch] = len(steps)
+                remote = source >= 0 and steps[source].rank != rank
+                steps.append(Step(rank, action, source, remote))
                 position[rank] += 1
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
+            stuck = order[position[rank]]
             raise DeadlockError(
-                f"can never run {order[position[rank]]} of rank {rank}: what it waits "
-                "for comes later"
+                f"can never run {stuck} of rank {rank}: what it waits for comes later"
             )
     return steps
 

@@ -17,17 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.config.rules.device import Accelerator, check_device
-from torchtitan.config.rules.support import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.features import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.rules import Accelerator, Facts, check
 from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.quantize_experts import quantize_experts
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_compat import (
+from torchtitan.utils.torch_compat import silence_false_alarms
+from torchtitan.utils.torchao_compat import (
     gather_float8_as_bytes,
     rows_for_empty_float8_shards,
     send_padded_float8_shards,
-    silence_false_alarms,
 )
 
 
@@ -43,7 +43,7 @@ def check_hardware(config: Config, device: torch.device) -> None:
         )
     else:
         found = Accelerator("a CPU", (0, 0))
-    check_device(config, found)
+    check(config, Facts(device=found))
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:

@@ -2,10 +2,11 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median_low
 from typing import Any
 
-from torchtitan.telemetry.pace import Pace
 from torchtitan.telemetry.trackers import Record
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import (
@@ -17,6 +18,11 @@ from torchtitan.utils.text import (
     show_rate,
     show_tokens,
 )
+
+_RECENT = 100
+"""Number of steps that show the current speed."""
+_USUAL = 3.0
+"""An interval longer than this many usual ones includes something that isn't a step."""
 
 
 class ConsoleSink:
@@ -37,39 +43,28 @@ class ConsoleSink:
         """Record that `step` has just ended."""
         self.pace.step_done(step)
         if self.bar is not None:
-            self.bar.show(step, left=_left(self.pace.seconds_left()))
+            self.bar.show(step, eta=_eta(self.pace.seconds_left()))
 
     def log(self, record: Record) -> None:
         for line in self.line(record).splitlines():
             logger.info(line)
         if self.bar is not None and "loss" in record:
-            self.bar.show(
-                record["step"],
-                loss=show_loss(record["loss"]),
-                rate=show_rate(record["tokens_per_second"]),
-            )
+            loss = show_loss(record["loss"])
+            rate = show_rate(record["tokens_per_second"])
+            self.bar.show(record["step"], figures=f"loss {loss}  {rate} tok/s")
 
     def line(self, record: Record) -> str:
-        """The record in words."""
+        """The record in words; a line for each set of a validation."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
-        losses = (
-            key.removeprefix("validation_loss")
-            for key in record
-            if key.startswith("validation_loss")
-        )
-        if sets := [suffix for suffix in losses if not suffix.startswith("_")]:
-            return "\n".join(f"{step}  {_validation(record, name)}" for name in sets)
-        if found := {
-            key.removeprefix("eval/"): value
-            for key, value in record.items()
-            if key.startswith("eval/")
-        }:
-            shown = (
-                f"{name} {value:.4f}" for name, value in found.items() if "_stderr" not in name
-            )
-            return f"{step}  eval  {'  '.join(shown)}"
+        parts = _evals(record) or self._training(record)
+        sets = [key.removeprefix("validation_loss") for key in record if _is_loss_of_set(key)]
+        lines = [_validation(record, name) for name in sets] or ["  ".join(parts)]
+        return "\n".join(f"{step}  {line}" for line in lines)
+
+    def _training(self, record: Record) -> list[str]:
+        if "loss" not in record:
+            return []
         parts = [
-            step,
             f"loss {show_loss(record['loss'])}",
             f"grad norm {record['grad_norm']:.3f}",
             f"lr {record['lr']:.2e}",
@@ -80,27 +75,76 @@ class ConsoleSink:
             parts.append(f"MFU {show_percent(record['mfu'])}")
         parts.append(f"{show_gib(record['memory_gib'])} ({record['memory_pct']:.0f}%)")
         if record["step"] < self.total:
-            parts.append(_left(self.pace.seconds_left()))
-        return "  ".join(parts)
+            parts.append(_eta(self.pace.seconds_left()))
+        return parts
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
 
 
-class _Bar:
-    """A live line at the bottom of the terminal: how far the run is, its last loss and rate, and
-    when it ends.
+class Pace:
+    """Estimates how long a run still takes, from the time between its steps.
+
+    An interval holds all that happens between two steps: validation, saves, waiting for data,
+    compilation. What it takes beyond three usual ones counts as an interruption. The steps that are
+    left are expected to take as long as recent ones do without interruptions, and to be interrupted
+    as often as all since the start. So a validation every thousand steps counts in proportion, and
+    a single pause changes the estimate by little.
     """
+
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
+        self.total = total_steps
+        self._clock = clock
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._count = 0
+        self._interrupted = 0.0
+        """Seconds of interruptions before the recent intervals."""
+        self._last: float | None = None
+        self._left = total_steps
+
+    def step_done(self, step: int) -> None:
+        """Record that `step` has just ended."""
+        now = self._clock()
+        self._left = self.total - step
+        if self._last is not None:
+            if len(self._recent) == _RECENT:
+                self._interrupted += max(0.0, self._recent[0] - self._longest_usual())
+            self._recent.append(now - self._last)
+            self._count += 1
+        self._last = now
+
+    def _longest_usual(self) -> float:
+        return _USUAL * median_low(self._recent)
+
+    def seconds_left(self) -> float | None:
+        """Seconds to the end of the last step; None before there is an interval to judge from.
+
+        The first interval begins at the end of the first step, which compiles.
+        """
+        if not self._recent:
+            return None if self._left else 0.0
+        limit = self._longest_usual()
+        usual = sum(min(interval, limit) for interval in self._recent) / len(self._recent)
+        interrupted = self._interrupted
+        interrupted += sum(max(0.0, interval - limit) for interval in self._recent)
+        # After few steps, a single interruption says little about how often there will be one.
+        share = interrupted / max(self._count, min(_RECENT, self.total // 10))
+        return self._left * (usual + share)
+
+
+class _Bar:
+    """A live line at the bottom of the terminal: progress, the last loss and rate, and the ETA."""
 
     def __init__(self, total_steps: int, start_step: int):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        words = (f"{{task.fields[{name}]}}" for name in ("figures", "left"))
-        columns = [BarColumn(bar_width=None), MofNCompleteColumn(), *map(TextColumn, words)]
         self._progress = Progress(
-            *columns,
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[eta]}"),
             console=Console(),  # the one that rich shares shows nothing below another live line
             transient=True,
             expand=True,
@@ -111,29 +155,44 @@ class _Bar:
             total=total_steps,
             completed=start_step,
             figures="",
-            left=_left(None),
+            eta=_eta(None),
         )
         self._progress.start()
 
-    def show(self, step: int, *, left: str | None = None, **figures: str) -> None:
+    def show(self, step: int, **fields: Any) -> None:
         """
         Args:
-            figures: `loss` and `rate`, if they are known anew.
+            fields: `figures` and `eta`, those that have changed.
         """
-        fields: dict[str, Any] = {} if left is None else {"left": left}
-        if figures:
-            fields["figures"] = f"loss {figures['loss']}  {figures['rate']} tok/s"
         self._progress.update(self._task, completed=step, **fields)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def _left(seconds: float | None) -> str:
-    """When the run ends."""
+def _eta(seconds: float | None) -> str:
+    """`ETA 22 s (12:04:16)`, with the date unless that is today."""
     if seconds is None:
-        return "left unknown"
-    return f"left {show_duration(seconds)}  ends {show_date(time.time() + seconds)}"
+        return "ETA unknown"
+    now = time.time()
+    today, _, _ = show_date(now).partition(" ")
+    end = show_date(now + seconds).removeprefix(f"{today} ")
+    return f"ETA {show_duration(seconds)} ({end})"
+
+
+def _evals(record: Record) -> list[str]:
+    """Scores of benchmarks; empty if the record has none."""
+    scores = [
+        f"{key.removeprefix('eval/')} {value:.4f}"
+        for key, value in record.items()
+        if key.startswith("eval/") and "_stderr" not in key
+    ]
+    return ["eval", *scores] if scores else []
+
+
+def _is_loss_of_set(key: str) -> bool:
+    """Whether a key is the loss of a validation set, not the one of the averaged weights."""
+    return key.startswith("validation_loss") and not key.startswith("validation_loss_")
 
 
 def _validation(record: Record, suffix: str) -> str:
@@ -141,14 +200,14 @@ def _validation(record: Record, suffix: str) -> str:
     Args:
         suffix: of the keys of one validation set.
     """
-    loss, bits, tokens = (
-        record[f"validation_{key}{suffix}"] for key in ("loss", "bits_per_byte", "tokens")
-    )
-    per_byte = f", {bits:.4f} bits per byte," if bits is not None else ""
-    name = f" of {suffix[1:]}" if suffix else ""
+    bits = record[f"validation_bits_per_byte{suffix}"]
     average = record.get(f"validation_loss_ema{suffix}")
-    averaged = f" ({show_loss(average)} averaged)" if average is not None else ""
-    return (
-        f"validation loss{name} {show_loss(loss)}{averaged}{per_byte} over "
-        f"{show_tokens(tokens)} tokens"
-    )
+    text = "validation loss"
+    if suffix:
+        text += f" of {suffix[1:]}"
+    text += f" {show_loss(record[f'validation_loss{suffix}'])}"
+    if average is not None:
+        text += f" ({show_loss(average)} averaged)"
+    if bits is not None:
+        text += f", {bits:.4f} bits per byte,"
+    return f"{text} over {show_tokens(record[f'validation_tokens{suffix}'])} tokens"

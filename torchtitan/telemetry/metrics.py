@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from torchtitan.config.sections import schema
 from torchtitan.config.sections.metrics import Metrics as MetricsConfig
 from torchtitan.telemetry.console import ConsoleSink
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers import Record
 from torchtitan.telemetry.trackers.build import Trackers
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
@@ -24,6 +25,7 @@ from torchtitan.utils.logging import logger
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
 """Kinds of time that count in rates."""
+_PEAKS = Path(__file__).with_name("peak_flops.toml")
 
 
 class Metrics:
@@ -37,7 +39,7 @@ class Metrics:
         config: MetricsConfig,
         job: schema.Job,
         settings: Mapping[str, Any],
-        ledger: Ledger,
+        run_record: RunRecord,
         *,
         start_step: int,
         total_steps: int,
@@ -73,7 +75,7 @@ class Metrics:
                 self.samples = JsonlSink(folder / "samples.jsonl", start_step)
         self.files = [file for file in (self.file, self.loads, self.samples) if file is not None]
         self.trackers = Trackers(
-            config, job, settings, ledger, start_step=start_step, custom=custom or Custom()
+            config, job, settings, run_record, start_step=start_step, custom=custom or Custom()
         )
         self.new_tokens = self.steps = 0
         self._dead = DeadExperts()
@@ -240,3 +242,34 @@ class Metrics:
         for file in self.files:
             file.close()
         self.trackers.close(reason)
+
+
+def describe_sources(
+    names: Sequence[str], sums: Sequence[Sequence[float]], tokens: Sequence[int]
+) -> dict[str, float | None]:
+    """Entries `loss/<name>`, `tokens/<name>`, `epochs/<name>` and `bytes_per_token/<name>`.
+
+    Args:
+        sums: from `SourceTally.take`. A source without rows since the last record has no loss.
+        tokens: read from each source by the whole run.
+    """
+    record: dict[str, float | None] = {}
+    for name, (loss, count, size, epochs), total in zip(names, sums, tokens, strict=True):
+        record[f"loss/{name}"] = loss / count if count else None
+        record[f"tokens/{name}"] = total
+        record[f"epochs/{name}"] = epochs
+        record[f"bytes_per_token/{name}"] = size / count if count else None
+    return record
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a device for compute in `dtype`, from `peak_flops.toml`; None if unknown.
+
+    Args:
+        device_name: as torch reports it, for example `NVIDIA H100 80GB HBM3`.
+    """
+    if dtype != "bfloat16":
+        return None
+    peaks: dict[str, float] = tomli.loads(_PEAKS.read_text(encoding="utf-8"))
+    matches = [name for name in peaks if name in device_name]
+    return peaks[max(matches, key=len)] if matches else None

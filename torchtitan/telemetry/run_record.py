@@ -18,10 +18,10 @@ import tomli
 
 from torchtitan.utils.activity import Kind, Stopwatch
 from torchtitan.utils.assets import CHECKOUT
-from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.errors import failure_of
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import plural, show_duration, show_percent
+from torchtitan.utils.text import flat, plural, show_duration, show_percent
 
 KINDS = {
     "steps": "steps",
@@ -72,8 +72,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """Differences between two runs' manifests, each as `key old -> new`."""
     out = []
     for about in ("config", "versions", "ranks", "git"):
-        old = _flat(before.get(about), about)
-        new = _flat(now.get(about), about)
+        old = _flat(about, before.get(about))
+        new = _flat(about, now.get(about))
         out += [
             f"{key} {_word(old.get(key))} -> {_word(new.get(key))}"
             for key in {**old, **new}
@@ -82,14 +82,13 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return out
 
 
-def _flat(value: Any, key: str) -> dict[str, Any]:
+def _flat(about: str, value: Any) -> dict[str, Any]:
     """Dotted keys; the configuration (TOML) and the versions without a prefix."""
-    if key == "config" and isinstance(value, str):
+    if about == "config" and isinstance(value, str):
         value = tomli.loads(value)
     if not isinstance(value, dict):
-        return {key: value}
-    prefix = "" if key in ("config", "versions") else f"{key}."
-    return {k: v for name, item in value.items() for k, v in _flat(item, prefix + name).items()}
+        return {about: value}
+    return flat(value, "" if about in ("config", "versions") else f"{about}.")
 
 
 def _word(value: Any) -> str:
@@ -102,7 +101,7 @@ def _word(value: Any) -> str:
     )
 
 
-class Ledger:
+class RunRecord:
     """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that
     fails.
     """
@@ -212,27 +211,21 @@ class Ledger:
         Returns:
             what rank 0 recorded; None on the others.
         """
-        if error is None:
-            reason = "completed" if step >= last_step else "preempted"
-        elif isinstance(error, KeyboardInterrupt):
-            reason = "interrupted"
-        elif from_another_rank(error):
-            reason = "failed: another rank stopped"
+        failure = None if error is None else failure_of(error)
+        if failure is not None:
+            reason = failure.end
         else:
-            reason = f"failed: {str(error).strip() or type(error).__name__}".splitlines()[0]
-        starts = []
+            reason = "completed" if step >= last_step else "preempted"
+        starts: list[dict[str, Any]] = []
         with suppress(OSError, ValueError, LookupError):
             run = self._read()
             starts = run["starts"]
         if self.writes:
-            told = (
-                starts[-1]["end"]
-                if starts and error is not None and from_another_rank(error)
-                else None
-            )
-            self.starts[-1] |= {"step": step, "end": told or reason}
+            if failure is not None and failure.elsewhere and starts:
+                reason = starts[-1]["end"] or reason
+            self.starts[-1] |= {"step": step, "end": reason}
             self._write(self.starts)
-        elif starts and isinstance(error, Exception) and not from_another_rank(error):
+        elif starts and isinstance(error, Exception) and not failure_of(error).elsewhere:
             starts[-1]["end"] = reason
             self._take(run)
             self._write(starts)

@@ -2,8 +2,7 @@
 
 import sys
 
-from torchtitan.utils.environment import reporting_rank
-from torchtitan.utils.errors import run_main
+from torchtitan.utils.process import reporting_rank, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from torchtitan.config import Resolved, resolve
 from torchtitan.telemetry.notify import report_error
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.utils.environment import rank_and_world
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
+from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.signals import INTERRUPTED, StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.text import plural, show_loss, show_tokens

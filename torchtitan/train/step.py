@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config.rules.support import FLOAT8, uses
+from torchtitan.config.features import FLOAT8, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torchtitan.config import complete
 from torchtitan.config.derive import replace
 from torchtitan.config.load.decode import load_config
+from torchtitan.config.rules import check
 from torchtitan.config.sections.schema import Comm
 from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.inference.model_source import Source, load_weights
+from torchtitan.inference.load import ModelSource, load_weights
 from torchtitan.models.spec import Init
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.init import materialize
@@ -19,9 +20,8 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline_stages import pipeline_stages
 from torchtitan.train.build import build_probe, row_unit
 from torchtitan.train.logits import Probe
-from torchtitan.train.preflight import Setup, check_experts, check_tensor_parallel
+from torchtitan.train.preflight import Setup, split_facts
 from torchtitan.utils.device import current_device, tune_cpu
-from torchtitan.utils.errors import ConfigError
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def process_group() -> Iterator[None]:
 
 
 def load_probe(
-    source: Source,
+    source: ModelSource,
     tokenizer: Tokenizer,
     layout: list[str],
     *,
@@ -78,12 +78,7 @@ def load_probe(
         replace(config, "model.name", source.spec.name), "model.flavor", str(source.folder)
     )
     args = source.args.model_copy(update={"max_seq_len": longest_row})
-    problems = [
-        *check_tensor_parallel(config, source.spec.tensor_parallel_sizes(args)),
-        *check_experts(config, source.spec.expert_sizes(args)),
-    ]
-    if problems:
-        raise ConfigError(problems)
+    check(config, split_facts(source.spec, args))
     stages = pipeline_stages(
         config, source.spec.module_flops(args, longest_row), source.spec.tied_modules(args)
     )

@@ -22,13 +22,11 @@ from torchtitan.inference.tasks import Tasks, scores
 from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups, set_timeout
 from torchtitan.parallel.quantize import check_hardware
-from torchtitan.telemetry.data_sources import describe_sources
 from torchtitan.telemetry.events import Events
-from torchtitan.telemetry.metrics import Metrics
+from torchtitan.telemetry.metrics import Metrics, describe_sources, peak_flops
 from torchtitan.telemetry.notify import start_notifier
-from torchtitan.telemetry.peak_flops import peak_flops
 from torchtitan.telemetry.profiler import Profiler
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers import Record
 from torchtitan.train.announce import announce_stage, announce_start
 from torchtitan.train.build import build, set_determinism
@@ -168,7 +166,7 @@ class Trainer:
         config = self.config
         self.stragglers = Stragglers(config.guard)
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
-        self.ledger = Ledger(
+        self.ledger = RunRecord(
             Path(config.job.dump_folder),
             describe_start(about, config.parallelism),
             step=self.progress.step,

@@ -26,7 +26,7 @@ CHECKPOINT_GROUP = "checkpoint"
 """Description of the process group that saves run on. A save in the background blocks nobody."""
 
 
-class Phase(NamedTuple):
+class Activity(NamedTuple):
     """What a rank is doing."""
 
     kind: Kind
@@ -54,16 +54,16 @@ class Exchange(NamedTuple):
     """Rows that will come from each of `ranks`."""
 
 
-Subscriber = Callable[[Phase, float], None]
+Subscriber = Callable[[Activity, float], None]
 """Called with a phase that ends, or that a nested one interrupts, and `monotonic()` of that moment.
 """
 
-_current = Phase("start", "starting", 0, monotonic())
+_current = Activity("start", "starting", 0, monotonic())
 _subscribers: list[Subscriber] = []
 _exchanges: deque[Exchange] = deque(maxlen=64)
 
 
-def current() -> Phase:
+def current() -> Activity:
     """The innermost phase. Every change makes a new object, so `is` tells whether anything has
     moved.
     """
@@ -72,7 +72,7 @@ def current() -> Phase:
 
 def begin(kind: Kind, activity: str, step: int = 0) -> None:
     """Enter a phase that lasts until the next `begin`; nested phases return to it."""
-    _change(Phase(kind, activity, step, monotonic()))
+    _change(Activity(kind, activity, step, monotonic()))
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def phase(kind: Kind, activity: str, step: int | None = None) -> Iterator[None]:
     An exception leaves the phase in place, because that is where the run failed.
     """
     outer = _current
-    _change(Phase(kind, activity, outer.step if step is None else step, monotonic()))
+    _change(Activity(kind, activity, outer.step if step is None else step, monotonic()))
     yield
     _change(outer._replace(since=monotonic()))
 
@@ -117,7 +117,7 @@ class Stopwatch:
         self._since = monotonic()
         _subscribers.append(self._add)
 
-    def _add(self, ended: Phase, at: float) -> None:
+    def _add(self, ended: Activity, at: float) -> None:
         self._seconds[ended.kind] += at - self._since
         self._since = at
 
@@ -135,7 +135,7 @@ class Stopwatch:
             _subscribers.remove(self._add)
 
 
-def _change(to: Phase) -> None:
+def _change(to: Activity) -> None:
     global _current
     ended = _current
     _current = to

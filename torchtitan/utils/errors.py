@@ -2,14 +2,13 @@
 
 import difflib
 import os
-import select
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from torchtitan.utils.limits import PROBLEM_CHARACTERS
 from torchtitan.utils.text import cut
-from torchtitan.utils.torchrun_error import tell_torchrun
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
 
@@ -24,7 +23,6 @@ class UserError(Exception):
 
 SHOWN_PROBLEMS = 20
 """Of more problems, only this many are shown."""
-_LONGEST_PROBLEM = 1000
 
 
 class ConfigError(UserError):
@@ -40,7 +38,7 @@ class ConfigError(UserError):
             where: in the heading of several problems.
             advice: a line after them.
         """
-        self.problems = [cut(problem, _LONGEST_PROBLEM) for problem in problems]
+        self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in problems]
         self.where = where
         self.advice = advice
         super().__init__("\n".join([*self.shown(), advice] if advice else self.shown()))
@@ -90,10 +88,10 @@ def report(error: UserError) -> None:
     if os.environ.get(DEBUG_ENV) == "1":
         traceback.print_exception(error)
     else:
-        print(_reported(error), file=sys.stderr, flush=True)
+        print(error_text(error), file=sys.stderr, flush=True)
 
 
-def _reported(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of `error`, for the terminal."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         problems = ("  - " + problem.replace("\n", "\n    ") for problem in error.shown())
@@ -111,11 +109,54 @@ _ANOTHER_RANK_FAILED = (
     "NCCL communicator was aborted",
 )
 """Messages of collectives after another rank has died; never the cause of a failure."""
+_TIMED_OUT = ("Timed out waiting", "collective operation timeout")
+"""Messages of collectives that another rank did not enter in time."""
 
 
 def from_another_rank(error: BaseException | str) -> bool:
     """Whether `error`, or its text, only reports that another rank has died."""
     return any(text in str(error) for text in _ANOTHER_RANK_FAILED)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank fails, in the words that the log, the run's files and messages share."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    """Never empty."""
+    expected: bool
+    """The user can fix it, or asked for it: a traceback would say nothing more."""
+    elsewhere: bool
+    """It only reports that another rank has died."""
+    is_cause: bool
+    """It follows neither from another rank's death nor from a hang."""
+
+    @property
+    def headline(self) -> str:
+        """The first line of the message."""
+        return self.message.splitlines()[0]
+
+    @property
+    def end(self) -> str:
+        """How the run ended, in `run.json`."""
+        if self.kind == KeyboardInterrupt.__name__:
+            return "interrupted"
+        return f"failed: {'another rank stopped' if self.elsewhere else self.headline}"
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Put an error into words."""
+    text = str(error)
+    elsewhere = from_another_rank(text)
+    return Failure(
+        kind=type(error).__name__,
+        message=text.strip() or type(error).__name__,
+        expected=isinstance(error, UserError | KeyboardInterrupt),
+        elsewhere=elsewhere,
+        is_cause=not elsewhere and not any(words in text for words in _TIMED_OUT),
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -130,51 +171,3 @@ def show_warnings(warnings: Iterable[str]) -> None:
     """Print what is legal, but probably a mistake, where there is no log."""
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-
-
-def run_main(
-    main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
-) -> int:
-    """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
-    caused it.
-
-    Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
-    other error. Only rank 0 reports configuration errors and hangs, which all ranks have in common.
-    """
-    try:
-        code = main(sys.argv[1:] if argv is None else argv) or 0
-        sys.stdout.flush()
-        return code
-    except UserError as error:
-        if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
-            return 128 + signal.SIGPIPE
-        reports = rank == 0 or not isinstance(error, (ConfigError, HangError))
-        if reports:
-            report(error)
-        tell_torchrun(_reported(error), repeat=reports)
-        return error.exit_code
-    except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            return 128 + signal.SIGPIPE
-        if os.environ.get(DEBUG_ENV) != "1" and from_another_rank(error):
-            print(f"rank {rank}: stopped because another rank failed", file=sys.stderr)
-        else:
-            traceback.print_exception(error)
-            tell_torchrun(_reported(error), repeat=True)
-        return 1
-
-
-def _nobody_reads() -> bool:
-    """Whether the process that reads standard output, for example `head`, has exited."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-    )  # or Python complains at its exit
-    return True

@@ -5,16 +5,52 @@ Sizes are bytes unless the comment says otherwise. A constant is named by what i
 
 # checkpoint
 
+CONFIG_TABLE_LEVELS = 8
+"""Nested tables in the configuration that a manifest holds."""
+
 # config
+TOML_BYTES = 2**17
+"""A configuration's files together."""
+TOML_VALUES = 10_000
+"""Values of a configuration, or words of a command line."""
+TOML_DEPTH = 16
+"""Tables inside of tables, or files that extend files."""
+KEY_LENGTH = 200
+NEAR_FILES = 1000
+"""Files compared with a misspelt name."""
+PIPELINE_SCHEDULE_BYTES = 2**22
 
 # data
+SEARCHED_FILES = 1_000_000
+"""Files and folders that a path may search for data. They take some seconds."""
+SEARCHED_AT_CHECK = 50_000
+"""The same while a configuration is checked. They take half a second."""
+RECORD_BYTES = 1000 * 2**20
+"""A JSON line, array entry or CSV field. It is held in memory."""
+CACHE_RECORD_BYTES = 2**32
+"""A record in the cache folder; that of a million files is smaller."""
+WHOLE_TEXT_CHARACTERS = 10_000_000
+"""A text for a tokenizer that can't encode pieces. Each character takes about 0.6 KB."""
+STATE_LEVELS = 100
+"""Levels of lists and objects in a stream's state; pydantic's parser accepts about 200."""
 
 # health
+MOST_RANKS = 2**20
+"""Number of ranks in the reports of a hang."""
 
 # inference
 
 # telemetry
+NOTIFICATIONS_TAIL = 256 * 1024
 
 # tools
 
 # utils
+
+JSON_BYTES = 2**28
+"""A JSON file; a manifest of 100,000 ranks or a list of a million data files is smaller."""
+LOCK_BYTES = 4096
+PROBLEM_CHARACTERS = 1000
+"""Of one problem in an error message."""
+PENDING_LOG_LINES = 10_000
+"""Lines logged before the log file is known."""

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, write_whole
+from torchtitan.utils.limits import LOCK_BYTES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
@@ -34,7 +35,6 @@ SETTLE_SECONDS = 1.0
 """How long to wait before reading a claim back. Object storage has no exclusive creation, so
 another may follow.
 """
-_LONGEST = 4096
 _SAME_START = 2.0
 """Difference in seconds between two readings of one process's start."""
 
@@ -102,7 +102,7 @@ def read_holder(folder: Path) -> tuple[Holder | None, bytes]:
     """
     path = folder / NAME
     try:
-        content = patiently(path, lambda: read_regular(path, _LONGEST))
+        content = patiently(path, lambda: read_regular(path, LOCK_BYTES))
     except FileNotFoundError:
         return None, b""
     except OSError as error:

@@ -15,12 +15,12 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import failure_of
+from torchtitan.utils.limits import PENDING_LOG_LINES
 from torchtitan.utils.text import DATE
 
 logger = logging.getLogger("torchtitan")
 logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show
-_MOST_PENDING = 10_000
 EVENT = "event"
 """Attribute of a log record that is an event of the run."""
 
@@ -96,9 +96,9 @@ def log_failure(error: BaseException) -> None:
     """Log why this rank fails to its file only: on the terminal, the error is reported once for all
     ranks.
     """
-    expected = isinstance(error, UserError | KeyboardInterrupt)
-    text = str(error) or type(error).__name__
-    logger.error(text, exc_info=None if expected else error, extra={"only_in_file": True})
+    failure = failure_of(error)
+    traceback = None if failure.expected else error
+    logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
 
 
 class _Stdout(logging.StreamHandler):
@@ -117,7 +117,7 @@ class _Pending(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.records: deque[logging.LogRecord] = deque(maxlen=_MOST_PENDING)
+        self.records: deque[logging.LogRecord] = deque(maxlen=PENDING_LOG_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)

@@ -1,6 +1,4 @@
-"""Folders by path or by URL (`s3://bucket/run`, `gs://...`), both with pathlib's interface. Imports
-no torch.
-"""
+"""Folders by path or URL (`s3://bucket/run`), both with pathlib's interface. Imports no torch."""
 
 import importlib
 import importlib.util
@@ -11,6 +9,7 @@ from typing import TypeVar
 
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.retry import retry
 
 Result = TypeVar("Result")
 
@@ -27,9 +26,7 @@ _OBJECT_STORES = (
 )
 _ATTEMPTS = 5
 _PAUSE = 1.0
-"""Mean seconds before the second attempt; doubles each time. The clients retry too, but give up
-sooner.
-"""
+"""Mean seconds before the second attempt. The clients retry too, but give up sooner."""
 _LASTING = (
     FileNotFoundError,
     FileExistsError,
@@ -77,22 +74,18 @@ def path_argument(name: str, option: str = "") -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Object stores have none, and a mistyped bucket must not be
-    created.
-    """
+    """Create a folder and its parents. A no-op on object stores: a mistyped bucket must fail."""
     if not str(path).startswith(_OBJECT_STORES):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path from `storage_path` is that of a URL."""
+    """Whether a path from `storage_path` was given as a URL."""
     return not isinstance(path, Path)
 
 
 def storage_problem(name: str) -> str | None:
-    """Why a URL can't be used on this machine: unknown scheme or missing package. Opens no
-    connection.
-    """
+    """Why a URL can't be used here: unknown scheme or missing package. Opens no connection."""
     if not is_url(name):
         return None
     from fsspec.registry import known_implementations
@@ -109,43 +102,34 @@ def storage_problem(name: str) -> str | None:
 
 
 def patiently(path: Path, action: Callable[[], Result]) -> Result:
-    """Return `action()`, which works on `path`; on remote storage, retry after errors that may be
-    transient.
+    """Return `action()`, which works on `path`; on remote storage, retry after transient errors.
 
     Raises:
         OSError: the last attempt failed. The storage clients' own exceptions are converted to it.
     """
     if not is_remote(path):
         return action()
-    import tenacity  # late: it imports asyncio
 
-    def warn(state: tenacity.RetryCallState) -> None:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        logger.warning(
-            f"{path}: {type(error).__name__}: {error}; trying again in {state.upcoming_sleep:.1f} s"
-        )
+    def warn(error: Exception, attempt: int, pause: float) -> None:
+        logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {pause:.1f} s")
 
-    attempt = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_is_transient),
-        stop=tenacity.stop_after_attempt(_ATTEMPTS),
-        # 0.5 to 1.5 times the pause: ranks that failed together try again at different times.
-        wait=tenacity.wait_exponential(multiplier=_PAUSE / 2)
-        + tenacity.wait_random_exponential(multiplier=_PAUSE),
-        before_sleep=warn,
-        reraise=True,
-    )
     try:
-        return attempt(action)
+        return retry(
+            action,
+            attempts=_ATTEMPTS,
+            pause=_PAUSE,
+            may_pass=_may_pass,
+            failed=warn,
+            spread=True,
+        )
     except (OSError, *_LASTING):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _is_transient(error: BaseException) -> bool:
-    lasting = isinstance(error, _LASTING) or "Credentials" in type(error).__name__
-    return isinstance(error, Exception) and not lasting
+def _may_pass(error: Exception) -> bool:
+    return not (isinstance(error, _LASTING) or "Credentials" in type(error).__name__)
 
 
 def delete_tree(path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Words, figures and tables for people, the same in logs, reports and pages; argument types of the
-command line.
-"""
+"""Words, figures and tables, the same in logs, reports and pages; argument types of commands."""
 
 import argparse
 import math
@@ -8,7 +6,8 @@ import os
 import re
 import reprlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 DATE = "%Y-%m-%d %H:%M:%S"
 """Of `time.strftime`: dates in logs and reports."""
@@ -85,6 +84,17 @@ def show_gib(gib: float) -> str:
     return f"{gib:,.{1 if abs(gib) >= 0.995 else 2}f} GiB"
 
 
+def show_size(size: float) -> str:
+    """`512 bytes`, `4.5 MB`, `12.3 GB`: a file or what is written of it, in the unit that fits."""
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:,.1f} TB"
+
+
 def show_rate(per_second: float) -> str:
     """`7,822`, such as of tokens per second; one decimal below 100."""
     return f"{per_second:,.{0 if abs(per_second) >= 99.95 else 1}f}"
@@ -122,6 +132,17 @@ def show_date(at: float) -> str:
 
 
 # ---- tables
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, by dotted key. Empty tables are left out."""
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

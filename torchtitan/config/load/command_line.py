@@ -14,9 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.config.load.compat import UNSUPPORTED, Tuning, renamed
 from torchtitan.config.load.keys import FIELDS, Setting
-from torchtitan.config.load.toml_file import MOST_VALUES, excess
+from torchtitan.config.load.toml_file import excess
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.limits import TOML_VALUES
 from torchtitan.utils.text import brief, cut
 
 _FILE = "job.config_file"
@@ -143,9 +144,9 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
 
 
 def _check_length(argv: list[str]) -> None:
-    if len(argv) > MOST_VALUES:
+    if len(argv) > TOML_VALUES:
         raise ConfigError(
-            [f"the command line has {len(argv):,} words; at most {MOST_VALUES:,} are read"]
+            [f"the command line has {len(argv):,} words; at most {TOML_VALUES:,} are read"]
         )
 
 

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from torchtitan.config.load.keys import Setting, place
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import (
+    CHOICES,
     REGISTRIES,
     Custom,
     Section,
     data_sources,
     import_custom,
-    model_families,
     tokenizers,
 )
 from torchtitan.config.sections.schema import Config
@@ -26,7 +26,7 @@ from torchtitan.utils.text import brief
 
 def unknown_names(given: Mapping[str, Setting]) -> Iterator[str]:
     """Names for which nothing is built in or registered. Any name of data may be a data set."""
-    for registry in (*REGISTRIES, model_families):
+    for registry in CHOICES:
         setting = given.get(registry.key)
         if setting is None or registry is data_sources:
             continue
@@ -48,7 +48,7 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
     given = {}
-    for registry in (*REGISTRIES, model_families):
+    for registry in CHOICES:
         section, name = registry.key.split(".")
         value = getattr(getattr(config, section), name)
         given[registry.key] = Setting(value, sources.get(registry.key, "default"))

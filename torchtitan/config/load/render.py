@@ -18,7 +18,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError, did_you_mean
 
 _WIDTH = 120
-"""Columns of a commented TOML file."""
+"""Columns of help and of a commented TOML file."""
 
 
 def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:
@@ -99,6 +99,12 @@ def _documented() -> Iterator[tuple[str, str, type[BaseModel], list[tuple[str, A
     yield "custom", "[custom.NAME]", Custom, []
 
 
+def prose(text: str | None) -> str:
+    """A docstring with each paragraph on one line."""
+    paragraphs = re.split(r"\n\s*\n", text or "")
+    return "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 def _default(info: Any) -> str:
     if info.is_required():
         return "required"
@@ -127,14 +133,13 @@ def help_text(section: str | None = None) -> str:
     lines += ["--help SECTION shows one section.", ""]
     for name, header, model, fields in _documented():
         if section is None or f"{name}.".startswith(f"{section}."):
-            lines += [f"{header}  {model.__doc__}"]
+            lines += textwrap.wrap(f"{header}  {prose(model.__doc__)}", _WIDTH)
             for key, info in fields:
                 flag = f"--{key}" if "." in key else key
-                lines += [
-                    f"  {flag}  {type_name(info.annotation, info.metadata)}  (default: "
-                    f"{_default(info)})"
-                ]
-                lines += [f"      {line.strip()}" for line in info.description.splitlines()]
+                kind = type_name(info.annotation, info.metadata)
+                lines += [f"  {flag}  {kind}  (default: {_default(info)})"]
+                wrapped = textwrap.fill(prose(info.description), _WIDTH - 6)
+                lines += textwrap.indent(wrapped, " " * 6).splitlines()
             lines += [""]
     return "\n".join(lines)
 
@@ -150,11 +155,11 @@ def markdown() -> str:
         "",
     ]
     for _, header, model, fields in _documented():
-        lines += [f"## {header}", "", (model.__doc__ or "").strip(), ""]
+        lines += [f"## {header}", "", prose(model.__doc__), ""]
         lines += ["| key | type | default | |", "|---|---|---|---|"] if fields else []
         for key, info in fields:
             kind = type_name(info.annotation, info.metadata).replace("|", "\\|")
-            text = " ".join(info.description.split()).replace("|", "\\|")
+            text = prose(info.description).replace("|", "\\|")
             lines += [f"| `{key.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {text} |"]
         lines += [""] if fields else []
     return "\n".join(lines)
@@ -162,13 +167,25 @@ def markdown() -> str:
 
 def json_schema() -> str:
     """A JSON Schema of the TOML files, for completion and checks in editors."""
-    schema = Config.model_json_schema()
+    schema = _joined(Config.model_json_schema())
     schema["properties"]["extends"] = {
         "description": "TOML file or files to extend: their values apply "
         "unless this file sets the key.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return json.dumps(schema, indent=1) + "\n"
+
+
+def _joined(schema: Any) -> Any:
+    """A JSON Schema whose descriptions have one line per paragraph."""
+    if isinstance(schema, list):
+        return [_joined(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: _joined(value) for key, value in schema.items()}
+    if isinstance(out.get("description"), str):
+        out["description"] = prose(out["description"])
+    return out
 
 
 def to_toml(

@@ -15,21 +15,12 @@ from torchtitan.config.sections.types import path_problem
 from torchtitan.utils.assets import find_config, shipped_configs
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.limits import KEY_LENGTH, NEAR_FILES, TOML_BYTES, TOML_DEPTH, TOML_VALUES
 from torchtitan.utils.text import brief
 
 _TABLES = {
     table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]
 } | RENAMED_SECTIONS.keys()
-
-
-# Far more than any configuration holds, and read within a second.
-_MOST_BYTES = 2**17
-MOST_VALUES = 10_000
-_DEEPEST_TABLE = 16
-_DEEPEST_EXTENDS = 16
-_LONGEST_KEY = 200
-_MOST_NEAR = 1000
-"""Files to compare with a name that is misspelt."""
 
 
 def read_toml(
@@ -55,7 +46,7 @@ class _Files:
         self.problems = problems
         self.warnings = warnings
         self._done: dict[str, dict[str, Setting]] = {}
-        self._bytes_left = _MOST_BYTES
+        self._bytes_left = TOML_BYTES
 
     def settings(
         self, path: Path, named_at: str, above: tuple[str, ...] = ()
@@ -73,9 +64,9 @@ class _Files:
             names = (os.path.basename(name) for name in (*above, real))
             self.problems.append(f"{path}: extends itself: {' -> '.join(names)}")
             return {}
-        if len(above) > _DEEPEST_EXTENDS:
+        if len(above) > TOML_DEPTH:
             self.problems.append(
-                f"{named_at}: more than {_DEEPEST_EXTENDS} files extend each other; merge some"
+                f"{named_at}: more than {TOML_DEPTH} files extend each other; merge some"
             )
             return {}
         if real not in self._done:
@@ -136,7 +127,7 @@ def _suggestion(path: Path) -> str:
     """The end of a message about a missing file: a shipped configuration, or a file beside it, of
     nearly that name.
     """
-    beside = sorted(file.stem for file in islice(path.parent.glob("*.toml"), _MOST_NEAR))
+    beside = sorted(file.stem for file in islice(path.parent.glob("*.toml"), NEAR_FILES))
     if path.suffix == ".toml" and (hint := did_you_mean(path.stem, beside)):
         return hint.replace("'?", ".toml'?")
     return did_you_mean(path.stem, shipped_configs())
@@ -148,12 +139,12 @@ def excess(tables: dict[str, Any]) -> str | None:
     """
     level: list[Any] = [tables]
     values = 0
-    for _ in range(_DEEPEST_TABLE):
+    for _ in range(TOML_DEPTH):
         below: list[Any] = []
         for table in level:
             for key in table if isinstance(table, dict) else ():
-                if len(key) > _LONGEST_KEY:
-                    return f"the key {brief(key)} has more than {_LONGEST_KEY} characters"
+                if len(key) > KEY_LENGTH:
+                    return f"the key {brief(key)} has more than {KEY_LENGTH} characters"
             for value in table.values() if isinstance(table, dict) else table:
                 if isinstance(value, int) and value.bit_length() > 63:
                     return "an integer is too large for 64 bits"
@@ -161,9 +152,9 @@ def excess(tables: dict[str, Any]) -> str | None:
                     below.append(value)
                 values += 1
         level = below
-        if values > MOST_VALUES:
-            return f"more than {MOST_VALUES:,} values"
-    return f"tables or lists are nested more than {_DEEPEST_TABLE} levels deep" if level else None
+        if values > TOML_VALUES:
+            return f"more than {TOML_VALUES:,} values"
+    return f"tables or lists are nested more than {TOML_DEPTH} levels deep" if level else None
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,43 +1,49 @@
-"""Rules for `[checkpoint]`."""
+"""Rules on checkpoints: what is kept, where, and what is exchanged with Hugging Face."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
+from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
-from torchtitan.utils.storage import is_url
+from torchtitan.utils.storage import is_url, storage_problem
 from torchtitan.utils.text import brief
 
 
-def retention_is_safe(config: Config, world: int) -> Iterator[str]:
-    if config.checkpoint.keep_latest_k == 1:
+@rule("checkpoint.keep_latest_k", "checkpoint.keep_every_n")
+def retention_is_safe(config: Config, facts: Facts) -> Iterator[str]:
+    c = config.checkpoint
+    if c.keep_latest_k == 1:
         yield (
-            "checkpoint.keep_latest_k: with 1, a failure while the next checkpoint is "
-            "written could lose the only one; "
-            "set 2 or more, or 0 to keep all"
+            "checkpoint.keep_latest_k: with 1, a failure while the next checkpoint is written "
+            "could lose the only one; set 2 or more, or 0 to keep all"
         )
-    every = config.checkpoint.keep_every_n
-    interval = config.checkpoint.interval
-    if every and not config.checkpoint.keep_latest_k:
+    every = c.keep_every_n
+    interval = c.interval
+    if every and not c.keep_latest_k:
         yield (
-            "checkpoint.keep_every_n: keep_latest_k = 0 keeps all checkpoints; set "
-            "keep_latest_k = 2 or more"
+            "checkpoint.keep_every_n: keep_latest_k = 0 keeps all checkpoints; set keep_latest_k "
+            "= 2 or more"
         )
     elif every % interval:
         yield (
-            f"checkpoint.keep_every_n: {every} is not a multiple of checkpoint.interval "
-            f"= {interval}, so few or no "
-            f"checkpoints are made at its multiples; set {-(-every // interval) * interval}"
+            f"checkpoint.keep_every_n: {every} is not a multiple of checkpoint.interval = "
+            f"{interval}, so few or no checkpoints are made at its multiples; set "
+            f"{-(-every // interval) * interval}"
         )
 
 
-def storage_is_shared(config: Config, world: int) -> Iterator[str]:
-    if config.checkpoint.enable and config.checkpoint.folder.startswith("memory://") and world > 1:
+@rule("checkpoint.folder")
+def storage_is_shared(config: Config, facts: Facts) -> Iterator[str]:
+    c = config.checkpoint
+    if c.enable and c.folder.startswith("memory://") and facts.world > 1:
         yield (
-            f"checkpoint.folder: each of {world} ranks has its own memory://; set a "
-            "folder or URL that all can access"
+            f"checkpoint.folder: each of {facts.world} ranks has its own memory://; set a folder "
+            "or URL that all can access"
         )
 
 
-def uploads_go_elsewhere(config: Config, world: int) -> Iterator[str]:
+@rule("checkpoint.upload_folder")
+def uploads_go_elsewhere(config: Config, facts: Facts) -> Iterator[str]:
     c = config.checkpoint
     if c.upload_folder is None:
         return
@@ -45,27 +51,26 @@ def uploads_go_elsewhere(config: Config, world: int) -> Iterator[str]:
         yield "checkpoint.upload_folder has no effect without checkpoint.enable = true"
     elif not is_url(c.upload_folder):
         yield (
-            f"checkpoint.upload_folder: {brief(c.upload_folder)} is a local folder; set a "
-            "URL such as s3://bucket/run"
+            f"checkpoint.upload_folder: {brief(c.upload_folder)} is a local folder; set a URL "
+            "such as s3://bucket/run"
         )
     elif is_url(c.folder):
         yield (
-            "checkpoint.upload_folder: checkpoint.folder is a URL already; remove "
-            "upload_folder, or set folder to a "
-            "local one, from which checkpoints are copied to upload_folder"
+            "checkpoint.upload_folder: checkpoint.folder is a URL already; remove upload_folder, "
+            "or set folder to a local one, from which checkpoints are copied to upload_folder"
         )
-    elif c.upload_folder.startswith("memory://") and world > 1:
+    elif c.upload_folder.startswith("memory://") and facts.world > 1:
         yield (
-            f"checkpoint.upload_folder: each of {world} ranks has its own memory://; set a "
+            f"checkpoint.upload_folder: each of {facts.world} ranks has its own memory://; set a "
             "URL that all can access"
         )
 
 
-def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
+@rule("checkpoint.enable")
+def loading_is_enabled(config: Config, facts: Facts) -> Iterator[str]:
     """Loading weights or exporting them must not be skipped silently.
 
-    Keys that say how to save have no effect and are allowed: convention files set
-    `last_save_model_only` with
+    Keys that say how to save are allowed: files of TorchTitan 0.2 set `last_save_model_only` with
     `enable = false`.
     """
     c = config.checkpoint
@@ -80,32 +85,64 @@ def loading_is_enabled(config: Config, world: int) -> Iterator[str]:
             yield f"checkpoint.{key} has no effect without checkpoint.enable = true"
 
 
-def hf_weights_have_no_optimizer(config: Config, world: int) -> Iterator[str]:
-    c = config.checkpoint
-    if c.initial_load_in_hf and not c.initial_load_model_only:
-        yield (
-            "checkpoint.initial_load_model_only = false needs optimizer state, which "
-            "Hugging Face weights "
-            "(checkpoint.initial_load_in_hf) don't have; change one of the two"
-        )
-
-
-def hf_weights_have_no_expert_bias(config: Config, world: int) -> Iterator[str]:
-    if config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate:
-        yield (
-            "checkpoint.last_save_in_hf: Hugging Face's format has no place for the "
-            "biases that moe.balance_bias_rate "
-            "trains, without which the model chooses other experts; set "
-            "checkpoint.last_save_in_hf = false, or "
-            "moe.balance_bias_rate = 0 and balance by moe.global_balance_loss"
-        )
-
-
-RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
-    retention_is_safe,
-    storage_is_shared,
-    uploads_go_elsewhere,
-    loading_is_enabled,
-    hf_weights_have_no_optimizer,
-    hf_weights_have_no_expert_bias,
+refuse(
+    "checkpoint.initial_load_model_only",
+    "checkpoint.initial_load_in_hf",
+    when=lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_model_only,
+    because=(
+        "checkpoint.initial_load_model_only = false needs optimizer state, which Hugging Face "
+        "weights (checkpoint.initial_load_in_hf) don't have; change one of the two"
+    ),
 )
+
+refuse(
+    "checkpoint.last_save_in_hf",
+    "moe.balance_bias_rate",
+    when=lambda c: c.checkpoint.last_save_in_hf and c.moe.balance_bias_rate > 0,
+    because=(
+        "checkpoint.last_save_in_hf: Hugging Face's format has no place for the biases that "
+        "moe.balance_bias_rate trains, without which the model chooses other experts; set "
+        "checkpoint.last_save_in_hf = false, or moe.balance_bias_rate = 0 and balance by "
+        "moe.global_balance_loss"
+    ),
+)
+
+
+@rule(
+    "checkpoint.initial_load_in_hf",
+    "checkpoint.last_save_in_hf",
+    needs=["export_problems", "has_hf_class"],
+)
+def hugging_face_has_the_model(config: Config, facts: Facts) -> Iterator[str]:
+    c = config.checkpoint
+    if c.initial_load_in_hf and not facts.has_hf_class:
+        yield f"checkpoint.initial_load_in_hf: {facts.export_problems[0]}"
+    if c.last_save_in_hf:
+        for problem in facts.export_problems:
+            yield (
+                f"checkpoint.last_save_in_hf: {problem}; or set checkpoint.last_save_in_hf = false"
+            )
+
+
+@rule(
+    "checkpoint.initial_load_path",
+    "checkpoint.folder",
+    "checkpoint.upload_folder",
+    needs=["folders"],
+)
+def checkpoints_can_be_reached(config: Config, facts: Facts) -> Iterator[str]:
+    c = config.checkpoint
+    if not c.enable:
+        return
+    path = c.initial_load_path or ""
+    if c.initial_load_in_hf and is_url(path):
+        yield (
+            f"checkpoint.initial_load_path: safetensors must be in a local folder, got {path!r}; "
+            "download them, or convert them to a checkpoint at that URL with `torchtitan ckpt "
+            "from-hf`"
+        )
+    elif path and not is_url(path) and path not in facts.folders:
+        yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
+    for key in ("folder", "upload_folder", "initial_load_path"):
+        if problem := storage_problem(getattr(c, key) or ""):
+            yield f"checkpoint.{key}: {problem}"

@@ -6,8 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from torchtitan.config.sections.section import Section
-from torchtitan.config.sections.types import Factor, Few, FewOrZero, LocalPath, Name, StepsOrDefault
+from torchtitan.config.sections.types import (
+    Factor,
+    Few,
+    FewOrZero,
+    LocalPath,
+    Name,
+    Section,
+    StepsOrDefault,
+)
 
 
 class DataLoader(Section):
@@ -42,9 +49,7 @@ class Source(Section):
     """A part of a mixture."""
 
     name: Name
-    """What logs, metrics and checkpoints call the source. A resumed run finds its position by this
-    name.
-    """
+    """Name the source in logs, metrics and checkpoints. A resumed run finds its position by it."""
     dataset: Name = "demo"
     """As `training.dataset`."""
     dataset_path: LocalPath | None = None
@@ -54,11 +59,10 @@ class Source(Section):
     weight: Annotated[float, Field(ge=0, le=10**9)] = 1.0
     """The source's share of the tokens, relative to the weights of the others."""
     max_epochs: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """Read the source at most this often; then the others share its weight. Default: without end.
-    """
+    """Read the source at most this often; then the others share its weight. Default: no limit."""
 
 
-class Stage(Section):
+class DataStage(Section):
     """A change during the run."""
 
     from_step: Annotated[int, Field(ge=1, le=10**12)]
@@ -69,14 +73,14 @@ class Stage(Section):
     """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1.
     """
     global_batch_size: Annotated[int, Field(ge=1, le=2**30)] | None = None
-    """Rows per optimizer step. Default: that of the stage before."""
+    """Rows per optimizer step. Default: as in the stage before."""
 
 
 class ValidationSet(Section):
     """Held-out data with a loss of its own."""
 
     name: Name
-    """What logs and metrics call the set."""
+    """Name of the set in logs and metrics."""
     dataset: Name = "c4_validation"
     """As `validation.dataset`."""
     dataset_path: LocalPath | None = None

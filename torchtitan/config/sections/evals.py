@@ -1,15 +1,15 @@
-"""The sections `[eval]` and `[sampling]`: what the model has learnt, beyond its loss."""
+"""The sections `[eval]` and `[sampling]`."""
 
 from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from torchtitan.config.sections.section import Section
 from torchtitan.config.sections.types import (
     Factor,
     FewOrZero,
     LocalPath,
     Name,
+    Section,
     Steps,
     Text,
     split_names,
@@ -30,9 +30,9 @@ class Eval(Section):
     include_path: LocalPath | None = None
     """Folder with task files of your own. They may name Python functions, which are run."""
     num_fewshot: FewOrZero | None = None
-    """Solved examples before each question. Default: what each task says."""
+    """Put this many solved examples before each question. Default: as each task says."""
     limit: Steps | None = None
-    """Only this many documents of each task. Default: all."""
+    """Evaluate only this many documents of each task. Default: all."""
 
     _names = field_validator("tasks", mode="before")(split_names)
 
@@ -47,6 +47,6 @@ class Sampling(Section):
     max_new_tokens: Steps = 64
     """Length of each continuation."""
     temperature: Factor = 0.0
-    """Divides the logits before a token is sampled. 0: always the likeliest token."""
+    """Divide the logits by this before sampling a token. 0: always the likeliest token."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """Same seed, prompt and weights, same text."""
+    """Seed of sampling: the same seed, prompt and weights give the same text."""

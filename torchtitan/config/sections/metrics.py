@@ -1,11 +1,10 @@
-"""What is logged and where, and who is told: `[metrics]` and `[notifications]`."""
+"""The sections `[metrics]` and `[notifications]`."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchtitan.config.sections.section import Section
-from torchtitan.config.sections.types import InDumpFolder, LocalPath, Name, Seconds, Steps
+from torchtitan.config.sections.types import InDumpFolder, LocalPath, Name, Seconds, Section, Steps
 
 
 class Prometheus(Section):
@@ -74,7 +73,7 @@ class Notifications(Section):
         "straggler",
         "finished",
     ]
-    """Which events to send."""
+    """Send only these events."""
     interval_seconds: Seconds = 300
     """Send at most one message of each kind in this time. The next one says how many were left out.
     """

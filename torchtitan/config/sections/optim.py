@@ -1,11 +1,10 @@
-"""The sections of the optimizer and its learning rate."""
+"""The sections `[optimizer]`, `[lr_scheduler]` and `[ema]`."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from torchtitan.config.registry import optimizers, schedules
-from torchtitan.config.sections.section import Section
 from torchtitan.config.sections.types import (
     Decay,
     Dtype,
@@ -13,6 +12,7 @@ from torchtitan.config.sections.types import (
     Fraction,
     LearningRate,
     Name,
+    Section,
     Steps,
     StepsOrZero,
 )
@@ -95,3 +95,26 @@ class LRScheduler(Section):
     """Shape of the decay. Default: that of `name`, or `linear`."""
     min_lr_factor: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
+
+
+class EMA(Section):
+    """An exponential moving average of the weights, in fp32 and sharded like them."""
+
+    enable: bool = False
+    """Keep the average. Takes 4 bytes per parameter of a rank's shard."""
+    decay: Decay = 0.999
+    """Share of the average that an update keeps; the rest comes from the weights."""
+    warmup: bool = True
+    """Keep at most (1 + n) / (10 + n) in update n, so that the average soon forgets the first
+    weights.
+    """
+    start_step: Steps = 1
+    """First step that is averaged. Until then the average equals the weights."""
+    every: Steps = 1
+    """Update the average after every this many updates of the weights. Skipped steps don't count.
+    """
+    validation: bool = False
+    """Validate the average too: `validation_loss_ema`."""
+    export: bool = False
+    """Write the average instead of the weights where `checkpoint.last_save_model_only` and
+    `checkpoint.last_save_in_hf` say so."""

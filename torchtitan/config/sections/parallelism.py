@@ -1,12 +1,9 @@
-"""The sections `[parallelism]`, `[activation_checkpoint]` and `[compile]`: how the model runs on
-its ranks.
-"""
+"""The sections `[parallelism]`, `[activation_checkpoint]` and `[compile]`."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchtitan.config.sections.section import Section
 from torchtitan.config.sections.types import (
     Degree,
     Fraction,
@@ -16,6 +13,7 @@ from torchtitan.config.sections.types import (
     LocalPath,
     Name,
     Rows,
+    Section,
 )
 
 
@@ -52,8 +50,8 @@ class Parallelism(Section):
     context_parallel_degree: Degree = 1
     """Split each row's sequence over this many ranks (ring attention)."""
     context_parallel_load_balancer: Literal["headtail", ""] | None = "headtail"
-    """How a row is split. `headtail` gives each rank one chunk from the start and one from the end,
-    which balances causal attention; empty: one chunk each.
+    """How to split a row. `headtail`: each rank gets one chunk from the start and one from the end,
+    which balances causal attention. Empty: one chunk each.
     """
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """How ranks exchange keys and values: all at once (`allgather`), or step by step while

@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from torchtitan.config.sections.section import Section
-from torchtitan.config.sections.types import Name, split_names
+from torchtitan.config.sections.types import Name, Section, split_names
 
 
 class Float8(Section):

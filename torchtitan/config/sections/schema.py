@@ -10,14 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.config.registry import Custom, losses
-from torchtitan.config.sections.data import DataLoader, Source, Stage, ValidationSet
-from torchtitan.config.sections.ema import EMA
+from torchtitan.config.sections.data import DataLoader, DataStage, Source, ValidationSet
 from torchtitan.config.sections.evals import Eval, Sampling
 from torchtitan.config.sections.metrics import Metrics, Notifications
-from torchtitan.config.sections.optim import LRScheduler, Optimizer
+from torchtitan.config.sections.optim import EMA, LRScheduler, Optimizer
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.config.sections.quantize import Quantize
-from torchtitan.config.sections.section import Section
 from torchtitan.config.sections.types import (
     Dtype,
     Factor,
@@ -28,6 +26,7 @@ from torchtitan.config.sections.types import (
     Name,
     Rows,
     Seconds,
+    Section,
     SeqLen,
     Steps,
     StepsOrDefault,
@@ -82,9 +81,9 @@ class Logging(Section):
     format: Literal["text", "json"] = "text"
     """Write lines as on stdout, or JSON objects, one per line, to `rank_<rank>.jsonl`."""
     max_megabytes: Annotated[int, Field(ge=1, le=10**6)] = 100
-    """When a file would grow larger, rename it to `rank_<rank>.log.1` and begin a new one."""
+    """Rotate a file before it grows larger: it becomes `rank_<rank>.log.1`; a new one starts."""
     keep: Few = 3
-    """Keep so many renamed files of each rank."""
+    """Number of rotated files to keep per rank."""
 
 
 class Model(Section):
@@ -140,17 +139,17 @@ class Training(Section):
     sources: Annotated[list[Source], Field(max_length=1000)] = []
     """Mix several sources, instead of `dataset` and `dataset_path`: `[[training.sources]]` tables.
     """
-    stages: Annotated[list[Stage], Field(max_length=1000)] = []
+    stages: Annotated[list[DataStage], Field(max_length=1000)] = []
     """Change weights, batch size or learning rate from a step on: `[[training.stages]]` tables, in
     order.
     """
     on_bad_document: Literal["stop", "skip"] = "stop"
-    """When a document can't be decoded or its text is missing: `stop` with its file and line, or
-    `skip` it, counted by kind in the log and in `run.json`. Applies to validation too.
+    """Choose what happens when a document can't be decoded or has no text: `stop` with its file and
+    line, or `skip` it, counted by kind in the log and in `run.json`. Applies to validation too.
     """
     on_changed_data: Literal["stop", "continue"] = "stop"
-    """When a run resumes and files of its data have other contents, or another order, than at the
-    checkpoint: `stop` and name them, or `continue` with a warning. Applies to validation too.
+    """Choose what happens when a run resumes and its data files differ in contents or order from
+    the checkpoint's: `stop` and name them, or `continue` with a warning. Applies to validation too.
     """
     local_batch_size: Rows = 8
     """Rows per forward and backward pass on each data-parallel rank."""
@@ -192,8 +191,8 @@ class Training(Section):
     gc_debug: bool = False
     """Report objects in reference cycles at each collection."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When the loss or gradient norm is NaN or infinite: `stop` with an error, or `skip` the
-    optimizer step. `guard.policy` takes precedence if it is `skip` or `rewind`.
+    """Choose what happens when the loss or gradient norm is NaN or infinite: `stop` with an error,
+    or `skip` the optimizer step. `guard.policy` takes precedence if it is `skip` or `rewind`.
     """
     dataloader: DataLoader = DataLoader()
 
@@ -260,7 +259,7 @@ class Checkpoint(Section):
     a failure while the next one is written could lose it.
     """
     keep_every_n: StepsOrZero = 0
-    """Beside those, keep the checkpoints at multiples of this many steps forever. 0: none."""
+    """Also keep, forever, the checkpoints at multiples of this many steps. 0: none."""
     load_step: StepsOrDefault = -1
     """Resume from this step. -1: from the newest complete checkpoint."""
     exclude_from_loading: list[
@@ -298,10 +297,10 @@ class FaultTolerance(Section):
     """Continuing on a different number of ranks."""
 
     elastic: bool = False
-    """Train on however many ranks there are. Only the data-parallel degrees change; the given ones
-    are targets: sharding never falls below its target while enough ranks remain, and replicas never
-    exceed theirs. `training.global_batch_size` must be set and is kept, by gradient accumulation
-    and, where ranks don't divide it, rows without labels.
+    """Train on any number of ranks. Only the data-parallel degrees change; the given ones are
+    targets: sharding never falls below its target while enough ranks remain, and replicas never
+    exceed theirs. `training.global_batch_size` must be set; gradient accumulation and, where ranks
+    don't divide it, rows without labels keep it the same.
     """
 
 
@@ -341,28 +340,29 @@ class Guard(Section):
     """Checks during training: loss and gradient spikes, diverged copies of weights, slow ranks."""
 
     policy: Literal["off", "warn", "skip", "rewind"] = "off"
-    """When the loss or gradient norm spikes: log it (`warn`), `skip` the update, or go back to the
-    newest checkpoint and continue with the data after the spike (`rewind`).
+    """Choose what happens when the loss or gradient norm spikes: log it (`warn`), `skip` the
+    update, or go back to the newest checkpoint and continue with the data after the spike
+    (`rewind`).
     """
     window: Annotated[int, Field(ge=8, le=10**6)] = 128
-    """Number of recent healthy steps that define normal. Until there are that many, only NaN and
-    infinity are spikes.
+    """Number of recent healthy steps that define normal. Before that many, only NaN and infinity
+    are spikes.
     """
     warmup_steps: StepsOrZero = 100
     """Ignore the first steps of the run when estimating what is normal."""
     loss_threshold: Factor = 6.0
-    """Treat a loss this many standard deviations above the window's median as a spike. 0: only NaN
-    and infinity.
+    """A loss this many standard deviations above the window's median is a spike. 0: only NaN and
+    infinity are.
     """
     grad_norm_threshold: Factor = 10.0
-    """The same for the gradient norm, before clipping."""
+    """Likewise for the gradient norm, before clipping."""
     limit: Steps = 5
     """Fail after this many skips in a row, or rewinds with fewer than `window` healthy steps
     between them.
     """
     weight_hash_freq: StepsOrZero = 0
-    """Steps between comparisons, by hash, of the weights and optimizer state that several ranks
-    hold copies of. A difference is an error. 0: never compare.
+    """Steps between comparisons, by hash, of weights and optimizer state of which several ranks
+    hold copies. A difference is an error. 0: never compare.
     """
     straggler_factor: Factor = 0.0
     """Report ranks slower than the median rank by this factor, for example 1.3. 0: never."""

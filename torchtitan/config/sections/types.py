@@ -1,5 +1,7 @@
-"""Types of keys. Each bounds one kind of quantity far above any machine, so that nothing computed
-from it overflows or takes long, and text so that it can be printed and used as a path.
+"""The base of sections, and the types of keys.
+
+Each type bounds one kind of quantity far above any machine, so that nothing computed from it
+overflows or takes long, and text so that it can be printed and used as a path.
 """
 
 import os
@@ -7,9 +9,22 @@ import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchtitan.utils.text import brief
+
+
+class Section(BaseModel):
+    """A group of keys: strict (unknown keys and wrong types are errors) and immutable."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
 
 # ---- numbers
 

@@ -4,18 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tenacity import (
-    RetryCallState,
-    RetryError,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential,
-)
-
 from torchtitan.config.sections.data import DataLoader
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.retry import retry
 
 T = TypeVar("T")
 
@@ -58,44 +50,39 @@ class Retry:
         """
         self.doing = f"reading {what}"
 
-        def before_attempt(state: RetryCallState) -> None:
-            if state.attempt_number > 1:
-                reset()
+        place = f"{what} of {self.source}"
 
-        def warn(state: RetryCallState) -> None:
-            assert state.outcome is not None
-            cause = first_line(state.outcome.exception())
-            self.doing = f"reading {what}, which failed {state.attempt_number} times ({cause})"
-            logger.warning(
-                f"{self.section}.dataset: {what} of {self.source}: {cause}; trying again"
-            )
+        def warn(error: Exception, attempt: int, pause: float) -> None:
+            cause = first_line(error)
+            self.doing = f"reading {what}, which failed {attempt} times ({cause})"
+            logger.warning(f"{self.section}.dataset: {place}: {cause}; trying again")
+            reset()
 
-        attempt = Retrying(
-            retry=retry_if_exception(_may_pass),
-            stop=stop_after_attempt(self.options.retries + 1),
-            wait=wait_exponential(multiplier=self.options.retry_pause_seconds),
-            before=before_attempt,
-            before_sleep=warn,
-        )
+        attempts = self.options.retries + 1
         try:
-            return attempt(read)
-        except _LASTING as error:
+            return retry(
+                read,
+                attempts=attempts,
+                pause=self.options.retry_pause_seconds,
+                may_pass=_may_pass,
+                failed=warn,
+            )
+        except UserError:
+            raise
+        except Exception as error:
+            cause = first_line(error)
+            if not _may_pass(error):
+                raise UserError(f"{self.section}.dataset: {place}: {cause}") from error
             raise UserError(
-                f"{self.section}.dataset: {what} of {self.source}: {first_line(error)}"
-            ) from error
-        except RetryError as error:
-            last = error.last_attempt
-            raise UserError(
-                f"{self.section}.dataset: reading failed: {what} of {self.source}: "
-                f"{first_line(last.exception())} "
-                f"({last.attempt_number} attempts). Repair the source, or raise "
+                f"{self.section}.dataset: reading failed: {place}: {cause} "
+                f"({attempts} attempts). Repair the source, or raise "
                 f"{self.section.split('.')[0]}.dataloader.retries."
-            ) from last.exception()
+            ) from error
 
 
-def _may_pass(error: BaseException) -> bool:
+def _may_pass(error: Exception) -> bool:
     lasting = isinstance(error, _LASTING) and not isinstance(error, OSError)
-    return isinstance(error, Exception) and not isinstance(error, UserError) and not lasting
+    return not isinstance(error, UserError) and not lasting
 
 
 def first_line(error: BaseException | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data.text.retry import DataError
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 
 _STATE = "state.json"
 _SPLITS = "dataset_dict.json"

@@ -19,7 +19,7 @@ from torchtitan.data.text.pieces import LLAMA3_PATTERN, backend_state, pieces, s
 from torchtitan.data.text.texts import LongText, Text
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>",

@@ -21,13 +21,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.data.text.contents import Contents, sampled
-from torchtitan.data.text.files import EndOfFileError, FileStamp, OpenFiles
+from torchtitan.data.text.opening import EndOfFileError, FileStamp, OpenFiles
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.megatron import read_index
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
 

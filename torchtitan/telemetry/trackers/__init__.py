@@ -1,7 +1,7 @@
 """Where metrics go: `metrics.jsonl` and the trackers that `metrics.sinks` names, one file each.
 
-Every tracker gets the same records, under the same grouped names (`names.py`), from a thread of its
-own that no failure leaves (`background.py`).
+Every tracker gets the same records under the same names (`base.py`), in a thread of its own that
+contains every failure (`background.py`).
 """
 
 from torchtitan.telemetry.trackers.base import Record, Sink, Tracked

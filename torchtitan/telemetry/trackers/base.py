@@ -1,4 +1,4 @@
-"""What a sink is, and what a tracker is told of the run."""
+"""What a sink is, and what it gets. Imports no tracker."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,9 +23,7 @@ class Sink(Protocol):
     """
 
     def log(self, record: Record) -> None:
-        """Take a record: names to numbers, with `step` and `time`. Those of a validation have other
-        names.
-        """
+        """Take a record: names to numbers, with `step` and `time`. A validation has other names."""
 
     def close(self) -> None:
         """The run ends."""
@@ -33,7 +31,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker knows of the run it shows."""
+    """The run that a tracker shows."""
 
     folder: Path
     id: str
@@ -42,17 +40,59 @@ class Tracked:
     config: Mapping[str, Any]
     start_step: int
     known: Mapping[str, Any]
-    """What this tracker recorded at an earlier start of the run; empty at the first."""
+    """What this tracker remembered at an earlier start of the run; empty at the first."""
     remember: Callable[[Mapping[str, Any]], None]
     """Record what the next start needs to continue the same run of this tracker."""
     account: Callable[[], Mapping[str, float]]
     """Goodput in percent, and restarts."""
     rank: int | None = None
-    """With `metrics.save_for_all_ranks`."""
+    """None unless each rank has a run of its own (`metrics.save_for_all_ranks`)."""
 
     @property
     def name(self) -> str:
-        """The name of the run's folder, unless the tracker is told another one; of a rank, if each
-        has its own.
-        """
+        """Default name: the run's folder, with the rank if each rank has a run of its own."""
         return self.folder.resolve().name + ("" if self.rank is None else f"-rank_{self.rank}")
+
+
+# ---- names of metrics
+
+STEP = "train/step"
+_PERF = {
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_gib",
+    "memory_pct",
+    "data_loading_pct",
+    "step_time_s",
+}
+_EXPERTS = {
+    "expert_load_max": "load_max",
+    "expert_load_max_layer": "load_max_layer",
+    "expert_entropy": "entropy",
+    "auxiliary_loss": "auxiliary_loss",
+    "dead_experts": "dead",
+}
+_OF_SOURCES = ("loss/", "tokens/", "epochs/", "bytes_per_token/")
+
+
+def grouped(key: str) -> str:
+    """Name in trackers of a key of `metrics.jsonl`: `train/loss`, `perf/mfu`, `val/loss`, ..."""
+    if key in _PERF:
+        return f"perf/{key}"
+    if key in _EXPERTS:
+        return f"experts/{_EXPERTS[key]}"
+    if key.startswith("validation_"):
+        return f"val/{key.removeprefix('validation_')}"
+    if key.startswith("eval/"):
+        return key
+    return f"sources/{key}" if key.startswith(_OF_SOURCES) else f"train/{key}"
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record by grouped name, without its step and time."""
+    return {
+        grouped(key): value
+        for key, value in record.items()
+        if key not in ("step", "time") and isinstance(value, int | float)
+    }

@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.config.features import TRACKER_PACKAGES, chosen_trackers
 from torchtitan.config.registry import Custom, metric_sinks
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.config.sections.schema import Job
-from torchtitan.telemetry.run_record import Ledger
+from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers.background import CLOSE_SECONDS, Background
 from torchtitan.telemetry.trackers.base import Tracked
-from torchtitan.telemetry.trackers.chosen import PACKAGES, chosen
 from torchtitan.telemetry.trackers.mlflow import MlflowSink
 from torchtitan.telemetry.trackers.prometheus import PrometheusSink
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
@@ -33,7 +34,7 @@ class Trackers:
         config: Metrics,
         job: Job,
         settings: Mapping[str, Any],
-        ledger: Ledger,
+        record: RunRecord,
         *,
         start_step: int,
         custom: Custom,
@@ -44,12 +45,12 @@ class Trackers:
         """
         rank = dist.get_rank()
         each = config.save_for_all_ranks
-        ids = [ledger.id]
+        ids = [record.id]
         if each and dist.get_world_size() > 1:
             dist.broadcast_object_list(ids)
         self.all: list[Background] = []
-        for name in chosen(config):
-            everywhere = each and (name not in PACKAGES or name in ON_ALL_RANKS)
+        for name in chosen_trackers(config):
+            everywhere = each and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
             if rank != 0 and not everywhere:
                 continue
             run = Tracked(
@@ -58,11 +59,12 @@ class Trackers:
                 description=job.description,
                 config=settings,
                 start_step=start_step,
-                known={} if everywhere else ledger.trackers.get(name, {}),
-                remember=(lambda _: None) if everywhere else partial(_remember, ledger, name),
-                account=lambda: {"goodput": ledger.shares()[0], "restarts": len(ledger.starts) - 1},
-                rank=rank if everywhere else None,
+                known=record.trackers.get(name, {}),
+                remember=partial(_remember, record, name),
+                account=lambda: {"goodput": record.shares()[0], "restarts": len(record.starts) - 1},
             )
+            if everywhere:
+                run = replace(run, known={}, remember=lambda _: None, rank=rank)
             self.all.append(Background(name, _maker(name, config, run, custom)))
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -83,11 +85,9 @@ class Trackers:
             tracker.join(deadline)
 
 
-def _remember(ledger: Ledger, name: str, about: Mapping[str, Any]) -> None:
-    ledger.trackers = {
-        **ledger.trackers,
-        name: dict(about),
-    }  # replaced, because the main thread may be writing it
+def _remember(record: RunRecord, name: str, about: Mapping[str, Any]) -> None:
+    # replaced, because the main thread may be writing it
+    record.trackers = {**record.trackers, name: dict(about)}
 
 
 def _maker(
@@ -96,10 +96,9 @@ def _maker(
     run: Tracked,
     custom: Custom,
 ) -> Callable[[], Any]:
-    """Makes a tracker. One of the user is made here: a mistake in it should stop the run at its
-    start.
-    """
-    if make := metric_sinks.chosen(name, custom):
+    """What makes a tracker. A user's own is made here: a mistake in it should stop the start."""
+    make = metric_sinks.chosen(name, custom)
+    if make:
         sink = make(run.folder, run.start_step)
         return lambda: sink
     return partial(_BUILT_IN[name], run, config)

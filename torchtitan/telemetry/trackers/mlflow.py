@@ -2,13 +2,12 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from torchtitan.telemetry.trackers.base import Record, Tracked
-from torchtitan.telemetry.trackers.names import scalars
+from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
 from torchtitan.utils.logging import logger
+from torchtitan.utils.text import flat
 
 TAG = "torchtitan.run_id"
 _LONGEST_VALUE = 500
@@ -79,7 +78,9 @@ class MlflowSink:
         created = str(
             self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
         )
-        params = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in _leaves(run.config, "")]
+        params = [
+            Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(run.config).items()
+        ]
         for i in range(0, len(params), _PARAMS):
             self.client.log_batch(created, params=params[i : i + _PARAMS])
         return created
@@ -118,12 +119,3 @@ def artifact_location(uri: str) -> str | None:
 
 def _experiment() -> str:
     return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "torchtitan"
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The configuration's keys with dots, and their values."""
-    if not isinstance(value, Mapping):
-        yield key, value
-        return
-    for name, inner in value.items():
-        yield from _leaves(inner, f"{key}.{name}" if key else name)

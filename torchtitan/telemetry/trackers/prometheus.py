@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.metrics import Prometheus
-from torchtitan.telemetry.trackers.base import Record, Tracked
-from torchtitan.telemetry.trackers.names import scalars
+from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
 from torchtitan.utils.logging import logger
 
 _LABELS = {"val": "set", "sources": "source"}

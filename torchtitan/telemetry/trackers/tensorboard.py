@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.telemetry.trackers.base import Record
-from torchtitan.telemetry.trackers.names import scalars
+from torchtitan.telemetry.trackers.base import Record, scalars
 
 
 class TensorBoardSink:

@@ -4,8 +4,7 @@ Trackio run.
 
 import os
 
-from torchtitan.telemetry.trackers.base import Record, Tracked
-from torchtitan.telemetry.trackers.names import scalars
+from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
 from torchtitan.utils.logging import logger
 
 

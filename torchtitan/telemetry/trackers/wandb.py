@@ -3,8 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from torchtitan.telemetry.trackers.base import Record, Tracked
-from torchtitan.telemetry.trackers.names import STEP, scalars
+from torchtitan.telemetry.trackers.base import STEP, Record, Tracked, scalars
 from torchtitan.utils.logging import logger
 
 FINISH_SECONDS = "25"

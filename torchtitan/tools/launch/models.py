@@ -11,7 +11,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec, families, get_spec, hf_map, spec_of_hf
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
-from torchtitan.utils.json_files import read_json_object
+from torchtitan.utils.formats import read_json_object
 
 DEBUG = "debugmodel"
 """The flavor of each family that trains on a CPU, with the shipped tokenizer."""

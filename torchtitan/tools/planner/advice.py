@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import replace
-from torchtitan.config.rules.device import check_device
+from torchtitan.config.rules import Facts, check
 from torchtitan.tools.planner.costs import BUBBLE, REPEATED
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
@@ -66,7 +66,7 @@ def changes(plan: Plan, part: str) -> list[Change]:
         for key, value in settings.items():
             config = replace(config, key, value)
         try:
-            check_device(config, plan.hardware.accelerator)
+            check(config, Facts(device=plan.hardware.accelerator))
             after = predict(
                 derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware
             )

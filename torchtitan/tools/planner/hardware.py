@@ -1,4 +1,4 @@
-"""The hardware that a plan can target: `telemetry/hardware.toml`, or a file in its format, as
+"""The hardware that a plan can target: `tools/planner/hardware.toml`, or a file in its format, as
 `--calibrate` writes.
 """
 
@@ -18,9 +18,10 @@ from pydantic import (
     ValidationError,
 )
 
-from torchtitan.config.rules.device import Accelerator
-from torchtitan.telemetry.peak_flops import FILE
+from torchtitan.config.rules import Accelerator
 from torchtitan.utils.errors import ConfigError, did_you_mean
+
+FILE = Path(__file__).with_name("hardware.toml")
 
 
 class Hardware(BaseModel):

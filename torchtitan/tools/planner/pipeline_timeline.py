@@ -12,7 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torchtitan.parallel.pipeline_csv import Action, Step, execute
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
 
 
 class Held(NamedTuple):
@@ -76,7 +76,7 @@ class Timeline:
         return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
 
 
-def program(stages: PipelineStages, microbatches: int) -> Program:
+def program(stages: StagePlan, microbatches: int) -> Program:
     """The schedule of `stages` for a batch of `microbatches`."""
     return _program(stages.schedule, stages.csv_file, stages.ranks, microbatches)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace
 from torchtitan.config.load.render import to_toml
-from torchtitan.config.rules.device import check_device
+from torchtitan.config.rules import Facts, check
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
@@ -74,7 +74,7 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
     here, notes = without_missing_files(resolved.config)
     setup = preflight(here, output=False)
     show_warnings(setup.warnings)
-    check_device(resolved.config, hardware.accelerator)
+    check(resolved.config, Facts(device=hardware.accelerator))
     return predict(
         Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware
     ), tuple(notes)
@@ -111,7 +111,7 @@ def find_layouts(
             f"{plural(rows, 'row')} per step"
         )
     setup = preflight(here, output=False)
-    check_device(start.config, hardware.accelerator)
+    check(start.config, Facts(device=hardware.accelerator))
     baseline = None
     try:
         if own:

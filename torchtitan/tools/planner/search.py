@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
-from torchtitan.config.rules.support import compiles_blocks
-from torchtitan.config.rules.validate import validate
+from torchtitan.config.features import compiles_blocks
+from torchtitan.config.rules import Facts, problems, validate
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.parallel.pipeline_stages import PipelineStages, pipeline_stages
+from torchtitan.parallel.pipeline_stages import StagePlan, pipeline_stages
 from torchtitan.tools.planner.axes import (
     Settings,
     applied,
@@ -39,8 +39,8 @@ from torchtitan.tools.planner.proposals import (
     with_baseline,
 )
 from torchtitan.tools.planner.workload import Workload
-from torchtitan.train.preflight import check_experts
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 LIKELY = 0.9
 """Chance to fit that a proposal must have."""
@@ -192,7 +192,7 @@ class _Search:
         self._settings = settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._problems: dict[tuple[Any, ...], str] = {}
-        self._pipelines: dict[tuple[Any, ...], PipelineStages | str] = {}
+        self._pipelines: dict[tuple[Any, ...], StagePlan | str] = {}
         self._expandable: list[tuple[float, Config]] = []
         """With axes: a layout and batch, and the speed that it has with the fastest settings."""
 
@@ -353,7 +353,7 @@ class _Search:
         legal, stages = self._legal(config, settings)
         return Workload(config, self.args, stages) if legal else None
 
-    def _legal(self, config: Config, settings: Settings) -> tuple[bool, PipelineStages | None]:
+    def _legal(self, config: Config, settings: Settings) -> tuple[bool, StagePlan | None]:
         """Whether a configuration is legal, and its pipeline, if any."""
         p = config.parallelism
         t = config.training
@@ -382,7 +382,7 @@ class _Search:
             return False, None
         return True, stages
 
-    def _stages(self, config: Config) -> PipelineStages | str:
+    def _stages(self, config: Config) -> StagePlan | str:
         """The pipeline of a configuration, or why there is none."""
         p = config.parallelism
         size = p.pipeline_parallel_microbatch_size
@@ -430,8 +430,8 @@ def _layouts(
 ) -> Iterator[Config]:
     """Every split of `world` ranks into degrees, first those without a pipeline."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    sizes = spec.expert_sizes(args)
-    experts = next(iter(sizes.values()), 0)
+    facts = Facts(expert_sizes=spec.expert_sizes(args), old_torch=torch_is_before_2_13())
+    experts = next(iter(facts.expert_sizes.values()), 0)
     async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
     for pp in divisors(world, 1 if spec.tied_modules(args) else None):
         for tp in (d for d in divisors(world // pp) if tp_multiple % d == 0):
@@ -455,5 +455,5 @@ def _layouts(
                             update=degrees | {"expert_parallel_degree": ep}
                         )
                         layout = config.model_copy(update={"parallelism": p})
-                        if not list(check_experts(layout, sizes)):
+                        if not problems(layout, facts):
                             yield layout

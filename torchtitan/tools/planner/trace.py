@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.derive import gradient_accumulation_steps, replace
-from torchtitan.config.rules.support import GROUPED_MX, MX, compiles_blocks, uses
+from torchtitan.config.features import GROUPED_MX, MX, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.layers import attention_backend

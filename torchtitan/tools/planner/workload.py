@@ -19,7 +19,7 @@ from torchtitan.config.derive import (
     sums_on_replicas,
     sums_whole_gradients,
 )
-from torchtitan.config.rules.support import (
+from torchtitan.config.features import (
     FLOAT8,
     GROUPED_FLOAT8,
     GROUPED_MX,
@@ -31,7 +31,7 @@ from torchtitan.config.rules.support import (
     uses,
 )
 from torchtitan.config.sections.schema import Config
-from torchtitan.parallel.pipeline_stages import PipelineStages
+from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -113,7 +113,7 @@ class Workload:
         self,
         config: Config,
         args: Any,
-        stages: PipelineStages | None,
+        stages: StagePlan | None,
         *,
         kv_repeated: bool = False,
     ):

@@ -40,9 +40,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from torchtitan.checkpoint import dcp_storage
 from torchtitan.checkpoint import resume as resuming
 from torchtitan.checkpoint.index import render_index
+from torchtitan.checkpoint.load import Reader
+from torchtitan.checkpoint.save import CommittingWriter
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, validation_rows
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -249,9 +250,9 @@ def _replaced(
             (trainer.Trainer, "_validate", during("validation", trainer.Trainer._validate)),
             (trainer.Trainer, "_save_if_due", during("save", trainer.Trainer._save_if_due)),
             (trainer.Trainer, "_report", during("report", trainer.Trainer._report)),
-            (dcp_storage.CommittingWriter, "write_data", _write_nothing),
-            (dcp_storage.CommittingWriter, "finish", lambda *_, **__: None),
-            (dcp_storage.Reader, "read_data", _read_nothing),
+            (CommittingWriter, "write_data", _write_nothing),
+            (CommittingWriter, "finish", lambda *_, **__: None),
+            (Reader, "read_data", _read_nothing),
             (
                 dcp.DefaultSavePlanner,
                 "create_local_plan",
@@ -452,9 +453,9 @@ def _stored(checkpointer: Any) -> Iterator[None]:
             (resuming, "read_manifest", lambda *_: manifest),
             (resuming, "index_bytes", lambda *_: b""),
             (resuming, "read_index", lambda *_: metadata),
-            (dcp_storage.Reader, "check_files", lambda *_: None),
+            (Reader, "check_files", lambda *_: None),
             (resuming, "manifest_bytes", lambda *_: b""),
-            (dcp_storage.Reader, "read_metadata", lambda *_, **__: metadata),
+            (Reader, "read_metadata", lambda *_, **__: metadata),
             (RunState, "load", lambda *_: None),
         ):
             stack.enter_context(patch.object(module, name, replacement))

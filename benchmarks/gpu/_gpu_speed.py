@@ -1,0 +1,187 @@
+"""Stages of `gpu.py` that measure speed and memory: tokens/s, MFU, peak memory, and where a step's
+time goes.
+
+8B and 70B run as one rank of 8 and of 64 on a fake process group, whose collectives copy what this
+rank has: the real kernels at the true sizes of the shards. Without communication that is an upper
+bound of the speed, and close to the memory of a real run.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from _gpu_bench import Bench, Figures, Skip, column, train
+
+EVERY = 3
+"""Steps per record. The first record's steps compile and allocate, two records are timed, one more
+step is profiled.
+"""
+TOP = 12
+"""Kernels that are listed."""
+
+AT_8K = (
+    "--training.seq_len=8192",
+    "--training.loss_chunks=8",
+    "--activation_checkpoint.mode=none",
+    "--compile.enable=true",
+)
+MODELS = {
+    "8b_layers": (
+        "--model.flavor=8B",
+        "--model.overrides.n_layers=8",
+        "--training.local_batch_size=1",
+        *AT_8K,
+    ),
+    "1b": ("--model.flavor=1B", "--training.local_batch_size=2", *AT_8K),
+    "3b": ("--model.flavor=3B", "--training.local_batch_size=2", *AT_8K),
+    "8b_of_8": ("--job.config_file=llama3_8b",),
+    "70b_of_64": (
+        "--job.config_file=llama3_70b",
+        "--parallelism.enable_async_tensor_parallel=false",  # needs the other ranks' memory
+    ),
+}
+"""All state of a model is in fp32 on one GPU, so an 8B has 8 layers there."""
+FLOAT8 = "--model.converters=float8"
+VARIANTS = {
+    "": (),
+    "eager": ("--compile.enable=false",),
+    "selective_op": (
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ),
+    "full": ("--activation_checkpoint.mode=full",),
+    "loss_chunks_1": ("--training.loss_chunks=1",),
+    "float8_tensorwise": (FLOAT8, "--quantize.linear.float8.filter_fqns=output"),
+    "float8_rowwise": (
+        FLOAT8,
+        "--quantize.linear.float8.filter_fqns=output",
+        "--quantize.linear.float8.recipe_name=rowwise",
+    ),
+}
+
+
+def speed(
+    bench: Bench, model: str, variant: str = "", *, world: int = 1, gib: float = 0
+) -> Figures:
+    """Train a few steps of `model` and measure them.
+
+    Args:
+        world: if more than 1, be rank 0 of a fake process group of this size.
+        gib: memory that the device needs.
+    """
+    import torch
+
+    from torchtitan.tools.planner.fake import fake_cluster
+
+    if not bench.dry and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < gib:
+        raise Skip(f"needs a device with {gib:g} GiB, this one has {total:.0f}")
+    flags = [*MODELS[model], *VARIANTS[variant]]
+    every = 1 if bench.dry else EVERY
+    run = [
+        f"--training.steps={3 * every + 1}",
+        f"--metrics.log_freq={every}",
+        "--training.on_nonfinite=skip",
+    ]
+    watched = _Watched(bench, 3 * every)
+    with (
+        fake_cluster(world, 0) if world > 1 else nullcontext(),
+        patch("torchtitan.parallel.init._fill", _fill),
+    ):
+        found = train(bench.flags(*flags, *run), watched.prepare, world)
+    timed = [record for record in found if every < record["step"] <= 3 * every]
+    seconds = sum(column(timed, "step_time_s")) / len(timed)
+    rate = watched.tokens / seconds
+    return {
+        "flags": flags,
+        "world": world,
+        "tokens_per_second": rate,
+        "mfu": 100 * rate * watched.flops / watched.peak_flops if watched.peak_flops else None,
+        "step_s": seconds,
+        "first_step_s": found[0]["step_time_s"],
+        "peak_reserved_gib": max(column(found, "memory_gib")),
+        "peak_allocated_gib": watched.allocated / 2**30,
+        "data_loading_pct": max(column(timed, "data_loading_pct")),
+        "loss": found[-1]["loss"],
+        "skipped_steps": found[-1][
+            "skipped_steps"
+        ],  # a fake process group's gradients may not be finite
+        "kernels": watched.kernels,
+    }
+
+
+def _fill(param: Any, fqn: str, seed: int, init: Any) -> None:
+    """Initialize a parameter where it is. The layout-invariant values are made on the CPU, which
+    takes half a minute for 3B, and the values of the weights don't matter here.
+    """
+    import torch
+
+    local = param.to_local() if hasattr(param, "to_local") else param
+    with torch.no_grad():
+        local.fill_(1.0) if init.kind == "ones" else local.normal_(0.0, init.std)
+
+
+class _Watched:
+    """Follows a run: what the figures need of its model, its allocated memory, and a profile of the
+    last step.
+    """
+
+    def __init__(self, bench: Bench, timed: int):
+        """
+        Args:
+            timed: the last step that is timed.
+        """
+        self.bench = bench
+        self.timed = timed
+        self.allocated = 0
+        self.kernels: Sequence[Figures] = ()
+
+    def prepare(self, trainer: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from torchtitan.telemetry.metrics import peak_flops
+        from torchtitan.utils.device import device_name
+
+        training = trainer.config.training
+        setup = trainer.setup
+        self.tokens = training.global_batch_size * training.seq_len / dist.get_world_size()
+        """Of a step, per GPU."""
+        self.flops = setup.spec.flops_per_token(setup.args, training.seq_len)
+        self.peak_flops = peak_flops(device_name(), "bfloat16")
+        cuda = torch.cuda.is_available()
+        activities = [
+            torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+        ]
+        profile = torch.profiler.profile(activities=activities)
+
+        def follow(_: Any) -> None:
+            if cuda:  # before the step's report resets it
+                self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
+            if trainer.progress.step == self.timed:
+                profile.start()
+            elif trainer.progress.step == self.timed + 1:
+                profile.stop()
+                self.kernels = _largest(profile, "device" if cuda else "cpu")
+                profile.export_chrome_trace(str(self.bench.kept / "trace.json.gz"))
+
+        trainer.after_step = (follow, *trainer.after_step)
+
+
+def _largest(profile: Any, where: str) -> list[Figures]:
+    """The kernels that took the most time, with their share of all kernels' time."""
+    took = {
+        event.key: (getattr(event, f"self_{where}_time_total"), event.count)
+        for event in profile.key_averages()
+    }
+    total = sum(time for time, _ in took.values()) or 1
+    largest = sorted(took.items(), key=lambda item: -item[1][0])[:TOP]
+    return [
+        {
+            "kernel": name[:100],
+            "calls": calls,
+            "ms": round(time / 1e3, 3),
+            "pct": round(100 * time / total, 1),
+        }
+        for name, (time, calls) in largest
+    ]

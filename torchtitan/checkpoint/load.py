@@ -1,0 +1,231 @@
+"""Reading and verifying a checkpoint's tensors by `torch.distributed.checkpoint` (DCP)."""
+
+import io
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from torchtitan.checkpoint.commit import damage
+from torchtitan.checkpoint.index import Place, read_index
+from torchtitan.checkpoint.manifest import Manifest
+from torchtitan.checkpoint.sums import SummedPart
+from torchtitan.parallel.agree import from_all
+from torchtitan.utils.errors import DamageError, UserError
+from torchtitan.utils.files import open_regular
+from torchtitan.utils.formats import load_tensor
+from torchtitan.utils.storage import is_remote, patiently
+
+_REQUEST = 1 << 25
+"""Bytes of small parts that are fetched from remote storage at once."""
+
+
+class Reader(FileSystemReader):
+    """Reads each part once, in the order of the file, and verifies its checksum before use.
+
+    The index is read only once, however often the reader loads, and `.metadata` never.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata | None = None):
+        """
+        Args:
+            metadata: from `read_index`, if it was read already.
+        """
+        super().__init__(str(path))
+        self.path = path
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """
+        Raises:
+            DamageError: the manifest or the index is damaged.
+        """
+        if self._metadata is None:
+            self._metadata = read_index(self.path)
+        return self._metadata
+
+    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+        """Check what reading won't: sizes of all files, and checksums that the index lacks.
+
+        Args:
+            part: check only every `parts`-th file, beginning with this one.
+
+        Raises:
+            DamageError: a file isn't as the manifest says.
+        """
+        places = self.read_metadata().storage_data.values()
+        summed = all(place.crc32 is not None for place in places)
+        for problem in damage(self.path, manifest, part, parts, contents=not summed):
+            raise DamageError(f"{self.path} is damaged: {problem}")
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def fill(item: ReadItem, value: Tensor) -> None:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+
+        self._read(plan.items, fill)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def boxes(self, key: str) -> list[ChunkStorageMetadata]:
+        """The parts of a tensor, as they were written."""
+        return list(self.read_metadata().state_dict_metadata[key].chunks)
+
+    def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
+        """A box of a tensor. Beside it, one part of the tensor is in memory at a time.
+
+        Raises:
+            DamageError: it can't be read.
+        """
+        about = self.read_metadata().state_dict_metadata[key]
+        self.storage_data = self.read_metadata().storage_data
+        out = torch.empty(box.sizes, dtype=about.properties.dtype)
+
+        def fill(item: ReadItem, value: Tensor) -> None:
+            narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
+
+        try:
+            self._read(create_read_items_for_chunk_list(key, about, [box]), fill)
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
+        return out
+
+    def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
+        """Read the parts that items are in, each once, and pass the items' slices to `fill`."""
+        files: dict[str, dict[int, Place]] = defaultdict(dict)
+        items: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
+        for item in wanted:
+            place = self.storage_data[item.storage_index]
+            files[place.relative_path][place.offset] = place
+            items[place.relative_path, place.offset].append(item)
+        for name, places in sorted(files.items()):
+            in_order = [places[offset] for offset in sorted(places)]
+            for place, part in self._parts(name, in_order):
+                tensor = self._tensor(place, part)
+                for item in items[name, place.offset]:
+                    fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                del tensor  # before the next one needs memory
+
+    def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
+        """The parts in a file, in its order. Small neighbours share one remote request."""
+        path: Any = self.path / name
+        if not is_remote(path):
+            with open_regular(path, buffered=False) as file:
+                for place in places:
+                    yield place, SummedPart(file, place.offset, place.length)
+            return
+        while places:
+            start = places[0].offset
+            end = start
+            together: list[Place] = []
+            for place in places:
+                if together and (place.offset != end or end - start >= _REQUEST):
+                    break
+                together.append(place)
+                end += place.length
+            content = patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end))
+            span = io.BytesIO(content)
+            for place in together:
+                yield place, SummedPart(span, place.offset - start, place.length)
+            places = places[len(together) :]
+
+    def _tensor(self, place: Place, part: SummedPart) -> Tensor:
+        """The tensor in a part.
+
+        Raises:
+            DamageError: its checksum is wrong.
+        """
+        tensor = None
+        error = None
+        try:
+            tensor = load_tensor(part)
+        except Exception as problem:
+            error = problem  # a wrong checksum explains it better
+        start = place.offset
+        end = start + place.length
+        file = f"{self.path} is damaged: {place.relative_path}"
+        if place.crc32 is not None and part.crc32() != place.crc32:
+            raise DamageError(f"{file} has a wrong checksum in bytes {start:,} to {end:,}")
+        if error is not None:
+            raise error
+        if not isinstance(tensor, Tensor):
+            raise DamageError(f"{file} holds no tensor at {start:,}")
+        return tensor
+
+
+def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = None) -> Tensor:
+    """One whole tensor of a checkpoint, in its stored dtype or in `dtype`."""
+    about = reader.read_metadata().state_dict_metadata[key]
+    out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
+    with alone():
+        load({key: out}, reader, no_dist=True)
+    return out
+
+
+def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
+    """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
+
+    Each rank reads what it needs. DCP would send every rank's plan to rank 0, to no use.
+
+    Raises:
+        DamageError: a tensor can't be read. On every rank, if it failed on any.
+    """
+    cause = None
+    try:
+        with alone():
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # derives from BaseException
+        cause = root_cause(next(iter(error.failures.values()))[0])
+    causes = [cause] if no_dist or not dist.is_initialized() else from_all(cause)
+    for kind in (MemoryError, torch.OutOfMemoryError, DamageError):
+        if found := [known for known in causes if isinstance(known, kind)]:
+            raise found[0]
+    for rank, problem in enumerate(causes):
+        if problem is not None:
+            raise DamageError(
+                f"{reader.checkpoint_id} can't be read: rank {rank}: {describe(problem)}"
+            ) from problem
+
+
+def describe(error: BaseException) -> str:
+    """Rank and reason of a failed save or load: DCP wraps the ranks' exceptions."""
+    if failures := getattr(error, "failures", None):
+        rank = min(failures)
+        return f"rank {rank}: {describe(failures[rank][0])}"
+    cause = root_cause(error)
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The most specific error: our own, or the operating system's that torch has wrapped."""
+    chain = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+    return next((e for e in chain if isinstance(e, (UserError, OSError))), chain[-1])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Silence DCP's warning that `no_dist=True` means one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is")
+        yield

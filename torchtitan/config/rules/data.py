@@ -1,0 +1,201 @@
+"""Rules on data: sources, their mixture, held-out sets, loaders, and where they read from."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan.config.derive import data_parallel_degree
+from torchtitan.config.registry import unknown_dataset
+from torchtitan.config.rules.layout import multiples_near
+from torchtitan.config.rules.table import Facts, rule
+from torchtitan.config.sections.data import ValidationSet
+from torchtitan.config.sections.schema import Config, Training, Validation
+from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.storage import is_url
+from torchtitan.utils.text import brief
+
+
+@rule("training.dataloader.persistent_workers", "validation.dataloader.persistent_workers")
+def worker_options_need_workers(config: Config, facts: Facts) -> Iterator[str]:
+    for key in ("training", "validation"):
+        loader = getattr(config, key).dataloader
+        if loader.persistent_workers and loader.num_workers == 0:
+            yield f"{key}.dataloader.persistent_workers needs num_workers of 1 or more"
+
+
+@rule(
+    "training.dataloader.timeout_seconds",
+    "validation.dataloader.timeout_seconds",
+    "comm.train_timeout_seconds",
+)
+def data_fails_before_collectives(config: Config, facts: Facts) -> Iterator[str]:
+    limit = config.comm.train_timeout_seconds
+    for key in ("training", "validation"):
+        seconds = getattr(config, key).dataloader.timeout_seconds
+        if seconds is not None and seconds >= limit:
+            yield (
+                f"{key}.dataloader.timeout_seconds: the other ranks' collectives would time out "
+                f"first, after comm.train_timeout_seconds {limit}; set it to {limit / 2:g} "
+                f"instead of {seconds:g}, or raise that one"
+            )
+
+
+@rule("validation.steps", "validation.sets", "validation.global_batch_size")
+def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
+    v = config.validation
+    if not v.enable:
+        return
+    advice = "0 batches give no loss; set -1 for the whole data set"
+    if v.steps == 0 and any(one.steps is None for one in v.sets or [ValidationSet(name="")]):
+        yield f"validation.steps: {advice}, or validation.enable = false"
+    for one in v.sets:
+        if one.steps == 0:
+            yield f"validation.sets: {brief(one.name)}: steps: {advice}, or remove the set"
+    if v.global_batch_size == 0:
+        yield (
+            "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the "
+            "default"
+        )
+
+
+@rule("validation.sets")
+def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
+    v = config.validation
+    names = [one.name for one in v.sets]
+    for name in {name for name in names if not name or names.count(name) > 1}:
+        yield (
+            f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of "
+            "its own"
+        )
+    single = {key: getattr(v, key) for key in ("dataset", "dataset_path", "text_column")}
+    for key in single if v.sets else ():
+        if single[key] != getattr(Validation(), key):
+            yield (
+                f"validation.{key} and validation.sets can't both be set; move {key} to a "
+                "[[validation.sets]] table"
+            )
+
+
+@rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
+def datasets_are_known(config: Config, facts: Facts) -> Iterator[str]:
+    """With a path, `dataset` is only a label."""
+    t = config.training
+    v = config.validation
+    named = [("training.dataset", t.dataset, t.dataset_path)]
+    for source in t.sources:
+        key = f"training.sources: {brief(source.name)}: dataset"
+        named.append((key, source.dataset, source.dataset_path))
+    if v.enable and not v.sets:
+        named.append(("validation.dataset", v.dataset, v.dataset_path))
+    for one in v.sets if v.enable else []:
+        key = f"validation.sets: {brief(one.name)}: dataset"
+        named.append((key, one.dataset, one.dataset_path))
+    for key, dataset, path in named:
+        if path is None and (problem := unknown_dataset(dataset)):
+            yield f"{key}: {problem}"
+
+
+@rule("training.sources")
+def sources_are_named_once(config: Config, facts: Facts) -> Iterator[str]:
+    t = config.training
+    for name, count in Counter(source.name for source in t.sources).items():
+        if count > 1:
+            yield (
+                f"training.sources: {count} sources are named {brief(name)}; a name stands for "
+                "one position"
+            )
+        if "/" in name:
+            yield (
+                f"training.sources: the name {brief(name)} has a slash, which separates the parts "
+                "of a metric's name"
+            )
+
+
+@rule("training.sources", "training.dataset")
+def sources_replace_the_dataset(config: Config, facts: Facts) -> Iterator[str]:
+    t = config.training
+    for key in ("dataset", "dataset_path"):
+        if t.sources and getattr(t, key) != getattr(Training(), key):
+            yield (
+                f"training.{key}: training.sources name the data; make it one of them, or remove "
+                "one of the two"
+            )
+
+
+@rule("training.stages")
+def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
+    t = config.training
+    names = {source.name for source in t.sources}
+    before = 0
+    weights = {source.name: source.weight for source in t.sources}
+    for stage in t.stages:
+        where = f"training.stages: the stage from_step {stage.from_step}"
+        if stage.from_step <= before:
+            yield (
+                f"{where} follows that of step {before}; list the stages in the order of their "
+                "steps"
+            )
+        for name in stage.weights.keys() - names:
+            hint = "; name the sources as [[training.sources]]"
+            if names:
+                hint = did_you_mean(name, names)
+            yield (
+                f"{where} has a weight for {brief(name)}, but there is no source of that name{hint}"
+            )
+        before = max(before, stage.from_step)
+        weights |= stage.weights
+        if weights and not any(weights.values()):
+            yield f"{where} has no source with a weight above 0"
+    starts_plain = not t.stages or t.stages[0].from_step > 1
+    if t.sources and starts_plain and not any(source.weight for source in t.sources):
+        yield "training.sources: no source has a weight above 0"
+
+
+@rule("training.stages", needs=["layout"])
+def stages_divide(config: Config, facts: Facts) -> Iterator[str]:
+    """As `batch_divides` for the batch of the whole run."""
+    t = config.training
+    dp = data_parallel_degree(config)
+    unit = t.local_batch_size * dp
+    for stage in t.stages:
+        size = stage.global_batch_size
+        where = f"training.stages: the stage from_step {stage.from_step}"
+        if size is None:
+            continue
+        if config.fault_tolerance.elastic:
+            if size < dp:
+                yield (
+                    f"{where}: global_batch_size {size} is too small for {dp} data-parallel "
+                    f"ranks; set {dp} or more"
+                )
+        elif size % unit:
+            yield (
+                f"{where}: global_batch_size {size} is not a multiple of local_batch_size "
+                f"{t.local_batch_size} x data-parallel degree {dp} = {unit}; set it to "
+                f"{multiples_near(size, unit)}"
+            )
+
+
+@rule("training.dataset_path", "validation.dataset_path", needs=["data_problems"])
+def data_can_be_read(config: Config, facts: Facts) -> Iterator[str]:
+    for key, problem in facts.data_problems.items():
+        yield f"{key}: {problem}"
+
+
+@rule("eval.include_path", needs=["folders"])
+def tasks_have_a_folder(config: Config, facts: Facts) -> str | None:
+    path = config.eval.include_path
+    if not config.eval.enable or not path or path in facts.folders:
+        return None
+    return f"eval.include_path: {path!r} is no folder (relative to {Path.cwd()})"
+
+
+@rule("job.dump_folder", needs=["folders"])
+def logs_are_local(config: Config, facts: Facts) -> str | None:
+    folder = config.job.dump_folder
+    if not is_url(folder):
+        return None
+    return (
+        f"job.dump_folder: {folder!r} must be a local folder, because logs are appended to; for "
+        "remote checkpoints set checkpoint.folder to the URL"
+    )

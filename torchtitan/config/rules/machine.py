@@ -1,0 +1,131 @@
+"""Rules on the machine that trains: packages, compilers, receivers of messages, folders."""
+
+import urllib.parse
+from collections.abc import Iterator
+
+from torchtitan.config.features import TRACKER_PACKAGES, chosen_trackers
+from torchtitan.config.rules.table import Facts, rule
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.text import brief
+from torchtitan.utils.torch_versions import too_old
+
+_BACKENDS = (
+    "inductor",
+    "aot_eager",
+    "eager",
+    "cudagraphs",
+    "tvm",
+    "openxla",
+    "onnxrt",
+    "ts",
+    "aot_ts",
+    "aot_eager_decomp_partition",
+    "aot_eager_decomp_partition_crossref",
+    "aot_eager_decomp_partition_with_mode",
+    "aot_eager_default_partitioner",
+    "eager_debug",
+    "eager_noexcept",
+    "invoke_subgraph",
+    "openxla_eval",
+    "pre_dispatch_eager",
+)
+"""`torch._dynamo.list_backends`, which would import torch."""
+
+
+@rule("eval.enable", needs=["packages"])
+def evals_have_their_package(config: Config, facts: Facts) -> str | None:
+    if not config.eval.enable or "lm_eval" in facts.packages:
+        return None
+    return (
+        "eval.enable needs the package lm-eval: pip install 'titan-pretrain[eval]', or set it to "
+        "false"
+    )
+
+
+@rule("metrics.sinks", "metrics.enable_wandb", "metrics.enable_tensorboard", needs=["packages"])
+def trackers_have_their_packages(config: Config, facts: Facts) -> Iterator[str]:
+    for name, key in chosen_trackers(config.metrics).items():
+        package = TRACKER_PACKAGES.get(name)
+        if package is None or package in facts.packages:
+            continue
+        what = key
+        off = "set it to false"
+        if key == "metrics.sinks":
+            what = f'{key}: "{name}"'
+            off = "remove it"
+        yield f"{what} needs the package {package}: pip install 'titan-pretrain[{name}]', or {off}"
+
+
+@rule(needs=["torch", "packages"])
+def torch_is_new_enough(config: Config, facts: Facts) -> str | None:
+    return too_old(facts.torch)
+
+
+@rule("activation_checkpoint.visualize_memory_budget_pareto", needs=["packages"])
+def pareto_plot_has_its_package(config: Config, facts: Facts) -> str | None:
+    ac = config.activation_checkpoint
+    draws = ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto
+    if not draws or "matplotlib" in facts.packages:
+        return None
+    return (
+        "activation_checkpoint.visualize_memory_budget_pareto needs the package matplotlib; "
+        "install it, or set the key to false"
+    )
+
+
+@rule("compile.backend", "experimental.custom_import", needs=["compilers"])
+def compiler_is_known(config: Config, facts: Facts) -> str | None:
+    """An unknown backend would fail only in the first step. A custom import may register one."""
+    name = config.compile.backend
+    known = [*_BACKENDS, *facts.compilers]
+    if name in known or config.experimental.custom_import:
+        return None
+    return (
+        f"compile.backend: torch has no compiler backend {brief(name)}"
+        f"{did_you_mean(name, known)}; import the module that registers it as "
+        f"experimental.custom_import, or set it to one of {', '.join(_BACKENDS[:4])}"
+    )
+
+
+@rule("notifications.webhook_env", needs=["environment"])
+def webhook_is_a_url(config: Config, facts: Facts) -> str | None:
+    name = config.notifications.webhook_env
+    if not name:
+        return None
+    key = f"notifications.webhook_env: the environment variable {brief(name)}"
+    url = facts.environment.get(name)
+    if not url:
+        return f"{key} is not set; set it to the URL of the webhook"
+    problem = url_problem(url)
+    return f"{key} {problem}" if problem else None
+
+
+def url_problem(url: str) -> str | None:
+    """Why this can't be the URL of a webhook, without repeating it: it is a secret."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:
+        parts = urllib.parse.urlsplit("")
+    is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+    if is_http and url.isascii() and url.isprintable():
+        return None
+    return "must be a URL that begins with https:// or http://"
+
+
+@rule("notifications.command", needs=["programs"])
+def notifying_program_exists(config: Config, facts: Facts) -> str | None:
+    command = config.notifications.command
+    if not command or command[0] in facts.programs:
+        return None
+    return f"notifications.command: no program {brief(command[0])} that can be run"
+
+
+@rule("job.dump_folder", needs=["unwritable"])
+def dump_folder_is_writable(config: Config, facts: Facts) -> str | None:
+    if facts.unwritable is None:
+        return None
+    return (
+        f"job.dump_folder: can't write to {config.job.dump_folder!r} ({facts.unwritable}); choose "
+        "another folder"
+    )

@@ -1,0 +1,155 @@
+"""Rules on the model: its tokenizer, names of parameters, and matrix products in 8 bits."""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+
+from torchtitan.config.features import (
+    FLOAT8,
+    GROUPED_FLOAT8,
+    GROUPED_MX,
+    MX,
+    names_any,
+    uses,
+)
+from torchtitan.config.rules.layout import model_name
+from torchtitan.config.rules.table import Facts, rule
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.text import brief
+
+
+@rule("model.hf_assets_path", "model.overrides", needs=["tokenizer", "args"])
+def vocabulary_holds_the_tokenizer(config: Config, facts: Facts) -> str | None:
+    entries = facts.tokenizer.vocab_size
+    if entries <= facts.args.vocab_size:
+        return None
+    return (
+        f"model.hf_assets_path: the tokenizer has {entries} entries, more than vocab_size "
+        f"{facts.args.vocab_size} of {config.model.flavor}; set [model.overrides] vocab_size = "
+        f"{entries}, or choose another tokenizer"
+    )
+
+
+@rule("sampling.prompts", needs=["tokenizer", "args"])
+def prompts_leave_room(config: Config, facts: Facts) -> Iterator[str]:
+    longest = facts.args.max_seq_len
+    for prompt in config.sampling.prompts:
+        tokens = len(facts.tokenizer.encode(prompt, bos=True))
+        if tokens >= longest:
+            yield (
+                f"sampling.prompts: {brief(prompt)} has {tokens} tokens; the model reads "
+                f"{longest}, of which one must be new: shorten it, or raise training.seq_len"
+            )
+
+
+@rule("optimizer.param_groups", needs=["parameters"])
+def patterns_match(config: Config, facts: Facts) -> Iterator[str]:
+    """A pattern that matches nothing is a typo; the parameters meant would train like the rest."""
+    names = facts.parameters
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    for group in config.optimizer.param_groups:
+        if not fnmatch.filter(names, group.pattern):
+            hint = did_you_mean(group.pattern, kinds, cutoff=0.3)
+            yield (
+                f"optimizer.param_groups: pattern {brief(group.pattern)} matches no parameter{hint}"
+            )
+
+
+@rule("model.converters", "quantize.grouped_mm", needs=["expert_sizes", "parameters"])
+def experts_can_be_converted(config: Config, facts: Facts) -> Iterator[str]:
+    """Names of experts to convert match some, and kernels support their sizes."""
+    grouped = config.quantize.grouped_mm
+    modules = {name.rpartition(".")[0] for name in facts.parameters if ".experts." in name}
+    widths = list(facts.expert_sizes.items())[1:]
+    for converter, fqns, unit in (("float8", grouped.float8.fqns, 16), ("mx", grouped.mx.fqns, 32)):
+        key = f"quantize.grouped_mm.{converter}"
+        if key not in config.model.converters:
+            continue
+        if not facts.expert_sizes:
+            yield f"{key}: {model_name(config)} has no experts; remove it from model.converters"
+            continue
+        if not fqns:
+            yield f'{key}.fqns names no experts; set it to ["experts"] for those of all blocks'
+        for name in fqns:
+            if not any(names_any([name], module) for module in modules):
+                yield (
+                    f"{key}.fqns: {brief(name)} is in the name of no experts; set it to "
+                    '["experts"] for all'
+                )
+        if wrong := [f"{name} {width}" for name, width in widths if width % unit]:
+            yield (
+                f"{key}: {', '.join(wrong)} of {model_name(config)} must be a multiple of {unit}; "
+                "remove it from model.converters"
+            )
+
+
+@rule("model.converters", "training.seq_len")
+def low_precision_blocks_are_full(config: Config, facts: Facts) -> Iterator[str]:
+    """Weight gradients sum over the tokens of a rank, in blocks of 32 (MXFP8) or multiples of 16
+    (Float8 kernels).
+    """
+    p = config.parallelism
+    rows = config.training.local_batch_size
+    if p.pipeline_parallel_degree > 1:
+        rows = p.pipeline_parallel_microbatch_size
+    tokens = rows * config.training.seq_len // p.context_parallel_degree
+    if uses(config, MX) and tokens % 32:
+        yield (
+            "model.converters: MXFP8 needs a multiple of 32 tokens per rank and microbatch, got "
+            f"{tokens}; set training.seq_len so that each rank's part is a multiple of 32"
+        )
+    if uses(config, FLOAT8) and not config.quantize.linear.float8.emulate and tokens % 16:
+        yield (
+            "model.converters: Float8 needs a multiple of 16 tokens per rank and microbatch, got "
+            f"{tokens}; set training.seq_len so that each rank's part is a multiple of 16"
+        )
+
+
+@rule("model.converters", "quantize", needs=["device"])
+def device_has_the_types(config: Config, facts: Facts) -> Iterator[str]:
+    """Refused alike by the trainer on the device, and by the planner for it."""
+    capability = facts.device.capability
+    if capability is None:
+        return
+    for key, needed, gpu, emulation in _needs(config):
+        if capability < needed:
+            yield (
+                f"{key}: needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} "
+                f"({gpu}) or newer, this is {facts.device.name}; set {key}.{emulation} to try it "
+                "without one"
+            )
+
+
+def _needs(config: Config) -> Iterator[tuple[str, tuple[int, int], str, str]]:
+    """Each section of a converter that isn't emulated, with the compute capability it needs, the
+    GPU that has it, and what would emulate it.
+    """
+    linear = config.quantize.linear
+    grouped = config.quantize.grouped_mm
+    float8 = "emulate = true"
+    mx = 'recipe_name = "mxfp8_emulated"'
+    if uses(config, FLOAT8) and not linear.float8.emulate:
+        if linear.float8.recipe_name in (None, "tensorwise"):
+            yield "quantize.linear.float8", (8, 9), "Ada or Hopper", float8
+        else:
+            yield "quantize.linear.float8", (9, 0), "Hopper", float8
+    if uses(config, GROUPED_FLOAT8) and not grouped.float8.emulate:
+        yield "quantize.grouped_mm.float8", (9, 0), "Hopper", float8
+    if uses(config, GROUPED_MX) and grouped.mx.recipe_name != "mxfp8_emulated":
+        yield "quantize.grouped_mm.mx", (10, 0), "Blackwell", mx
+    if uses(config, MX) and linear.mx.recipe_name != "mxfp8_emulated":
+        yield "quantize.linear.mx", (10, 0), "Blackwell", mx
+
+
+@rule("moe.global_balance_loss", "model.overrides", needs=["args"], refuses=False)
+def router_can_learn(config: Config, facts: Facts) -> str | None:
+    one = getattr(facts.args, "experts_per_token", 0) == 1
+    balanced = config.moe.global_balance_loss or config.moe.sequence_balance_loss
+    if balanced or not (one and getattr(facts.args, "normalize_expert_weights", False)):
+        return None
+    return (
+        "model.overrides.normalize_expert_weights: with one expert per token its weight is always "
+        "1, so without a balance loss the router learns nothing; set it to false, or "
+        "moe.global_balance_loss above 0"
+    )

@@ -1,0 +1,320 @@
+"""Rules on pipelines: how a model can be cut into stages, and what each schedule can run."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.config.derive import divisors
+from torchtitan.config.rules.table import Facts, rule
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.text import brief, listed
+
+_P = "parallelism.pipeline_parallel"
+_PARTS = "parallelism.module_fqns_per_model_part"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule: its name in `torch.distributed.pipelining`, and what it requires."""
+
+    name: str
+    stages_per_rank: Literal["one", "several", "two"]
+    whole_rounds: bool = False
+    """It runs the microbatches in n // pp rounds of equal size."""
+    fills_stages: bool = False
+    """It needs at least as many microbatches as stages."""
+
+    @property
+    def v_shaped(self) -> bool:
+        return self.stages_per_rank == "two"
+
+
+SCHEDULES = {
+    "GPipe": Schedule("GPipe", "one"),
+    "1F1B": Schedule("1F1B", "one", fills_stages=True),
+    "Interleaved1F1B": Schedule("Interleaved1F1B", "several", whole_rounds=True),
+    "FlexibleInterleaved1F1B": Schedule("Interleaved1F1B", "several", whole_rounds=True),
+    "LoopedBFS": Schedule("LoopedBFS", "several"),
+    "InterleavedZeroBubble": Schedule("InterleavedZeroBubble", "several", whole_rounds=True),
+    "ZBVZeroBubble": Schedule("ZBVZeroBubble", "two"),
+    "DualPipeV": Schedule("DualPipeV", "two", fills_stages=True),
+    # these two need a CSV file
+    "PipelineScheduleSingle": Schedule("PipelineScheduleSingle", "one"),
+    "PipelineScheduleMulti": Schedule("PipelineScheduleMulti", "several"),
+}
+"""By their name in the configuration. torch merged FlexibleInterleaved1F1B into Interleaved1F1B."""
+
+
+# ---- shapes that a configuration asks for
+
+
+def schedule_of(p: Parallelism) -> Schedule:
+    """The schedule that is named; a file takes precedence over it."""
+    return SCHEDULES[p.pipeline_parallel_schedule]
+
+
+def stage_count(p: Parallelism, facts: Facts) -> tuple[int, str]:
+    """Number of pipeline stages, and the key that says so."""
+    if p.module_fqns_per_model_part:
+        return len(parts_of(p.module_fqns_per_model_part, facts)), _PARTS
+    if facts.schedule_file is not None:
+        return max(_stages_in(facts.schedule_file), default=0) + 1, f"{_P}_schedule_csv"
+    if p.pipeline_parallel_layers_per_stage:
+        size = len(layers_of(facts)) + sum(less_layers(p))
+        return math.ceil(size / p.pipeline_parallel_layers_per_stage), f"{_P}_layers_per_stage"
+    per_rank = 1 if schedule_of(p).stages_per_rank == "one" else 2
+    return p.pipeline_parallel_degree * per_rank, f"{_P}_degree"
+
+
+def layers_of(facts: Facts) -> list[str]:
+    """Names of the model's blocks."""
+    return [name for name in facts.module_flops if name.startswith("layers.")]
+
+
+def splits_by_layers(p: Parallelism) -> bool:
+    """Whether stages get equal numbers of layers rather than of FLOPs."""
+    keys = (
+        p.pipeline_parallel_layers_per_stage,
+        p.pipeline_parallel_first_stage_less_layers,
+        p.pipeline_parallel_last_stage_less_layers,
+    )
+    return any(key is not None for key in keys)
+
+
+def less_layers(p: Parallelism) -> tuple[int, int]:
+    """How many layers the embedding and the output count as."""
+    first = p.pipeline_parallel_first_stage_less_layers
+    last = p.pipeline_parallel_last_stage_less_layers
+    return (1 if first is None else first), (1 if last is None else last)
+
+
+def layers_per_stage(p: Parallelism, layers: int, count: int) -> list[int]:
+    """Equal numbers of layers, with fewer on the first and the last stage.
+
+    Either may have none: the first then holds the embedding alone, the last norm and output.
+    """
+    first_less, last_less = less_layers(p)
+    base, extra = divmod(layers + first_less + last_less, count)
+    sizes = [base + (stage < extra) for stage in range(count)]
+    sizes[0] -= first_less
+    sizes[-1] -= last_less
+    return sizes
+
+
+def parts_of(given: Sequence[Any], facts: Facts) -> list[list[str]]:
+    """Stages as the user lists them: each one's modules, or the modules that start a new stage."""
+    if not all(isinstance(part, str) for part in given):
+        return [list(part) for part in given]
+    names = list(facts.module_flops)
+    cuts = [names.index(name) for name in given if name in facts.module_flops]
+    return [names[a:b] for a, b in itertools.pairwise([0, *cuts, len(names)])]
+
+
+def _stages_in(file: Sequence[Sequence[Any]]) -> set[int]:
+    return {action.stage for order in file for action in order}
+
+
+# ---- rules
+
+
+@rule(f"{_P}_schedule", f"{_P}_schedule_csv")
+def schedule_is_named(config: Config, facts: Facts) -> str | None:
+    p = config.parallelism
+    name = p.pipeline_parallel_schedule
+    if p.pipeline_parallel_degree == 1 or p.pipeline_parallel_schedule_csv:
+        return None
+    if not name.startswith("PipelineSchedule"):
+        return None
+    return (
+        f"{_P}_schedule: {name} runs a schedule from a file; set {_P}_schedule_csv, or name "
+        "another schedule"
+    )
+
+
+@rule(f"{_P}_degree", needs=["tied_modules"])
+def weights_stay_on_one_stage(config: Config, facts: Facts) -> str | None:
+    if config.parallelism.pipeline_parallel_degree == 1 or not facts.tied_modules:
+        return None
+    return (
+        f"{_P}_degree: {config.model.flavor} shares one weight between "
+        f"{' and '.join(facts.tied_modules)}, which would be on different stages; untie them "
+        "([model.overrides] tie_embeddings = false), or set the degree to 1"
+    )
+
+
+@rule(
+    _PARTS,
+    f"{_P}_degree",
+    f"{_P}_layers_per_stage",
+    f"{_P}_first_stage_less_layers",
+    f"{_P}_last_stage_less_layers",
+    needs=["module_flops", "schedule_file"],
+)
+def model_splits_into_stages(config: Config, facts: Facts) -> list[str]:
+    p = config.parallelism
+    if p.pipeline_parallel_degree == 1:
+        return []
+    if problems := list(_part_problems(p, facts)):
+        return problems
+    count, key = stage_count(p, facts)
+    if problems := list(_count_problems(count, key, p, facts)):
+        return problems
+    if p.module_fqns_per_model_part:
+        return []
+    layers = len(layers_of(facts))
+    if not splits_by_layers(p):
+        most = _most_stages(facts)
+        if count <= most:
+            return []
+        return [
+            f"{key}: {count} stages for {layers} layers; at most {most} are possible, embedding "
+            f"and output being alone on theirs; lower {_P}_degree, or choose a schedule with "
+            "fewer stages"
+        ]
+    sizes = layers_per_stage(p, layers, count)
+    if min(sizes) >= 0 and 0 not in sizes[1:-1]:
+        return []
+    first_less, last_less = less_layers(p)
+    advice = "lower them" if min(sizes) < 0 else "raise them, or use fewer stages"
+    return [
+        f"{_P}_first/last_stage_less_layers: {layers} layers on {count} stages with {first_less} "
+        f"and {last_less} fewer at the ends leave a stage empty ({listed(sizes)}); {advice}"
+    ]
+
+
+def _most_stages(facts: Facts) -> int:
+    """Most stages when they are balanced by FLOPs: modules that cost something, and the embedding
+    alone.
+    """
+    costs = list(facts.module_flops.values())
+    return sum(cost > 0 for cost in costs) + (costs[0] == 0)
+
+
+def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Iterator[str]:
+    if facts.schedule_file is not None:
+        stages = _stages_in(facts.schedule_file)
+        if key == _PARTS and len(stages) != count:
+            yield f"{key}: {count} stages, but the schedule of {_P}_schedule_csv has {len(stages)}"
+        return
+    schedule = schedule_of(p)
+    degree = p.pipeline_parallel_degree
+    per_rank, rest = divmod(count, degree)
+    if schedule.stages_per_rank == "one":
+        fits = per_rank == 1
+        legal = f"1 stage per rank ({degree} stages)"
+    elif schedule.stages_per_rank == "two":
+        fits = per_rank == 2
+        legal = f"2 stages per rank ({2 * degree} stages)"
+    else:
+        fits = per_rank >= 2
+        legal = f"2 or more stages per rank ({2 * degree}, {3 * degree}, ... stages)"
+    if rest or not fits:
+        yield (
+            f"{key}: gives {count} stages on {degree} ranks, but schedule {schedule.name} takes "
+            f"{legal}"
+        )
+
+
+def _part_problems(p: Parallelism, facts: Facts) -> Iterator[str]:
+    parts = p.module_fqns_per_model_part
+    if not parts:
+        return
+    names = list(facts.module_flops)
+    position = {name: index for index, name in enumerate(names)}
+    known = f"the model has {names[0]}, {names[1]} ... {names[-1]}"
+    if all(isinstance(part, str) for part in parts):
+        unknown = [name for name in parts if name not in position]
+        cuts = [position[name] for name in parts if name in position]
+        if unknown:
+            yield f"{_PARTS}: no module {brief(unknown[0])}; {known}"
+        elif sorted(set(cuts)) != cuts or cuts[0] == 0:
+            yield (
+                f"{_PARTS}: the modules that start a stage must be in the model's order, after "
+                f"{names[0]}"
+            )
+        return
+    flat = [name for part in parts for name in part]
+    stages = Counter(flat)
+    for name, count in stages.items():
+        if name not in position:
+            yield f"{_PARTS}: no module {brief(name)}; {known}"
+        elif count > 1:
+            yield f"{_PARTS}: {name} is on {count} stages"
+    missing = [name for name in names if name not in stages]
+    for name in missing:
+        yield f"{_PARTS}: {name} is on no stage"
+    if not missing and len(flat) == len(names) and flat != names:
+        first = next(a for a, b in zip(flat, names, strict=True) if a != b)
+        yield f"{_PARTS}: {first} is out of order; stages run in the model's order"
+    if not all(parts):
+        yield f"{_PARTS}: a stage without modules"
+
+
+@rule(f"{_P}_microbatch_size", "training.local_batch_size", needs=["module_flops"])
+def microbatches_divide(config: Config, facts: Facts) -> Iterator[str]:
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    sections = {"training": config.training.local_batch_size}
+    if config.validation.enable:
+        sections["validation"] = config.validation.local_batch_size
+    for section, rows in sections.items():
+        if rows % size:
+            yield (
+                f"{_P}_microbatch_size: {size} does not divide {section}.local_batch_size {rows}; "
+                f"set it to one of {listed(divisors(rows))}"
+            )
+
+
+@rule(
+    f"{_P}_schedule",
+    f"{_P}_schedule_csv",
+    f"{_P}_microbatch_size",
+    "training.local_batch_size",
+    needs=["module_flops", "schedule_file"],
+)
+def schedule_runs_the_microbatches(config: Config, facts: Facts) -> str | None:
+    p = config.parallelism
+    degree = p.pipeline_parallel_degree
+    size = p.pipeline_parallel_microbatch_size
+    rows = config.training.local_batch_size
+    if degree == 1 or rows % size or model_splits_into_stages(config, facts):
+        return None
+    if facts.schedule_file is not None:
+        wanted = len({a.microbatch for order in facts.schedule_file for a in order})
+        if rows == wanted * size:
+            return None
+        return (
+            f"{_P}_schedule_csv: the schedule has {wanted} microbatches, but "
+            f"training.local_batch_size {rows} / {_P}_microbatch_size {size} is {rows // size}; "
+            f"set training.local_batch_size = {wanted * size}"
+        )
+    schedule = schedule_of(p)
+    stages, _ = stage_count(p, facts)
+    reason = _reason_against(schedule, rows // size, stages, degree)
+    if reason is None:
+        return None
+    fitting = [
+        d for d in divisors(rows) if not _reason_against(schedule, rows // d, stages, degree)
+    ]
+    if fitting:
+        advice = f"set {_P}_microbatch_size to {' or '.join(map(str, fitting[:8]))}"
+    else:
+        more = stages
+        while _reason_against(schedule, more, stages, degree):
+            more += 1
+        advice = f"raise training.local_batch_size to {more * size}"
+    return f"{_P}_schedule: {schedule.name} {reason}; {advice}"
+
+
+def _reason_against(schedule: Schedule, microbatches: int, stages: int, degree: int) -> str | None:
+    rounds = max(1, microbatches // degree)
+    if schedule.whole_rounds and microbatches % rounds:
+        return f"can't run {microbatches} microbatches on {degree} ranks in {rounds} equal rounds"
+    if schedule.fills_stages and microbatches < stages:
+        return f"needs at least as many microbatches as its {stages} stages, got {microbatches}"
+    return None

@@ -1,0 +1,211 @@
+"""The table of rules: why a configuration can't run, each with the keys and the facts it needs.
+
+    @rule("training.global_batch_size", needs=["layout"])
+    def batch_divides(config: Config, facts: Facts) -> Iterator[str]:
+        if config.training.global_batch_size % facts.world: yield "..."
+
+    refuse(
+        "optimizer.name",
+        "optimizer.state_dtype",
+        when=lambda config: config.optimizer.name == "Muon" and ...,
+        because="optimizer.state_dtype: Muon has no bf16 state; set ...",
+    )
+
+A rule belongs to a file of its subject in this folder; every file here is part of the table. A
+message starts with the key, says what is wrong, and names the values that are legal.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.errors import ConfigError
+
+ABSENT: Any = object()
+"""A fact that isn't known."""
+
+
+class ModelArguments(Protocol):
+    """Hyper-parameters that every family has."""
+
+    vocab_size: int
+    max_seq_len: int
+
+
+class TextEncoder(Protocol):
+    """What rules need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, bos: bool = ...) -> list[int]: ...
+
+
+class Computation(Protocol):
+    """What rules need of an entry in a pipeline schedule's file."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of device."""
+
+    name: str
+    """As torch reports it; `a CPU`."""
+    capability: tuple[int, int] | None
+    """As torch reports it: NVIDIA's compute capability, AMD's gfx942 as 9.4, (0, 0) of a CPU. None:
+    unknown, and nothing is refused.
+    """
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known beside the configuration. A rule is asked only if all facts it needs are known.
+
+    The configuration that comes with facts is derived.
+    """
+
+    world: int = ABSENT
+    """Number of ranks."""
+    layout: Mapping[str, int] = ABSENT
+    """Degree of each mesh axis; absent if their product isn't `world`."""
+    torch: str | None = ABSENT
+    """Installed release of torch; None if there is none."""
+    old_torch: bool = ABSENT
+    """Whether that is older than 2.13."""
+    device: Accelerator = ABSENT
+
+    # ---- the model
+    args: ModelArguments = ABSENT
+    parameters: Collection[str] = ABSENT
+    """Names of all parameters."""
+    tensor_parallel_sizes: Mapping[str, int] = ABSENT
+    """`ModelSpec.tensor_parallel_sizes`."""
+    expert_sizes: Mapping[str, int] = ABSENT
+    """`ModelSpec.expert_sizes`."""
+    export_problems: Sequence[str] = ABSENT
+    """Why Hugging Face's class of the family can't express the model."""
+    has_hf_class: bool = ABSENT
+    """Whether transformers has a class of the family."""
+    module_flops: Mapping[str, float] = ABSENT
+    """FLOPs per token of each module that can be on its own pipeline stage, in execution order."""
+    tied_modules: Sequence[str] = ABSENT
+    """Modules that share a weight."""
+    schedule_file: Sequence[Sequence[Computation]] | None = ABSENT
+    """Each pipeline rank's computations, if a file lists them."""
+    tokenizer: TextEncoder = ABSENT
+
+    # ---- this machine
+    data_problems: Mapping[str, str] = ABSENT
+    """Key of a `dataset_path` to why nothing can be read from there."""
+    folders: Collection[str] = ABSENT
+    """Those folders that exist, of the ones the configuration names as inputs."""
+    packages: Collection[str] = ABSENT
+    """Installed packages, of the optional ones."""
+    compilers: Collection[str] = ABSENT
+    """Backends of `torch.compile` that packages register."""
+    environment: Mapping[str, str] = ABSENT
+    """Environment variables of the run."""
+    programs: Collection[str] = ABSENT
+    """Programs that can be run, of those the configuration names."""
+    unwritable: str | None = ABSENT
+    """Why `job.dump_folder` can't be written to."""
+
+
+Problem = Callable[[Config, Facts], str | Iterable[str] | None]
+"""What is wrong with a configuration, in no, one or several messages."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason why configurations can't run."""
+
+    keys: tuple[str, ...]
+    """Keys that it is about: the one to blame first."""
+    problem: Problem
+    needs: tuple[str, ...]
+    """Facts without which it isn't asked."""
+    refuses: bool = True
+    """False: what it finds is legal, but probably a mistake."""
+
+    def applies(self, facts: Facts) -> bool:
+        """Whether all facts that it needs are known."""
+        return not any(getattr(facts, name) is ABSENT for name in self.needs)
+
+    def ask(self, config: Config, facts: Facts) -> list[str]:
+        """What is wrong."""
+        answer = self.problem(config, facts)
+        if answer is None:
+            return []
+        return [answer] if isinstance(answer, str) else list(answer)
+
+
+RULES: list[Rule] = []
+"""The table, filled by the modules of this folder in the order of `rules.SUBJECTS`."""
+
+
+def rule(
+    *keys: str, needs: Sequence[str] = ("world",), refuses: bool = True
+) -> Callable[[Problem], Problem]:
+    """Add the decorated function to the table."""
+
+    def add(problem: Problem) -> Problem:
+        RULES.append(Rule(keys, problem, tuple(needs), refuses))
+        return problem
+
+    return add
+
+
+def refuse(
+    *keys: str,
+    when: Callable[[Config], bool],
+    because: str,
+    needs: Sequence[str] = ("world",),
+) -> None:
+    """Add a combination of settings that is refused, with the message `because`."""
+
+    def problem(config: Config, facts: Facts) -> str | None:
+        return because if when(config) else None
+
+    RULES.append(Rule(keys, problem, tuple(needs)))
+
+
+def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]:
+    """What is wrong with a derived configuration, as far as `facts` tell.
+
+    Args:
+        refuses: False for what is legal, but probably a mistake.
+    """
+    return [
+        problem
+        for rule in RULES
+        if rule.refuses == refuses and rule.applies(facts)
+        for problem in rule.ask(config, facts)
+    ]
+
+
+def check(config: Config, facts: Facts, sources: Mapping[str, str] | None = None) -> None:
+    """Refuse a derived configuration that can't run.
+
+    Args:
+        sources: key to where it was set, named in the messages.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    if found := problems(config, facts):
+        raise ConfigError([_with_place(problem, sources or {}) for problem in found])
+
+
+def _with_place(problem: str, sources: Mapping[str, str]) -> str:
+    """The problem, preceded by where the first key in it that isn't at its default was set."""
+    key = next((word for word in re.findall(r"[\w.]+", problem) if word in sources), "")
+    where = sources.get(key)
+    return f"{where}: {problem}" if where and where != f"--{key}" else problem

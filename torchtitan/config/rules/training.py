@@ -1,0 +1,146 @@
+"""Rules on schedules, checks during training, averages, and what is reported."""
+
+import re
+from collections.abc import Iterator
+
+from torchtitan.config.derive import SHAPES
+from torchtitan.config.rules.table import Facts, refuse, rule
+from torchtitan.config.sections.metrics import Notifications, Prometheus
+from torchtitan.config.sections.schema import Config
+from torchtitan.utils.text import brief
+
+refuse(
+    "debug.deterministic_warn_only",
+    "debug.deterministic",
+    when=lambda c: c.debug.deterministic_warn_only and not c.debug.deterministic,
+    because="debug.deterministic_warn_only has no effect without debug.deterministic = true",
+)
+
+refuse(
+    "eval.tasks",
+    "eval.enable",
+    when=lambda c: c.eval.enable and not c.eval.tasks,
+    because="eval.tasks: eval.enable = true needs the name of at least one task",
+)
+
+refuse(
+    "notifications",
+    when=lambda c: (
+        c.notifications != Notifications()
+        and not c.notifications.webhook_env
+        and not c.notifications.command
+    ),
+    because="[notifications] has no effect without webhook_env or command; set one of them",
+)
+
+
+@rule("activation_checkpoint.selective_ac_option")
+def checkpointing_option_is_known(config: Config, facts: Facts) -> Iterator[str]:
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not re.fullmatch(r"0*[1-9][0-9]{0,3}", option):
+        yield (
+            f'activation_checkpoint.selective_ac_option: got {brief(option)}, must be "op" or a '
+            "positive number k below 10000 (every k-th block)"
+        )
+
+
+@rule("lr_scheduler.name", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
+def schedule_keys_agree(config: Config, facts: Facts) -> Iterator[str]:
+    """Keys that `lr_scheduler.name` excludes. The values it stands for are accepted, because
+    `config.toml` has them.
+    """
+    s = config.lr_scheduler
+    if s.name is None or s.name == "wsd":
+        return
+    name = f'lr_scheduler.name = "{s.name}"'
+    if s.name in SHAPES:
+        if s.decay_type != s.name:
+            yield (
+                f'lr_scheduler.decay_type: "{s.decay_type}" contradicts {name}; remove one of the '
+                'two, or set lr_scheduler.name = "wsd"'
+            )
+        if s.decay_ratio is not None:
+            yield (
+                f"lr_scheduler.decay_ratio: {name} decays from the end of warm-up on; remove "
+                f'decay_ratio, or set lr_scheduler.name = "wsd" and decay_type = "{s.name}"'
+            )
+        return
+    what = "never decays" if s.name == "constant" else "has a decay of its own"
+    asked = {"decay_ratio": s.decay_ratio or None, "decay_type": s.decay_type}
+    if s.name == "constant":
+        asked["min_lr_factor"] = s.min_lr_factor or None
+    for key, value in asked.items():
+        if value is not None:
+            yield (
+                f'lr_scheduler.{key}: {name} {what}; remove {key}, or set lr_scheduler.name = "wsd"'
+            )
+
+
+@rule("profiling.profile_freq")
+def profile_fits_its_period(config: Config, facts: Facts) -> Iterator[str]:
+    p = config.profiling
+    needed = p.profiler_warmup + p.profiler_active
+    if p.enable_profiling and needed > p.profile_freq:
+        yield (
+            f"profiling.profile_freq: {p.profile_freq} steps are fewer than profiler_warmup "
+            f"{p.profiler_warmup} + profiler_active {p.profiler_active}; set it to {needed} or "
+            "more"
+        )
+
+
+@rule("guard.policy", "guard.straggler_factor")
+def guard_can_act(config: Config, facts: Facts) -> Iterator[str]:
+    g = config.guard
+    c = config.checkpoint
+    if g.policy == "rewind" and (not c.enable or c.load_only):
+        key = "checkpoint.load_only = false" if c.enable else "checkpoint.enable = true"
+        yield (
+            f'guard.policy: "rewind" goes back to a checkpoint of this run; set {key}, or '
+            'guard.policy = "skip"'
+        )
+    if 0 < g.straggler_factor <= 1:
+        yield (
+            f"guard.straggler_factor: {g.straggler_factor:g} would report ranks of median speed; "
+            "set it above 1, for example 1.3, or to 0 (off)"
+        )
+
+
+@rule("ema.validation", "ema.export", "ema.start_step")
+def average_has_a_use(config: Config, facts: Facts) -> Iterator[str]:
+    ema = config.ema
+    c = config.checkpoint
+    steps = config.training.steps
+    for key in ("validation", "export"):
+        if getattr(ema, key) and not ema.enable:
+            yield f"ema.{key} has no effect without ema.enable = true"
+    if ema.validation and not config.validation.enable:
+        yield "ema.validation has no effect without validation.enable = true"
+    if ema.export and not (c.enable and (c.last_save_model_only or c.last_save_in_hf)):
+        yield (
+            "ema.export: nothing is exported; set checkpoint.enable = true, and "
+            "checkpoint.last_save_model_only or last_save_in_hf, or ema.export = false "
+            "(`torchtitan ckpt to-hf --ema` exports any step)"
+        )
+    if ema.enable and ema.start_step > steps:
+        yield (
+            f"ema.start_step: {ema.start_step} is after the last step; set it to at most "
+            f"training.steps {steps}"
+        )
+
+
+@rule("metrics.sinks", "metrics.prometheus")
+def metrics_are_served(config: Config, facts: Facts) -> Iterator[str]:
+    own = config.metrics.prometheus
+    chosen = "prometheus" in config.metrics.sinks
+    if not chosen and own != Prometheus():
+        yield '[metrics.prometheus] has no effect without "prometheus" in metrics.sinks'
+    if chosen and not own.port and not own.textfile:
+        yield (
+            "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; set "
+            "one of them"
+        )
+    if own.textfile and not own.textfile.endswith(".prom"):
+        yield (
+            f"metrics.prometheus.textfile: {brief(own.textfile)} must end in .prom, or "
+            "node_exporter doesn't read it"
+        )

@@ -1,0 +1,127 @@
+"""The start and the end of a process: what the launcher tells it, and how it reports a failure.
+
+Imports no torch.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torchtitan.utils.errors import (
+    DEBUG_ENV,
+    ConfigError,
+    HangError,
+    UserError,
+    error_text,
+    failure_of,
+    report,
+)
+
+REPORTER_ENV = "TORCHTITAN_REPORTER"
+"""Process id of a launcher that reports the errors of its ranks itself."""
+_GIVE_WAY_SECONDS = 10
+"""How long a rank that doesn't report an error waits for the one that does, because torchrun ends
+all ranks at the first exit.
+"""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torchrun sets them; (0, 1) without it.
+
+    Raises:
+        ConfigError: they aren't such numbers.
+    """
+    rank = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not (_is_number(rank) and _is_number(world) and int(rank) < int(world)):
+        got = f"RANK={rank[:20]!r} and WORLD_SIZE={world[:20]!r}"
+        raise ConfigError([f"{got}: torchrun sets them to numbers; unset them without it"])
+    return int(rank), int(world)
+
+
+def reporting_rank() -> int:
+    """This process's rank, to decide which process reports an error; 0 if it has none."""
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if _is_number(rank) else 0
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 8
+
+
+def launcher_reports() -> bool:
+    """Whether the process that started this rank is a launcher that reports its errors."""
+    return os.environ.get(REPORTER_ENV) == str(os.getppid())
+
+
+def tell_torchrun(message: str, *, wait: bool = False) -> None:
+    """Write why this rank fails into torchrun's error file, whose report then names the cause.
+
+    Does nothing if the rank was started by `torchtitan train`, which reports errors itself.
+
+    Args:
+        wait: another rank reports the error; let it go first.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or launcher_reports():
+        return
+    # as torch's own handler writes it
+    about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))
+    if wait:
+        time.sleep(_GIVE_WAY_SECONDS)
+
+
+def run_main(
+    main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
+) -> int:
+    """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
+    caused it.
+
+    Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
+    other error. Only rank 0 reports configuration errors and hangs, which all ranks have in common.
+    """
+    try:
+        code = main(sys.argv[1:] if argv is None else argv) or 0
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE
+        reports = rank == 0 or not isinstance(error, (ConfigError, HangError))
+        if reports:
+            report(error)
+        tell_torchrun(error_text(error), wait=not reports)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE
+        if os.environ.get(DEBUG_ENV) != "1" and failure_of(error).elsewhere:
+            print(f"rank {rank}: stopped because another rank failed", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+            tell_torchrun(error_text(error))
+        return 1
+
+
+def _nobody_reads() -> bool:
+    """Whether the process that reads standard output, for example `head`, has exited."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # or Python complains at its exit
+    return True
