@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.loader import StepLoader
@@ -17,6 +16,7 @@ from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import AnyOptimizer
+from torchtitan.parallel.agree import from_all
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.forward import Compute
 from torchtitan.train.logits import Probe
@@ -90,8 +90,7 @@ class RunState:
 
     def gather(self) -> dict[str, Any]:
         """The state, the same on every rank. Called by all ranks."""
-        positions: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(positions, self.progress.data or self.loader.start)
+        positions = from_all(self.progress.data or self.loader.start)
         state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.schedule.state_dict(),
