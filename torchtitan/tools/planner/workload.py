@@ -10,7 +10,6 @@ are assumed to get equally many tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.config.derive import (
     AXES,
@@ -31,6 +30,7 @@ from torchtitan.config.features import (
     uses,
 )
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.protocols import TransformerArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.utils.errors import UserError
 
@@ -112,7 +112,7 @@ class Workload:
     def __init__(
         self,
         config: Config,
-        args: Any,
+        args: TransformerArgs,
         stages: StagePlan | None,
         *,
         kv_repeated: bool = False,
