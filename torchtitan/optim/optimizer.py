@@ -214,7 +214,11 @@ def _settings(name: str, param: Tensor, optimizer: Optimizer) -> dict[str, float
     if rule is not None:
         decay = decay if rule.weight_decay is None else rule.weight_decay
         scale = rule.lr_scale
-    return {"muon": param.dim() if by_muon else 0, "weight_decay": decay, "lr_scale": scale}
+    return {
+        "muon": param.dim() if by_muon else 0,
+        "weight_decay": decay,
+        "lr_scale": scale,
+    }
 
 
 def _make(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:
