@@ -196,7 +196,7 @@ def muon_on_stacks(shape, *placements):
     start, *gradients = (torch.randn(3, 8, 4, generator=generator) for _ in range(3))
     stacks = [start.clone(), *(distribute_tensor(start, mesh, list(way)) for way in placements)]
     settings = {"lr": 0.1, "momentum": 0.9, "ns_steps": 5}
-    optimizer = StackedMuon([{"params": stacks, "weight_decay": 0.2}], **settings)
+    optimizer = StackedMuon([{"params": stacks, "weight_decay": 0.2}], settings)
     for gradient in gradients:
         for stack in stacks:
             if isinstance(stack, DTensor):

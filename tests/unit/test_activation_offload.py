@@ -94,7 +94,7 @@ def test_parts_of_one_tensor_have_copies_of_their_own():
     offload = Offload()
     gradients = []
     x = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    for own in (forward, offload.wrap(forward, first=True, away=True)):
+    for own in (forward, offload.wrap(forward, first=True, offloads=True)):
         gradients += torch.autograd.grad(own(torch.nn.Identity(), x * 1.0).sum(), x)
     assert offload.moved >= x.nbytes
     assert torch.equal(*gradients)

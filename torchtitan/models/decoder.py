@@ -1,5 +1,6 @@
-"""A decoder-only transformer, dense or a mixture of experts, written for one device. A pipeline
-stage is the model without some of its modules.
+"""A decoder-only transformer, dense or a mixture of experts, written for one device.
+
+A pipeline stage is the model without some of its modules.
 
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
@@ -24,9 +25,7 @@ from torchtitan.models.moe import Load, MoE, Routed
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE: `[b, s, dim] -> [b, s,
-    dim]`.
-    """
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE, on `[b, s, dim]`."""
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
@@ -44,7 +43,9 @@ class Attention(nn.Module):
 
         Under tensor parallelism they are this rank's heads.
         """
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -64,19 +65,27 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block: `[b, s, dim] -> [b, s, dim]`."""
+class _Block(nn.Module):
+    """The attention of a pre-norm transformer block."""
 
     attention_class: type[Attention] = Attention
     """Built from `(args, attend)`. Subclasses replace it."""
-    feed_forward_class: type[nn.Module] = FeedForward
-    """Built from `(dim, ffn_dim)`. Subclasses replace it."""
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = self.attention_class(args, attend)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+
+
+class Block(_Block):
+    """Pre-norm transformer block: `[b, s, dim] -> [b, s, dim]`."""
+
+    feed_forward_class: type[nn.Module] = FeedForward
+    """Built from `(dim, ffn_dim)`. Subclasses replace it."""
+
+    def __init__(self, args: DecoderArgs, attend: Attend):
+        super().__init__(args, attend)
         self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim)
 
     def forward(
@@ -90,24 +99,18 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class MoEBlock(nn.Module):
-    """Pre-norm transformer block with a mixture of experts: `[b, s, dim] -> [b, s, dim]`, and the
-    experts' load.
+class MoEBlock(_Block):
+    """Pre-norm transformer block with experts: `[b, s, dim] -> [b, s, dim]`, and their load.
 
-    In three parts, because the middle one has shapes that depend on the data if the experts are on
-    several ranks.
+    Its forward has three parts: the middle one has shapes that depend on the data if the experts
+    are on several ranks.
     """
 
-    attention_class: type[Attention] = Attention
-    """Built from `(args, attend)`. Subclasses replace it."""
     moe_class: type[MoE] = MoE
     """Built from `(args)`. Subclasses replace it."""
 
     def __init__(self, args: DecoderArgs, attend: Attend):
-        super().__init__()
-        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = self.attention_class(args, attend)
-        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        super().__init__(args, attend)
         self.moe = self.moe_class(args)
 
     def forward(
@@ -120,13 +123,13 @@ class MoEBlock(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """
         Args:
-            token_weights: `[b, s]`, the weight of each token in the loss of the step; None in
-            inference.
+            token_weights: `[b, s]`, weight of each token in the loss; None in inference.
         """
         x, routed = self.before_experts(x, cos, sin, mask, token_weights)
         rows = self.moe.experts(routed.rows, routed.ends)
-        # Not both rows: checkpointing keeps what a part is given.
-        return self.after_experts(x, routed._replace(rows=rows)), routed.load
+        # Not both rows: checkpointing keeps the inputs of each part.
+        out = self.after_experts(x, routed._replace(rows=rows))
+        return out, routed.load
 
     def before_experts(
         self,
@@ -144,9 +147,7 @@ class MoEBlock(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """Output projection with the token embedding's weight: `[b, s, dim], [vocab, dim] -> [b, s,
-    vocab]`.
-    """
+    """Projection by the token embedding: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`."""
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         return F.linear(x, embedding)
@@ -155,8 +156,8 @@ class TiedOutput(nn.Module):
 class Decoder(nn.Module):
     """`forward(tokens [b, s]) -> logits [b, s, vocab]`.
 
-    Without the embedding the input, without the output projection the result is hidden states `[b,
-    s, dim]`.
+    Without the embedding the input, and without the output projection the result, is hidden states
+    `[b, s, dim]`.
     """
 
     block_class: type[nn.Module] = Block
@@ -176,20 +177,17 @@ class Decoder(nn.Module):
             kind = self.moe_block_class if args.has_experts(i) else self.block_class
             self.layers[str(i)] = kind(args, attend)
         self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
-        self.output: nn.Linear | TiedOutput | None = (
-            TiedOutput()
-            if args.tie_embeddings
-            else nn.Linear(args.dim, args.vocab_size, bias=False)
-        )
+        self.output: nn.Linear | TiedOutput | None = TiedOutput()
+        if not args.tie_embeddings:
+            self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables, and start without load. Called again when a meta model gets
-        memory.
-        """
+        """Compute the RoPE tables, and reset loads. Called again when a meta model gets memory."""
         args = self.args
-        freqs = rope_frequencies(self.args.head_dim, self.args.rope_theta)
-        if scaling := args.rope_scaling:
+        scaling = args.rope_scaling
+        freqs = rope_frequencies(args.head_dim, args.rope_theta)
+        if scaling is not None:
             freqs = scale_frequencies(
                 freqs,
                 scaling.factor,
@@ -212,10 +210,9 @@ class Decoder(nn.Module):
         return owner.weight
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, with `weight` as the output
-        projection.
+        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, projected by `weight`.
 
-        All logits come from here: those of `forward`, of a chunked loss and of generation.
+        All logits come from here: in `forward`, a chunked loss and generation.
         """
         assert self.output is not None
         if isinstance(self.output, TiedOutput):
@@ -235,9 +232,8 @@ class Decoder(nn.Module):
         Args:
             positions: position of each token in its row, `[s]` or `[b, s]`. Default: 0, 1, 2, ...
             mask: what each token attends to, from `document_mask`. Default: everything before it.
-            token_weights: `[b, s]`, the weight of each token in the loss of the step, for a mixture
-            of experts to
-                balance its load; 0 doesn't count. Default: inference.
+            token_weights: `[b, s]`, the weight of each token in the loss, by which experts balance
+                their load; 0 doesn't count. Default: inference.
             project: False returns the final hidden states `[b, s, dim]`, to be projected in slices.
         """
         if positions is None:

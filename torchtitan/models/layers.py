@@ -23,9 +23,7 @@ Mask = Any
 
 
 class Attend(Protocol):
-    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s, d]`. Causal unless a mask
-    is given.
-    """
+    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> like q. Causal without a mask."""
 
     def __call__(
         self,
@@ -63,11 +61,12 @@ def _attend_cuda(
         return _attend_dense(q, k, v)
     if isinstance(mask, PackedDocuments):
         return attend_documents(q, k, v, mask)
-    return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 @functools.cache
-def _compiled_flex_attention() -> Any:
+def _compiled_flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -84,11 +83,9 @@ def attention_backend(device_type: str) -> Attend:
 @functools.cache
 def _activate_flash_attention_3() -> None:
     """Let torch replace its FlashAttention 2 by version 3 on Hopper, if that is installed."""
-    if (
-        find_spec("flash_attn_interface")
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability()[0] == 9
-    ):
+    if not find_spec("flash_attn_interface") or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_device_capability()[0] == 9:
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
@@ -96,28 +93,24 @@ def _activate_flash_attention_3() -> None:
 
 
 @functools.cache
-def _compiled_create_block_mask() -> Any:
-    """`create_block_mask`, without the `[s, S]` tensor of every query and key that it makes if it
-    isn't compiled.
-    """
+def _compiled_create_block_mask() -> Callable[..., Mask]:
+    """`create_block_mask`, which takes a tensor `[s, S]` of queries and keys unless compiled."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask, dynamic=False)
 
 
 def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
-    """A causal mask within documents: a token attends to itself and to earlier tokens of its
-    document.
+    """A causal mask within documents: a token sees itself and earlier tokens of its document.
 
     Args:
         documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
         positions: `[s]` on the compute device, positions of the queries in the row.
-        dtype: of queries, keys and values.
+        dtype: type of queries, keys and values.
 
     Returns:
         On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
-        a boolean tensor
-        `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
+        a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
     device = positions.device
     whole_rows = len(positions) == documents.shape[1]
@@ -128,13 +121,18 @@ def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> M
     documents = documents.to(device, non_blocking=True)
     if device.type == "cuda":
         return block_mask(documents, positions, _compiled_create_block_mask())
-    places = torch.arange(documents.shape[1], device=device)
+    keys = torch.arange(documents.shape[1], device=device)
     same = documents[:, positions, None] == documents[:, None, :]
-    return (same & (positions[:, None] >= places))[:, None]
+    causal = positions[:, None] >= keys
+    return (same & causal)[:, None]
 
 
-def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Any]) -> Mask:
-    """`document_mask` for FlexAttention, on any device, by its `create_block_mask`."""
+def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Mask]) -> Mask:
+    """`document_mask` for FlexAttention, on any device.
+
+    Args:
+        create: FlexAttention's `create_block_mask`.
+    """
 
     def visible(
         b: Tensor,
@@ -142,17 +140,17 @@ def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Any])
         q: Tensor,
         k: Tensor,
     ) -> Tensor:
-        return (positions[q] >= k) & (documents[b, positions[q]] == documents[b, k])
+        position = positions[q]
+        return (position >= k) & (documents[b, position] == documents[b, k])
 
     rows, seq_len = documents.shape
     return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Angular frequencies of rotary embeddings (Su et al., arXiv:2104.09864): `[d / 2]`, radians
-    per position.
-    """
-    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """Frequencies of RoPE (Su et al., arXiv:2104.09864): `[d / 2]`, in radians per position."""
+    features = torch.arange(0, head_dim, 2, dtype=torch.float32)
+    return theta ** -(features / head_dim)
 
 
 def scale_frequencies(
@@ -162,12 +160,10 @@ def scale_frequencies(
     high: float,
     original_seq_len: int,
 ) -> Tensor:
-    """Llama 3.1's RoPE scaling: divides low frequencies by `factor`, keeps high ones, interpolates
-    between.
+    """Llama 3.1's RoPE scaling: low frequencies are divided by `factor`, high ones kept.
 
     Args:
-        low, high: periods in `original_seq_len` below which a frequency is low, and above which it
-        is high.
+        low, high: numbers of periods in `original_seq_len` between which to interpolate.
     """
     turns = original_seq_len * freqs / (2 * math.pi)  # periods within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -175,22 +171,21 @@ def scale_frequencies(
 
 
 def rope_cache(freqs: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles at every position, each `[s, d]` in fp32, in the half-split
-    layout.
-    """
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), freqs).repeat(1, 2)
+    """Cosine and sine of the angles at every position, `[s, d]` in fp32, in half-split layout."""
+    positions = torch.arange(seq_len, dtype=torch.float32)
+    angles = torch.outer(positions, freqs).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[b, s, heads, d]` by `cos` and `sin`, each `[s, d]` or `[b, s, d]`. Computed in
-    fp32.
+    """Rotate `x` `[b, s, heads, d]`, in fp32, by `cos` and `sin`, each `[s, d]` or `[b, s, d]`.
 
     Feature i is paired with feature i + d/2.
     """
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)).type_as(x)
+    out = x.float() * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
+    return out.type_as(x)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -202,14 +197,11 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = (
-            x.device.type == "cpu"
-            and x.dtype == torch.float32
-            and not is_traceable_wrapper_subclass(x)
-        )
-        if not plain or torch.compiler.is_compiling() or torch_is_before_2_13():
-            return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        fp32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+        eager = not is_traceable_wrapper_subclass(x) and not torch.compiler.is_compiling()
+        if fp32_on_cpu and eager and not torch_is_before_2_13():
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -230,17 +222,14 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normal = x * scale
         products = gradient * normal
-        along = (
-            (products @ weight).unsqueeze(-1).div_(x.shape[-1])
-        )  # the part that the normalization takes out
+        # The part that the normalization takes out.
+        along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])
         of_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
         return of_x, products.flatten(0, -2).sum(0), None
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202): `w2(silu(w1(x)) * w3(x))`, `[b, s, dim] -> [b, s,
-    dim]`.
-    """
+    """SwiGLU (Shazeer, arXiv:2002.05202): `w2(silu(w1(x)) * w3(x))`, on `[b, s, dim]`."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

@@ -1,5 +1,6 @@
-"""Mixture of experts: a router sends each token to some of many feed-forward networks. No token is
-dropped.
+"""Mixture of experts: a router sends each token to some of many feed-forward networks.
+
+No token is dropped.
 
 Shapes: b batch, s sequence, t = b * s tokens, k experts of a token, e experts, n = t * k rows.
 
@@ -23,17 +24,16 @@ from torchtitan.models.grouped import grouped_mm, grouped_swiglu
 
 @dataclass(frozen=True)
 class Balance:
-    """What keeps the experts equally loaded. Each 0 is off."""
+    """What keeps the experts equally loaded. A coefficient of 0 is off."""
 
     sequence_loss: float = 0.0
-    """Coefficient of the auxiliary loss of each row (DeepSeek-V3, arXiv:2412.19437, equation 17).
-    """
+    """Coefficient of the loss of each row (DeepSeek-V3, arXiv:2412.19437, equation 17)."""
     global_loss: float = 0.0
-    """Coefficient of the auxiliary loss of the global batch (Qiu et al., arXiv:2501.11873)."""
+    """Coefficient of the loss of the global batch (Qiu et al., arXiv:2501.11873)."""
     z_loss: float = 0.0
     """Coefficient of the router z-loss (Zoph et al., ST-MoE, arXiv:2202.08906, equation 5)."""
     forced: bool = False
-    """Send tokens to the experts in turn, whatever the router says."""
+    """Send tokens to the experts in turn instead of by the router's scores."""
 
     @property
     def has_loss(self) -> bool:
@@ -46,7 +46,7 @@ class Load(NamedTuple):
     tokens: Tensor
     """`[e]` int64, rows of each expert."""
     loss: Tensor
-    """This part's share of the auxiliary losses, a scalar."""
+    """The auxiliary losses of these tokens, a scalar."""
 
 
 class Routed(NamedTuple):
@@ -57,7 +57,7 @@ class Routed(NamedTuple):
     ends: Tensor
     """`[e]` int32, the index after each expert's last row."""
     weights: Tensor
-    """`[t, k]`, of each token's experts."""
+    """`[t, k]`, the weights of each token's experts."""
     place: Tensor
     """`[n]`, where in `rows` the k-th row of a token is."""
     order: Tensor
@@ -84,8 +84,7 @@ class Router(nn.Module):
     """Chooses the experts of each token by the softmax of their scores."""
 
     expert_bias: Tensor
-    """`[e]` fp32, added to the probabilities for the choice alone (Wang et al., arXiv:2408.15664).
-    """
+    """`[e]` fp32, added to the probabilities for the choice (Wang et al., arXiv:2408.15664)."""
     load: Tensor
     """`[e]` int64, rows of each expert in the last step."""
     step_load: Tensor
@@ -105,14 +104,11 @@ class Router(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Start with no load and no bias. Called again when a model built on the meta device gets
-        real memory.
-        """
+        """Start with no load and no bias. Called again when a meta model gets memory."""
+        no_rows = torch.zeros(self.n_experts, dtype=torch.int64)
         self.register_buffer("expert_bias", torch.zeros(self.n_experts))
-        self.register_buffer("load", torch.zeros(self.n_experts, dtype=torch.int64))
-        self.register_buffer(
-            "step_load", torch.zeros(self.n_experts, dtype=torch.int64), persistent=False
-        )
+        self.register_buffer("load", no_rows)
+        self.register_buffer("step_load", no_rows.clone(), persistent=False)
         self.register_buffer("step_loss", torch.zeros(()), persistent=False)
 
     def forward(
@@ -121,8 +117,7 @@ class Router(nn.Module):
         """
         Args:
             x: `[b, s, dim]`.
-            token_weights: `[b, s]`, the weight of each token in the loss of the step; 0 doesn't
-            count.
+            token_weights: `[b, s]`, weight of each token in the loss; 0 doesn't count.
 
         Returns:
             The experts of each token `[b, s, k]`, their weights `[b, s, k]`, and the load.
@@ -143,26 +138,23 @@ class Router(nn.Module):
         return chosen, weights, Load(counts.sum(0), loss.detach())
 
     def record(self, load: Load) -> None:
-        """Add to the load of the step. Not in `forward`, which runs twice if activations are
-        recomputed.
-        """
+        """Add to the load of the step. `forward` doesn't, because recomputation runs it twice."""
         self.step_load += load.tokens
         self.step_loss += load.loss
 
     def _choose(self, probabilities: Tensor) -> Tensor:
         if self.balance.forced:
-            tokens = torch.arange(probabilities[..., 0].numel(), device=probabilities.device)
-            experts = tokens[:, None] * self.top_k + torch.arange(self.top_k, device=tokens.device)
-            return (experts % self.n_experts).view(*probabilities.shape[:-1], self.top_k)
+            rows, seq_len, _ = probabilities.shape
+            turns = torch.arange(rows * seq_len * self.top_k, device=probabilities.device)
+            return (turns % self.n_experts).view(rows, seq_len, self.top_k)
         return top_k(probabilities + self.expert_bias, self.top_k)
 
     def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Auxiliary losses of each token, `[b, s]`: they are linear in its probabilities, given
-        each expert's share.
+        """Auxiliary losses of each token, `[b, s]`: linear in its probabilities, given the shares.
 
-        The shares of a row are its own. Those of the global batch are of the last step: this step's
-        are known only after the forward of its last microbatch, when the gradients of others are
-        already computed.
+        A row's loss uses the shares of its experts. The loss of the global batch uses those of the
+        last step: this step's are known only after the forward of its last microbatch, when the
+        gradients of others are already computed.
         """
         factors = torch.zeros_like(probabilities[:, :1])
         if self.balance.sequence_loss:
@@ -170,7 +162,8 @@ class Router(nn.Module):
             shares = of_rows / of_rows.sum(dim=-1, keepdim=True).clamp(min=1)
             factors = factors + self.balance.sequence_loss * shares[:, None]
         if self.balance.global_loss:
-            factors = factors + self.balance.global_loss * self.load / self.load.sum().clamp(min=1)
+            rows = self.load.sum().clamp(min=1)
+            factors = factors + self.balance.global_loss * self.load / rows
         losses = self.n_experts * (factors * probabilities).sum(dim=-1)
         if self.balance.z_loss:
             losses = losses + self.balance.z_loss * scores.logsumexp(dim=-1) ** 2
@@ -178,11 +171,10 @@ class Router(nn.Module):
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of the last dimension, in order; of equal ones the lower index. For
-    fp32.
+    """Indices of the k largest of the last dimension, in order; among equals, the lower index.
 
-    `torch.topk` breaks ties differently on each device. Here there are none: scores become integers
-    of the same order, with the index in the low half.
+    For fp32. `torch.topk` breaks ties differently on each device. Here there are none: scores
+    become integers of the same order, with the index in the low half.
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -194,10 +186,9 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 def _count(chosen: Tensor, counted: Tensor, n_experts: int) -> Tensor:
     """How many counted tokens of each row were sent to each expert: `[b, e]` int64."""
+    ones = counted.unsqueeze(-1).expand_as(chosen).flatten(1).long()
     counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add(
-        1, chosen.flatten(1), counted.unsqueeze(-1).expand_as(chosen).flatten(1).long()
-    )
+    return counts.scatter_add(1, chosen.flatten(1), ones)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -215,9 +206,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward sums in a fixed order,
-    without atomics.
-    """
+    """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward needs no atomics."""
 
     @staticmethod
     def forward(
@@ -238,9 +227,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The weighted sum of each token's rows, without a copy of the rows: `[n, dim], [t, k] -> [t,
-    dim]`.
-    """
+    """The weighted sum of each token's rows, without copying them: `[n, dim] -> [t, dim]`."""
 
     @staticmethod
     def forward(
@@ -258,12 +245,8 @@ class _Gather(torch.autograd.Function):
         rows, weights, order, place = ctx.saved_tensors
         of_rows = gradient.index_select(0, order // weights.shape[1])
         of_weights = (rows * of_rows).sum(-1).index_select(0, place).view_as(weights)
-        return (
-            of_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1)),
-            of_weights,
-            None,
-            None,
-        )
+        row_weights = weights.flatten().index_select(0, order)
+        return of_rows.mul_(row_weights.unsqueeze(-1)), of_weights, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -284,9 +267,7 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """`rows[index]`, where `inverse` is the inverse of the permutation `index`. Deterministic
-    forward and backward.
-    """
+    """`rows[index]`, deterministic in both directions. `inverse` is the inverse of `index`."""
     return _Permute.apply(rows, index, inverse)
 
 
@@ -317,13 +298,14 @@ class Experts(nn.Module):
         Args:
             rows: `[n, dim]`, sorted by expert.
             ends: `[e]` int32, the index after each expert's last row.
-            weights: the module's parameters, in order; under expert parallelism, those of this
-            rank's experts.
+            weights: the module's parameters, in order; under expert parallelism, of this rank's
+                experts.
         """
         w1, w2, w3 = weights
         if self.product is grouped_mm:
             return grouped_swiglu(rows, w1, w2, w3, ends)
-        hidden = F.silu(self.product(rows, w1, ends)) * self.product(rows, w3, ends)
+        gate = self.product(rows, w1, ends)
+        hidden = F.silu(gate) * self.product(rows, w3, ends)
         return self.product(hidden, w2, ends)
 
 
@@ -352,8 +334,7 @@ class MoE(nn.Module):
         return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
 
     def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
-        """Sum each token's rows by their weights, in the order of its experts: a tensor like `like`
-        `[b, s, dim]`.
-        """
+        """Sum each token's rows by their weights, into a tensor like `like` `[b, s, dim]`."""
         weights = routed.weights.to(rows.dtype)
-        return _Gather.apply(rows, weights, routed.order, routed.place).to(like.dtype).view_as(like)
+        out = _Gather.apply(rows, weights, routed.order, routed.place)
+        return out.to(like.dtype).view_as(like)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TransformerArgs(Protocol):
-    """Hyper-parameters that the planner and the parity check read; `DecoderArgs` has them all.
+    """Hyper-parameters that the planner reads; `DecoderArgs` has them all.
 
     Training itself reads only those of `ModelArgs`.
     """
@@ -43,6 +43,13 @@ class TransformerArgs(Protocol):
 
     @property
     def ffn_dim(self) -> int: ...
+
+    # only of models with experts
+    @property
+    def expert_dim(self) -> int: ...
+
+    @property
+    def n_dense_layers(self) -> int: ...
 
 
 class Model(Protocol):

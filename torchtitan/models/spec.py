@@ -84,7 +84,11 @@ class HFMap(Generic[Args]):
     """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, with the
     only value it computes with. A model with another value is not exported.
     """
-    build: Build[Args] | None = field(default=None, init=False, compare=False)
+    build: Build[Args] | None = field(
+        default=None,
+        init=False,
+        compare=False,
+    )
     """The `ModelSpec.build` whose models this describes, set by the first spec that gets the map.
     A copy by `dataclasses.replace` belongs to none yet.
     """

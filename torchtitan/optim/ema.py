@@ -1,8 +1,7 @@
 """An exponential moving average of the weights (Polyak and Juditsky, "Acceleration of Stochastic
 Approximation by Averaging", 1992).
 
-Each rank averages the shards that it holds, so an update communicates nothing, and the host waits
-for nothing.
+Each rank averages its own shards, so updates need no communication, and the host never waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,7 @@ from torchtitan.parallel.collectives import local, sharded_like, storage_of
 
 
 class WeightAverage:
-    """The average of a model's parameters, in fp32 and sharded like them. Buffers are not
-    averaged.
-    """
+    """The average of a model's parameters (not buffers), in fp32 and sharded like them."""
 
     def __init__(self, models: Sequence[nn.Module], config: EMA):
         """
@@ -26,27 +23,25 @@ class WeightAverage:
             models: this rank's pipeline stages, with their shards allocated.
         """
         self.config = config
-        self._weights = {
-            name: param for model in models for name, param in model.named_parameters()
-        }
-        self.tensors = {
-            name: sharded_like(torch.empty_like(storage_of(param), dtype=torch.float32), param)
-            for name, param in self._weights.items()
-        }
-        """By parameter name. Valid from the first update on."""
+        self._weights: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        """The average by parameter name. Valid from the first update on."""
+        for model in models:
+            for name, param in model.named_parameters():
+                shard = torch.empty_like(storage_of(param), dtype=torch.float32)
+                self._weights[name] = param
+                self.tensors[name] = sharded_like(shard, param)
         self.counted = 0
-        """Updates of the weights from `ema.start_step` on. Before the first, the average is the
-        weights.
-        """
+        """Updates of the weights since `ema.start_step`. At 0, the average equals the weights."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after they were updated in `step`."""
+        """Average the weights after their update in `step`."""
         if step < self.config.start_step:
             return
-        number, between = divmod(self.counted, self.config.every)
+        number, rest = divmod(self.counted, self.config.every)
         self.counted += 1
-        if between:
+        if rest:
             return
         averages, weights = self._shards()
         if number == 0:
@@ -61,8 +56,9 @@ class WeightAverage:
 
     def _kept(self, number: int) -> float:
         """The share of the average that update `number` keeps; the first after the copy is 1."""
-        decay = self.config.decay
-        return min(decay, (1 + number) / (10 + number)) if self.config.warmup else decay
+        if not self.config.warmup:
+            return self.config.decay
+        return min(self.config.decay, (1 + number) / (10 + number))
 
     @torch.no_grad()
     def current(self) -> dict[str, Tensor]:
@@ -73,13 +69,12 @@ class WeightAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the average in place of the weights, which are kept in a copy of this rank's
-        shards.
-        """
+        """A context in which the weights are the average; this rank's shards are copied aside."""
         _, weights = self._shards()
         with torch.no_grad():
             kept = [weight.clone() for weight in weights]
-            torch._foreach_copy_(weights, [local(tensor) for tensor in self.current().values()])
+            averages = [local(tensor) for tensor in self.current().values()]
+            torch._foreach_copy_(weights, averages)
         try:
             yield
         finally:
@@ -87,11 +82,10 @@ class WeightAverage:
                 torch._foreach_copy_(weights, kept)
 
     def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's averages and weights. FSDP may replace the latter's storage before its first
-        forward.
-        """
+        """This rank's averages, and its weights, whose storage FSDP replaces before a forward."""
         averages = [local(tensor) for tensor in self.tensors.values()]
-        return averages, [storage_of(param) for param in self._weights.values()]
+        weights = [storage_of(param) for param in self._weights.values()]
+        return averages, weights
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint holds besides the tensors."""

@@ -11,8 +11,7 @@ from torchtitan.parallel.collectives import all_reduce
 
 
 class ExpertBalance:
-    """Sums what the routers counted over the whole global batch, and adjusts their biases, once per
-    optimizer step.
+    """Sums what the routers counted over a global batch, and adjusts their biases, once per step.
 
     The counts are integers, so the biases are the same under every layout.
     """
@@ -43,9 +42,7 @@ class ExpertBalance:
 
     @property
     def loads(self) -> Tensor:
-        """`[layers, experts]` float64, the rows of each expert in the last step; zeros for a layer
-        without experts.
-        """
+        """`[layers, experts]` float64, rows of each expert in the last step; 0 in dense layers."""
         return self._table[:, :-1]
 
     @property
@@ -54,10 +51,8 @@ class ExpertBalance:
         return self._table[:, -1]
 
     def take(self) -> Tensor:
-        """`[layers, experts + 1]` on the host: the rows of each expert since the last call, and
-        `losses`.
-
-        Makes the host wait for the device.
+        """Rows of each expert since the last call, and `losses`: `[layers, experts + 1]`, on the
+        host, which waits for the device.
         """
         table = torch.cat([self._since, self.losses[:, None]], dim=1).cpu()
         self._since.zero_()
@@ -68,8 +63,8 @@ class ExpertBalance:
         """End a step. Called by all ranks.
 
         Args:
-            skip: a boolean scalar on the device; if true, biases and the loads in the routers stay
-            as they are.
+            skip: if true, the biases and loads of the routers don't change; a boolean scalar on the
+                device.
         """
         self._table.zero_()
         for layer, router in self.routers.items():
@@ -81,9 +76,10 @@ class ExpertBalance:
         all_reduce(self._table, dist.group.WORLD)
         self._since += self.loads
         for layer, router in self.routers.items():
-            load = self._table[layer, :-1]
-            change = self.rate * (load.mean() - load).sign().to(router.expert_bias.dtype)
-            load = load.long()
+            counted = self._table[layer, :-1]
+            load = counted.long()
+            direction = (counted.mean() - counted).sign()
+            change = self.rate * direction.to(router.expert_bias.dtype)
             if skip is not None:
                 change = change.masked_fill(skip, 0.0)
                 load = torch.where(skip, router.load, load)

@@ -1,17 +1,20 @@
-"""The loss of each row, summed over tokens: dividing by the global token count makes it exact under
-every layout.
+"""Losses of rows, each a sum over tokens, and of data sources.
+
+Dividing sums by the global token count makes the loss exact under every layout.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchtitan.config.registry import Custom, losses
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.parallel.collectives import unsharded
+from torchtitan.parallel.collectives import all_reduce, unsharded
+from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import UserError
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -66,18 +69,16 @@ def build_loss(name: str, custom: Custom) -> RowLoss:
 
 @torch.no_grad()
 def _not_a_sum(loss: RowLoss) -> str | None:
-    """What a loss of some small logits shows to be wrong with it."""
+    """What is wrong with a loss, judging by some small logits."""
     logits = torch.sin(torch.arange(2.0 * 4 * 8)).view(2, 4, 8)
     labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE_INDEX, 7, IGNORE_INDEX]])
     whole = loss(logits, labels)
-    if not isinstance(whole, Tensor) or whole.shape != (2,) or whole.dtype != torch.float32:
-        shape = (
-            f"{whole.dtype} {list(whole.shape)}"
-            if isinstance(whole, Tensor)
-            else type(whole).__name__
-        )
+    got = type(whole).__name__
+    if isinstance(whole, Tensor):
+        got = f"{whole.dtype} {list(whole.shape)}"
+    if got != "torch.float32 [2]":
         return (
-            f"maps logits [2, seq, vocab] to {shape}; it must return the sum of each row's "
+            f"maps logits [2, seq, vocab] to {got}; it must return the sum of each row's "
             "losses, float32 [2]"
         )
     if loss(logits, torch.full_like(labels, IGNORE_INDEX)).abs().sum() > 0:
@@ -102,11 +103,11 @@ def chunked_loss(
     chunks: int,
     tp_degree: int,
 ) -> tuple[Tensor, Tensor]:
-    """`loss(project(hidden, weight), labels)`, slice by slice of the sequence; only one slice's
-    logits exist at a time.
+    """`loss(project(hidden, weight), labels)` by slices of the sequence.
 
-    The gradients are computed together with the loss, from the same logits, so the backward needs
-    no second projection. The weight's gradients are accumulated in fp32.
+    Only one slice's logits exist at a time. The gradients are computed together with the loss, from
+    the same logits, so the backward needs no second projection. The weight's gradients are
+    accumulated in fp32.
 
     Args:
         hidden: `[batch, seq / tp_degree, dim]`, this rank's part of the sequence.
@@ -116,24 +117,14 @@ def chunked_loss(
     Returns:
         The sum over all rows, and, without a gradient, each row's loss `[batch]`.
     """
-    slices = list(_slices(hidden, labels, chunks, tp_degree))
+    # Projecting gathers the parts of all ranks, so each slice has the labels of them all.
+    label_parts = labels.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
+    label_slices = [part.flatten(1, 2) for part in label_parts]
+    slices = list(zip(hidden.chunk(chunks, dim=1), label_slices, strict=True))
     if not torch.is_grad_enabled():
         rows = torch.stack([loss(project(h, weight), y) for h, y in slices]).sum(0)
         return rows.sum(), rows
     return _ChunkedLoss.apply(hidden, weight, slices, project, loss)
-
-
-def _slices(
-    hidden: Tensor,
-    labels: Tensor,
-    chunks: int,
-    tp_degree: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slices of this rank's part of the sequence, each with the labels of all ranks: projecting
-    gathers their parts.
-    """
-    parts = labels.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
-    yield from zip(hidden.chunk(chunks, dim=1), (part.flatten(1, 2) for part in parts), strict=True)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -148,18 +139,17 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = torch.zeros(len(hidden), device=hidden.device)
         of_hidden: list[Tensor] = []
-        of_weight: Tensor | None = (
-            None  # not zeros like the weight, which may have been gathered in Float8
-        )
+        # Not zeros like the weight, which may have been gathered in Float8.
+        of_weight: Tensor | None = None
         for part, labels in slices:
             part = part.detach().requires_grad_()
             whole = weight.detach().requires_grad_()
             with torch.enable_grad():
                 of_rows = loss(project(part, whole), labels)
-                gradients = torch.autograd.grad(of_rows.sum(), (part, whole))
+                of_part, of_whole = torch.autograd.grad(of_rows.sum(), (part, whole))
             rows += of_rows.detach()
-            of_hidden.append(gradients[0])
-            of_weight = gradients[1].float() if of_weight is None else of_weight.add_(gradients[1])
+            of_hidden.append(of_part)
+            of_weight = of_whole.float() if of_weight is None else of_weight.add_(of_whole)
         assert of_weight is not None
         ctx.save_for_backward(torch.cat(of_hidden, dim=1), of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(rows)
@@ -170,3 +160,48 @@ class _ChunkedLoss(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         # Not in place: a pipeline schedule that splits the backward runs this twice.
         return of_hidden * upstream[0], of_weight * upstream[0], None, None, None
+
+
+class SourceTally:
+    """Sums the loss, tokens and bytes of each data source, without waiting for the device."""
+
+    def __init__(self, sources: int, byte_lengths: NDArray, device: torch.device):
+        """
+        Args:
+            sources: number of data sources.
+            byte_lengths: `[vocab]`, bytes of text of each token.
+        """
+        self._bytes = torch.from_numpy(byte_lengths).to(device)
+        self._sums = torch.zeros(3, sources, dtype=torch.float64, device=device)
+        self._index = torch.arange(sources, device=device)
+
+    def add(self, sources: Tensor, losses: Tensor, labels: Tensor) -> None:
+        """Add rows.
+
+        Args:
+            sources: `[batch]`, the index of each row's source.
+            losses: `[batch]`.
+            labels: `[batch, seq]`.
+        """
+        counted = labels != IGNORE_INDEX
+        tokens = counted.sum(1)
+        lengths = (self._bytes[labels.clamp(min=0)] * counted).sum(1)
+        values = torch.stack([losses.double(), tokens.double(), lengths.double()])
+        # Not `index_add_`, whose order of additions differs from run to run on CUDA.
+        membership = sources[:, None] == self._index
+        self._sums += values @ membership.double()
+
+    def take(self, mesh: Mesh, epochs: Sequence[float]) -> list[list[float]]:
+        """Loss, tokens, bytes and epochs of each source, over all ranks; restarts from zero.
+
+        Args:
+            epochs: how often this rank has read each source. The mean over ranks is returned.
+        """
+        ranks = mesh.loss_group
+        read = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / ranks.size()
+        sums = all_reduce(torch.cat([self._sums, read[None]]), ranks)
+        self.clear()
+        return sums.T.tolist()
+
+    def clear(self) -> None:
+        self._sums.zero_()

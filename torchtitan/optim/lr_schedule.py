@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torchtitan.config.registry import Custom, schedules
 from torchtitan.config.sections.data import DataStage
@@ -11,15 +10,13 @@ from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.utils.errors import UserError
 
 Shape = Callable[[int], float]
-"""What follows warm-up: the step, counted from 0, to a factor, where 1 is the peak rate and 0 the
-floor (`min_lr_factor`). A pure function: a resumed run calls it only for the steps that are left.
+"""The curve after warm-up: maps a step, counted from 0, to a factor, where 1 is the peak rate and 0
+the floor (`min_lr_factor`). A pure function: a resumed run calls it only for the remaining steps.
 """
 
 
 def build_shape(schedule: LRScheduler, custom: Custom) -> Shape:
-    """The shape that `lr_scheduler.name` chooses. A registered one is made by `make(lr_scheduler[,
-    keys])`.
-    """
+    """The shape that `lr_scheduler.name` chooses; `make(lr_scheduler[, keys])` if registered."""
     make = schedules.chosen(schedule.name, custom)
     if make is None:
         return lambda step: _decay(step, schedule)
@@ -29,9 +26,8 @@ def build_shape(schedule: LRScheduler, custom: Custom) -> Shape:
         factor = shape(step)
         if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise UserError(
-                f'lr_scheduler.name: "{schedule.name}" gives {factor!r} at step {step} '
-                f"of {schedule.total_steps}; it "
-                "must return a finite number of at least 0"
+                f'lr_scheduler.name: "{schedule.name}" gives {factor!r} at step {step} of '
+                f"{schedule.total_steps}; it must return a finite number of at least 0"
             )
         return factor
 
@@ -46,26 +42,22 @@ def _decay(step: int, schedule: LRScheduler) -> float:
     cos(pi t)) / 2`.
     """
     total = schedule.total_steps or 1
-    decay = (
-        total - schedule.warmup_steps
-        if schedule.decay_ratio is None
-        else round(total * schedule.decay_ratio)
-    )
+    decay = total - schedule.warmup_steps
+    if schedule.decay_ratio is not None:
+        decay = round(total * schedule.decay_ratio)
     into = step + 1 - (total - decay)
     if decay <= 0 or into <= 0:
         return 1.0
     t = min(into / (decay + 1), 1.0) if step < total else 1.0
-    shapes = {
-        "linear": 1 - t,
-        "sqrt": 1 - math.sqrt(t),
-        "cosine": (1 + math.cos(math.pi * t)) / 2,
-    }
-    return shapes[schedule.decay_type or "linear"]
+    if schedule.decay_type == "sqrt":
+        return 1 - math.sqrt(t)
+    if schedule.decay_type == "cosine":
+        return (1 + math.cos(math.pi * t)) / 2
+    return 1 - t
 
 
 def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> float:
-    """Fraction of the peak learning rate at `step`, counted from 0. The n warm-up steps have 1/n,
-    2/n, ..., 1.
+    """Fraction of the peak rate at `step`, counted from 0. Warm-up steps have 1/n, 2/n, ..., 1.
 
     Args:
         shape: from `build_shape`; None: a built-in one.
@@ -78,12 +70,11 @@ def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> f
 
 def stage_scale(step: int, stages: Sequence[DataStage]) -> float:
     """`lr_scale` of the stage of `step`, counted from 0."""
-    scales = [
-        stage.lr_scale
-        for stage in stages
-        if stage.lr_scale is not None and stage.from_step <= step + 1
-    ]
-    return scales[-1] if scales else 1.0
+    scale = 1.0
+    for stage in stages:
+        if stage.lr_scale is not None and stage.from_step <= step + 1:
+            scale = stage.lr_scale
+    return scale
 
 
 class LRSchedule:
@@ -105,14 +96,9 @@ class LRSchedule:
         self.stages = stages
 
     def apply(self) -> float:
-        """Set the optimizer's learning rates for the current step; returns the rate before
-        per-group scales.
-        """
-        rate = (
-            self.peak
-            * lr_factor(self.steps, self.schedule, self.shape)
-            * stage_scale(self.steps, self.stages)
-        )
+        """Set the optimizer's rates for the current step; returns the rate before group scales."""
+        factor = lr_factor(self.steps, self.schedule, self.shape)
+        rate = self.peak * factor * stage_scale(self.steps, self.stages)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         return rate
@@ -120,8 +106,8 @@ class LRSchedule:
     def advance(self) -> None:
         self.steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]

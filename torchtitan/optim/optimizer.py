@@ -1,6 +1,6 @@
 """Optimizers and parameter groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -11,22 +11,25 @@ from torch.optim.adam import adam
 
 from torchtitan.config.registry import Custom, optimizers
 from torchtitan.config.sections.optim import Optimizer
-from torchtitan.optim.muon import StackedMuon
+from torchtitan.optim.muon import OneByOne, StackedMuon
 from torchtitan.optim.registered import make_registered
 from torchtitan.parallel.collectives import SquaredNorm, local
 from torchtitan.utils.torch_compat import keep_muon_updates_sharded
+
+Group = dict[str, Any]
+"""A parameter group of a torch optimizer: `params`, and their settings."""
 
 
 class AnyOptimizer(Protocol):
     """The part of `torch.optim.Optimizer` that training uses."""
 
     @property
-    def state(self) -> Any: ...
+    def state(self) -> Mapping[Tensor, dict[str, Any]]: ...
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+    def param_groups(self) -> list[Group]: ...
 
-    def step(self) -> Any: ...
+    def step(self) -> object: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
@@ -38,16 +41,15 @@ class _Joined:
         self.optimizers = optimizers
 
     @property
-    def state(self) -> dict[Tensor, Any]:
-        return {
-            param: optimizer.state[param]
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-        }
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        state: dict[Tensor, dict[str, Any]] = {}
+        for optimizer in self.optimizers:
+            # Indexed, not updated: a parameter without state gets an empty one.
+            state |= {param: optimizer.state[param] for param in _params(optimizer)}
+        return state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -59,6 +61,11 @@ class _Joined:
             optimizer.zero_grad(set_to_none)
 
 
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 class OptimizerInBackward(_Joined):
     """Updates each parameter as soon as its gradient is complete, then frees the gradient.
 
@@ -67,25 +74,26 @@ class OptimizerInBackward(_Joined):
     """
 
     def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        self, groups: Sequence[Group], make: Callable[[list[Group]], torch.optim.Optimizer]
     ):
-        self._of = {p: make([group | {"params": [p]}]) for group in groups for p in group["params"]}
-        super().__init__(list(self._of.values()))
+        self._by_param = {}
+        for group in groups:
+            for param in group["params"]:
+                self._by_param[param] = make([group | {"params": [param]}])
+                param.register_post_accumulate_grad_hook(self._update)
+        super().__init__(list(self._by_param.values()))
         self.norm = SquaredNorm()
         """Of the gradients since it was last taken."""
-        for param in self._of:
-            param.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, param: Tensor) -> None:
         assert param.grad is not None
         self.norm.add([param.grad])
-        self._of[param].step()
-        self._of[param].zero_grad()
+        optimizer = self._by_param[param]
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def _adam_settings(group: dict[str, Any]) -> dict[str, Any]:
+def _adam_settings(group: Group) -> dict[str, Any]:
     """Arguments of torch's `adam` for a parameter group."""
     beta1, beta2 = group["betas"]
     same = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
@@ -98,8 +106,9 @@ def _adam_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShardedAdam(torch.optim.Adam):
-    """Adam and AdamW on this rank's shards. On hundreds of DTensors torch's dispatch takes
-    milliseconds a step.
+    """Adam and AdamW on this rank's shards.
+
+    On hundreds of DTensors torch's dispatch would take milliseconds a step.
     """
 
     @property
@@ -113,68 +122,49 @@ class ShardedAdam(torch.optim.Adam):
     ) -> None:
         """
         Args:
-            divisor: of all gradients, a scalar on their device; they are divided in place. Needs
-            `clips`.
-            skip: a scalar on their device; if true, change nothing. Needs `clips`.
+            divisor: divides all gradients, in place; a scalar on their device. Needs `clips`.
+            skip: if true, change nothing; a scalar on their device. Needs `clips`.
         """
-        divisor = None if divisor is None else divisor.float()
-        skip = None if skip is None else skip.float()
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)
-            shards = [[local(tensor) for tensor in tensors] for tensors in lists]
-            params, gradients, means, squares, largest, steps = shards
+            self._init_group(group, *lists)  # parameters, gradients, moments, steps
             adam(
-                params,
-                gradients,
-                means,
-                squares,
-                largest,
-                steps,
-                grad_scale=divisor,
-                found_inf=skip,
+                *([local(tensor) for tensor in tensors] for tensors in lists),
+                grad_scale=None if divisor is None else divisor.float(),
+                found_inf=None if skip is None else skip.float(),
                 decoupled_weight_decay=group["decoupled_weight_decay"],
                 **_adam_settings(group),
             )
 
 
-class NarrowAdam(torch.optim.Optimizer):
-    """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype, one
-    parameter at a time.
-    """
+class NarrowAdam(OneByOne):
+    """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, decoupled: bool, **settings: Any):
+    def __init__(self, groups: list[Group], *, decoupled: bool, **settings: Any):
         super().__init__(groups, settings)
         self._decoupled = decoupled
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def update(self, param: Tensor, group: Group) -> None:
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=param.device if group["fused"] else "cpu"
-            )
-            for slot in ("exp_avg", "exp_avg_sq"):
-                state[slot] = torch.zeros_like(param, dtype=torch.bfloat16)
-        wide = {slot: local(state[slot]).to(param.dtype) for slot in ("exp_avg", "exp_avg_sq")}
+            device = param.device if group["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.bfloat16)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.bfloat16)
+        moments = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
+        mean, square = (moment.to(param.dtype) for moment in moments)
         adam(
             [local(param)],
             [local(param.grad)],
-            [wide["exp_avg"]],
-            [wide["exp_avg_sq"]],
+            [mean],
+            [square],
             [],
             [state["step"]],
             decoupled_weight_decay=self._decoupled,
             **_adam_settings(group),
         )
-        for slot, value in wide.items():
-            local(state[slot]).copy_(value)
+        moments[0].copy_(mean)
+        moments[1].copy_(square)
 
 
 def build_optimizer(
@@ -186,64 +176,63 @@ def build_optimizer(
     kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's on its own;
     AdamW updates embedding, output and vectors.
     """
-    named = [
-        (name, p) for model in models for name, p in model.named_parameters() if p.requires_grad
-    ]
-    groups: dict[tuple[int, float, float], dict[str, Any]] = {}
-    for name, param in named:
-        decay = optimizer.weight_decay if param.dim() > 1 else 0.0
-        scale = 1.0
-        if rule := next(
-            (rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern)), None
-        ):
-            decay = decay if rule.weight_decay is None else rule.weight_decay
-            scale = rule.lr_scale
-        muon = (
-            param.dim()
-            if optimizer.name == "Muon" and param.dim() > 1 and name.startswith("layers.")
-            else 0
-        )
-        group: dict[str, Any] = {
-            "params": [],
-            "weight_decay": decay,
-            "lr_scale": scale,
-            "muon": muon,
-        }
-        groups.setdefault((muon, decay, scale), group)["params"].append(param)
+    groups: dict[tuple[float, ...], Group] = {}
+    names = {}
+    for model in models:
+        for name, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
+            names[param] = name
+            settings = _settings(name, param, optimizer)
+            group = groups.setdefault(tuple(settings.values()), {"params": [], **settings})
+            group["params"].append(param)
     make = partial(_make, optimizer)
-    if registered := optimizers.chosen(optimizer.name, custom or Custom()):
-        make = partial(
-            make_registered, optimizer, registered, {param: name for name, param in named}
-        )
+    registered = optimizers.chosen(optimizer.name, custom or Custom())
+    if registered:
+        make = partial(make_registered, optimizer, registered, names)
     if optimizer.early_step_in_backward:
         return OptimizerInBackward(list(groups.values()), make)
-    kinds = [[group for group in groups.values() if group["muon"] == muon] for muon in (0, 2, 3)]
-    made = [make(kind) for kind in kinds if kind]
-    return made[0] if len(made) == 1 else _Joined(made)
+    built = []
+    for muon in (0, 2, 3):
+        alike = [group for group in groups.values() if group["muon"] == muon]
+        if alike:
+            built.append(make(alike))
+    return built[0] if len(built) == 1 else _Joined(built)
 
 
-def _make(optimizer: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """One optimizer, for groups that all have the same "muon": the dimensions of what it updates, 0
-    for AdamW.
+def _settings(name: str, param: Tensor, optimizer: Optimizer) -> dict[str, float]:
+    """The settings that decide a parameter's group.
+
+    `muon` is the number of dimensions of what Muon updates; 0: AdamW or a registered optimizer.
     """
+    is_matrix = param.dim() > 1
+    by_muon = optimizer.name == "Muon" and is_matrix and name.startswith("layers.")
+    decay = optimizer.weight_decay if is_matrix else 0.0
+    scale = 1.0
+    rules = (rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern))
+    rule = next(rules, None)
+    if rule is not None:
+        decay = decay if rule.weight_decay is None else rule.weight_decay
+        scale = rule.lr_scale
+    return {
+        "muon": param.dim() if by_muon else 0,
+        "weight_decay": decay,
+        "lr_scale": scale,
+    }
+
+
+def _make(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:
+    """One optimizer, for groups with the same `muon`."""
+    muon = {
+        "lr": optimizer.lr,
+        "momentum": optimizer.muon_momentum,
+        "ns_steps": optimizer.muon_ns_steps,
+    }
     if groups[0]["muon"] == 3:
-        momentum = optimizer.muon_momentum
-        steps = optimizer.muon_ns_steps
-        return StackedMuon(
-            groups,
-            lr=optimizer.lr,
-            momentum=momentum,
-            ns_steps=steps,
-        )
+        return StackedMuon(groups, muon)
     if groups[0]["muon"]:
         keep_muon_updates_sharded()
-        return torch.optim.Muon(
-            groups,
-            lr=optimizer.lr,
-            momentum=optimizer.muon_momentum,
-            ns_steps=optimizer.muon_ns_steps,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        return torch.optim.Muon(groups, **muon, adjust_lr_fn="match_rms_adamw")
     decoupled = optimizer.name != "Adam"
     settings = {
         "lr": optimizer.lr,

@@ -3,21 +3,19 @@
 `make(groups, optimizer[, keys])` returns a `torch.optim.Optimizer`:
 
 - `groups` are parameter groups: `params`, `lr`, `weight_decay` and `lr_scale`, which must stay in
-`param_groups`. The
-  schedule sets each group's `lr` before every step. `optimizer` is the section `[optimizer]`.
+  `param_groups`. The schedule sets each group's `lr` before every step. `optimizer` is the section
+  `[optimizer]`.
 - Parameters and gradients are DTensors, sharded alike. Element-wise code may work on the shards
-alone:
-  `torchtitan.parallel.collectives.local(tensor)` is this rank's, which may be empty.
+  alone: `torchtitan.parallel.collectives.local(tensor)` is this rank's, which may be empty.
 - Gradients are those of the global batch, already clipped. `param.grad` may be None. A step with
-`lr` 0 must leave the
-  weights as they are: a resume takes one, with zero gradients, to create the state that it loads.
+  `lr` 0 must leave the weights unchanged: a resume takes one, with zero gradients, to create the
+  state that it loads.
 - State is tensors in `self.state[param]`: of the parameter's size and sharded like it, as
-`torch.zeros_like(param)` is,
-  or scalars that are the same on all ranks. It is then saved and resumes under any layout.
-  Everything else must follow from the configuration.
+  `torch.zeros_like(param)` is, or scalars that are the same on all ranks. It is then saved and
+  resumes under any layout. Everything else must follow from the configuration.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,24 +35,25 @@ def make_registered(
     """Make a registered optimizer, and check it now and after its first step.
 
     Args:
-        names: of the parameters, for messages.
+        names: names of the parameters, for messages.
 
     Raises:
         UserError: it isn't an optimizer of all parameters.
     """
-    own = [
-        {"lr": optimizer.lr} | {k: v for k, v in group.items() if k != "muon"} for group in groups
-    ]
-    made = make(own, optimizer)
-    given = {id(param) for group in groups for param in group["params"]}
+    own = [{"lr": optimizer.lr} | group for group in groups]
+    for group in own:
+        del group["muon"]
+    built = make(own, optimizer)
     key = f'optimizer.name: "{optimizer.name}"'
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UserError(f"{key} made a {type(made).__name__}; it must make a torch.optim.Optimizer")
-    if {id(param) for group in made.param_groups for param in group["params"]} != given:
+    if not isinstance(built, torch.optim.Optimizer):
+        raise UserError(
+            f"{key} made a {type(built).__name__}; it must make a torch.optim.Optimizer"
+        )
+    if _ids(built.param_groups) != _ids(groups):
         raise UserError(
             f"{key} doesn't hold the parameters of its groups; pass groups to super().__init__"
         )
-    if not all("lr_scale" in group for group in made.param_groups):
+    if not all("lr_scale" in group for group in built.param_groups):
         raise UserError(
             f"{key} dropped lr_scale from its groups, by which the schedule scales lr; "
             "keep the groups"
@@ -64,41 +63,40 @@ def make_registered(
         hook.remove()
         for param, state in stepped.state.items():
             for slot, value in state.items():
-                if problem := _unsavable(value, param):
+                problem = _unsavable(value, param)
+                if problem:
                     raise UserError(f"{key}: state {slot!r} of {names[param]} {problem}")
 
-    hook = made.register_step_post_hook(check_once)
-    return made
+    hook = built.register_step_post_hook(check_once)
+    return built
+
+
+def _ids(groups: Sequence[dict[str, Any]]) -> set[int]:
+    return {id(param) for group in groups for param in group["params"]}
 
 
 def _unsavable(value: Any, param: Tensor) -> str | None:
-    """Why a checkpoint can't hold a slot of a parameter's state, or would hold something else on
-    another layout.
-    """
+    """Why a checkpoint can't hold this part of a parameter's state for all layouts."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, which is not saved; keep it in a tensor"
     if value.dim() == 0:
         return None
     if not isinstance(param, DTensor):
-        return (
-            None
-            if value.shape == param.shape
-            else f"is {list(value.shape)}; make it like the parameter"
-        )
+        if value.shape == param.shape:
+            return None
+        return f"is {list(value.shape)}; make it like the parameter"
     if not isinstance(value, DTensor):
         return (
-            "is a plain tensor, of which a checkpoint can't tell the ranks' parts; make "
-            "it by torch.zeros_like(param), "
-            "and work on local(state)"
+            "is a plain tensor, of which a checkpoint can't tell the ranks' parts; make it by "
+            "torch.zeros_like(param), and work on local(state)"
         )
-    if (value.device_mesh, value.placements, value.shape) != (
-        param.device_mesh,
-        param.placements,
-        param.shape,
-    ):
+    if _layout(value) != _layout(param):
         return (
             f"is {list(value.shape)} sharded as {value.placements}, the parameter "
-            f"{list(param.shape)} as "
-            f"{param.placements}; make it by torch.zeros_like(param)"
+            f"{list(param.shape)} as {param.placements}; make it by torch.zeros_like(param)"
         )
     return None
+
+
+def _layout(tensor: DTensor) -> tuple[object, ...]:
+    return tensor.device_mesh, tensor.placements, tensor.shape

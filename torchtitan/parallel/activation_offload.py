@@ -1,15 +1,14 @@
-"""Activation offload: what a block keeps for its backward waits in host memory, copied while other
-blocks compute.
+"""Activation offload: what a block keeps for its backward waits in host memory.
 
-torch's `saved_tensors_hooks` see everything that autograd keeps: of a compiled block too, and of a
-checkpointed block its inputs. Copies to the host run on a stream of their own, beside the forward.
-Those back start when the backward reaches the next block, one block ahead of their use.
+torch's `saved_tensors_hooks` see everything that autograd keeps, also of a compiled block; of a
+checkpointed block, that is its inputs. Copies to the host run on a stream of their own, beside the
+forward. Copies back start when the backward reaches the next block, one block ahead of their use.
 """
 
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derive import offloaded_blocks
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
+from torchtitan.models.protocols import Model
+from torchtitan.parallel.collectives import local
+from torchtitan.parallel.regions import replace_method
 
 SMALL = 2**12
 """Bytes below which a tensor stays on the device: copying it costs more than it frees."""
+Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
+"""The streams that copy to the host, and back."""
 
 
-def apply_activation_offload(model: nn.Module, ac: ActivationCheckpoint) -> "Offload":
-    """Offload what the first `ac.offload_blocks` blocks of `model` keep for their backward, in
-    place.
+def apply_activation_offload(model: Model, ac: ActivationCheckpoint) -> "Offload":
+    """Offload what the first `ac.offload_blocks` blocks of `model` keep, in place.
 
     Must come after checkpointing and compilation, whose results are what is kept, and before FSDP,
     which gathers the weights around `forward`.
@@ -35,10 +38,10 @@ def apply_activation_offload(model: nn.Module, ac: ActivationCheckpoint) -> "Off
     count = offloaded_blocks(ac, len(model.layers))
     if count == 0:
         return offload
-    # The block behind them only says when the last of their copies is needed.
+    # The backward of the block behind them starts to copy back what the last of them kept.
     for index, block in enumerate([*model.layers.values()][: count + 1]):
-        forward = offload.wrap(block.forward.__func__, first=index == 0, away=index < count)
-        block.forward = MethodType(forward, block)
+        wrap = partial(offload.wrap, first=index == 0, offloads=index < count)
+        replace_method(block, "forward", wrap)
     return offload
 
 
@@ -49,38 +52,40 @@ class Offload:
         self.moved = 0
         """Bytes copied to the host so far."""
         self._previous: _Visit | None = None
-        """Of the block before, in the forward that runs."""
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        """The visit to the block before, in the forward that runs."""
+        self._streams: Streams | None = None
 
-    def wrap(self, forward: Callable[..., Any], *, first: bool, away: bool) -> Callable[..., Any]:
+    def wrap(
+        self, forward: Callable[..., Any], *, first: bool, offloads: bool
+    ) -> Callable[..., Any]:
         """A block's `forward`.
 
         Args:
             first: the block is the model's first.
-            away: it keeps in host memory what its backward needs.
+            offloads: it keeps in host memory what its backward needs.
         """
 
         def offloading_forward(block: nn.Module, x: Tensor, *shared: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(block, x, *shared)
             previous = None if first else self._previous
-            self._previous = visit = _Visit(self, [*block.parameters(), *block.buffers(), *shared])
-            with saved_tensors_hooks(visit.pack, _Saved.unpack) if away else nullcontext():
+            visit = _Visit(self, stay=[*block.parameters(), *block.buffers(), *shared])
+            self._previous = visit
+            with saved_tensors_hooks(visit.pack, _Saved.unpack) if offloads else nullcontext():
                 out = forward(block, x, *shared)
-            visit.inputs.clear()
-            hidden = (
-                out[0] if isinstance(out, tuple) else out
-            )  # a mixture of experts also returns its load
+            visit.copied.clear()
+            # A mixture of experts also returns its load.
+            hidden = out[0] if isinstance(out, tuple) else out
             if previous is not None and hidden.requires_grad:
                 hidden.register_hook(lambda _: previous.fetch())
             return out
 
         return offloading_forward
 
-    def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
-        """To the host and from it; None where copies don't run beside computation."""
+    def streams(self, device: torch.device) -> Streams | None:
+        """None where copies don't run beside computation."""
         if device.type == "cuda" and self._streams is None:
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return self._streams
 
 
@@ -90,46 +95,44 @@ class _Visit:
     def __init__(self, offload: Offload, stay: Iterable[Any]):
         """
         Args:
-            stay: weights, and what all blocks share: on the device in any case.
+            stay: weights, and what all blocks share, which stay on the device.
         """
         self._offload = offload
-        self._stay = {_storage(local) for x in stay if (local := _plain(x)) is not None}
-        self.inputs: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
-        """What was copied, by its place in memory: held during the forward, so that no other tensor
-        can have it.
-        """
+        plain = (_plain(x) for x in stay)
+        self._stay = {_storage(shard) for shard in plain if shard is not None}
+        self.copied: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
+        """By location in memory, held during the forward, so no other tensor can be put there."""
         self._copies: list[weakref.ref[_Copy]] = []
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of `tensor`, which may be the tensor itself."""
-        local = _plain(tensor)
-        if (
-            local is None
-            or local.nbytes < SMALL
-            or _storage(local) in self._stay
-            or not _is_dense(local)
-        ):
+        shard = _plain(tensor)
+        if shard is None or shard.nbytes < SMALL or not _is_dense(shard):
             return tensor
-        key = _storage(local), local.storage_offset(), local.numel()
-        if key not in self.inputs:
-            flat = local.detach().as_strided((local.numel(),), (1,))
-            copy = _Copy(flat, self._offload.streams(local.device))
-            self.inputs[key] = flat, copy
+        if _storage(shard) in self._stay:
+            return tensor
+        key = (_storage(shard), shard.storage_offset(), shard.numel())
+        if key not in self.copied:
+            flat = shard.detach().as_strided((shard.numel(),), (1,))
+            copy = _Copy(flat, self._offload.streams(shard.device))
+            self.copied[key] = (flat, copy)
             self._copies.append(weakref.ref(copy))
             self._offload.moved += flat.nbytes
-        return _Saved(self.inputs[key][1], tensor, local)
+        _, copy = self.copied[key]
+        return _Saved(copy, tensor, shard)
 
     def fetch(self) -> None:
         """Start to copy back what is still needed."""
-        for known in self._copies:
-            if (copy := known()) is not None:
+        for reference in self._copies:
+            copy = reference()
+            if copy is not None:
                 copy.fetch()
 
 
 class _Copy:
     """A one-dimensional tensor in host memory."""
 
-    def __init__(self, source: Tensor, streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None):
+    def __init__(self, source: Tensor, streams: Streams | None):
         self._device = source.device
         self._streams = streams
         self._back: Tensor | None = None
@@ -137,11 +140,12 @@ class _Copy:
             self._host = source.to("cpu", copy=True)
             return
         self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        streams[0].wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(streams[0]):
+        stream, _ = streams
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
             self._host.copy_(source, non_blocking=True)
-        source.record_stream(streams[0])
-        self._sent = streams[0].record_event()
+        source.record_stream(stream)
+        self._sent = stream.record_event()
 
     def fetch(self) -> None:
         if self._back is not None:
@@ -149,7 +153,7 @@ class _Copy:
         if self._streams is None:
             self._back = self._host.to(self._device, copy=True)
             return
-        stream = self._streams[1]
+        _, stream = self._streams
         stream.wait_event(self._sent)
         with torch.cuda.stream(stream):
             self._back = self._host.to(self._device, non_blocking=True)
@@ -169,33 +173,32 @@ class _Copy:
 class _Saved:
     """A view of a copy, as autograd holds it."""
 
-    def __init__(self, copy: _Copy, tensor: Tensor, local: Tensor):
+    def __init__(self, copy: _Copy, tensor: Tensor, shard: Tensor):
         self._copy = copy
-        self._size = local.size()
-        self._stride = local.stride()
+        self._size = shard.size()
+        self._stride = shard.stride()
         self._layout: dict[str, Any] | None = None
         if isinstance(tensor, DTensor):
             self._layout = {
                 "device_mesh": tensor.device_mesh,
                 "placements": tensor.placements,
                 "run_check": False,
+                "shape": tensor.size(),
+                "stride": tensor.stride(),
             }
-            self._layout |= {"shape": tensor.size(), "stride": tensor.stride()}
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:
         if not isinstance(saved, _Saved):
             return saved
-        local = saved._copy.take().as_strided(saved._size, saved._stride)
-        return local if saved._layout is None else DTensor.from_local(local, **saved._layout)
+        shard = saved._copy.take().as_strided(saved._size, saved._stride)
+        return shard if saved._layout is None else DTensor.from_local(shard, **saved._layout)
 
 
 def _plain(x: Any) -> Tensor | None:
-    """This rank's part of a tensor; None if that is of a class of its own, such as a weight in
-    Float8.
-    """
-    local = x._local_tensor if isinstance(x, DTensor) else x
-    return local if type(local) in (Tensor, nn.Parameter) else None
+    """This rank's part of a tensor; None for another class, such as a weight in Float8."""
+    shard = local(x)
+    return shard if type(shard) in (Tensor, nn.Parameter) else None
 
 
 def _storage(tensor: Tensor) -> int:
@@ -205,10 +208,8 @@ def _storage(tensor: Tensor) -> int:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a contiguous part of the storage, in whatever order."""
     expected = 1
-    for stride, size in sorted(
-        (x, n) for x, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1
-    ):
-        if stride != expected:
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
             return False
         expected *= size
     return True

@@ -1,5 +1,4 @@
-"""Asynchronous tensor parallelism: overlaps each collective with the matrix product it feeds or
-follows.
+"""Asynchronous tensor parallelism: each collective overlaps with the product it feeds or follows.
 
 Inductor's micro-pipeline pass fuses each all-gather with the products after it, and each
 reduce-scatter with the product before it, into symmetric-memory kernels that communicate and
@@ -44,9 +43,7 @@ _RESHAPES = (
 
 
 class FusionReport(CustomGraphPass):
-    """Inspects every graph that inductor compiles: counts the fused collectives and names the
-    others.
-    """
+    """Inspects all graphs that inductor compiles: counts fused collectives and names the others."""
 
     def __init__(self) -> None:
         self.fused = 0
@@ -54,7 +51,7 @@ class FusionReport(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         fused = sum(_name(node) in _FUSED for node in graph.nodes)
-        unfused = [text for node in graph.nodes if (text := _unfused(node))]
+        unfused = list(filter(None, map(_unfused, graph.nodes)))
         self.fused += fused
         self.unfused += unfused
         total = fused + len(unfused)
@@ -93,9 +90,7 @@ def fused_collectives(mesh: DeviceMesh) -> Iterator[None]:
 
 @contextmanager
 def _cpu_kernels() -> Iterator[None]:
-    """Run torch's unfused fallbacks for the fused operators: the same graphs and numbers, but no
-    overlap.
-    """
+    """Run torch's fallbacks for the fused operators: the same graphs and numbers, no overlap."""
     library = torch.library.Library("symm_mem", "IMPL")
     for name in _FUSED:
         bare = name.removeprefix("symm_mem::")
@@ -109,23 +104,22 @@ def _cpu_kernels() -> Iterator[None]:
 
 def _name(node: Node) -> str:
     target: Any = node.target
-    return (
-        target.name().partition(".")[0]
-        if hasattr(target, "name")
-        else getattr(target, "__name__", str(target))
-    )
+    if hasattr(target, "name"):
+        return target.name().partition(".")[0]
+    return getattr(target, "__name__", str(target))
 
 
 def _unfused(node: Node) -> str | None:
     """Describes `node` if it is a collective that could have been fused with a matrix product."""
+    product = None
+    what = ""
     if _name(node) == "_c10d_functional::all_gather_into_tensor":
-        if product := _product_after(node):
-            return f"the all-gather before {_where(product)}"
-    elif _name(node) == "_c10d_functional::reduce_scatter_tensor" and (
-        product := _product_before(node)
-    ):
-        return f"the reduce-scatter after {_where(product)}"
-    return None
+        product = _product_after(node)
+        what = "all-gather before"
+    elif _name(node) == "_c10d_functional::reduce_scatter_tensor":
+        product = _product_before(node)
+        what = "reduce-scatter after"
+    return f"the {what} {_where(product)}" if product else None
 
 
 def _product_after(node: Node) -> Node | None:
@@ -133,8 +127,9 @@ def _product_after(node: Node) -> Node | None:
     for user in node.users:
         if _name(user) in _MATMULS and user.args[0] is node:
             return user
-        if _name(user) in _RESHAPES and (found := _product_after(user)):
-            return found
+        product = _product_after(user) if _name(user) in _RESHAPES else None
+        if product:
+            return product
     return None
 
 
@@ -150,6 +145,8 @@ def _product_before(node: Node) -> Node | None:
 
 def _where(node: Node) -> str:
     """Name of the module that `node` belongs to."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else node.name
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    path = node.name
+    if stack:
+        path, _ = list(stack.values())[-1]
     return str(path).removeprefix("L['block'].").removeprefix("L['self'].")

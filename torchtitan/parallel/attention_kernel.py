@@ -12,7 +12,13 @@ from torch.nn.attention import SDPBackend
 aten = torch.ops.aten
 
 
-def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> int:
+def chosen_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+) -> int:
     """The kernel that torch's own order and checks choose: a value of `SDPBackend`."""
     grouped = q.shape[1] != k.shape[1]
     with torch.enable_grad():

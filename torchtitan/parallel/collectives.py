@@ -52,7 +52,12 @@ def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
 # ---- DTensors and their local parts
 
 
-def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+def distribute(
+    module: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    placement: Placement,
+) -> None:
     """Make a parameter of `module`, on the meta device or the same on all ranks, a DTensor."""
     weight = distribute_tensor(getattr(module, name), mesh, [placement], src_data_rank=None)
     setattr(module, name, nn.Parameter(weight))

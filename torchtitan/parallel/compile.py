@@ -70,4 +70,9 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
 
 
 def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)
+    return torch.compile(
+        function,
+        backend=config.backend,
+        fullgraph=True,
+        dynamic=False,
+    )

@@ -90,7 +90,12 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
     return attend
 
 
-def _whole_sequence(x: Tensor, group_name: str, n: int, balanced: bool) -> Tensor:
+def _whole_sequence(
+    x: Tensor,
+    group_name: str,
+    n: int,
+    balanced: bool,
+) -> Tensor:
     """All-gather `[2, b, k, s, d]` into the order of the row: `[2, b, k, n s, d]`."""
     parts = _all_gather(x, 0, group_name).chunk(n)
     if balanced:

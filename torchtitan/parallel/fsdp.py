@@ -27,7 +27,12 @@ from torchtitan.parallel.mesh import Mesh
 
 
 def apply_fsdp(
-    model: Model, mesh: Mesh, training: Training, reshard: str, *, pipelined: bool
+    model: Model,
+    mesh: Mesh,
+    training: Training,
+    reshard: str,
+    *,
+    pipelined: bool,
 ) -> None:
     """Shard `model` in place over `mesh.fsdp`, and experts on other ranks over `mesh.expert_fsdp`.
 

@@ -40,7 +40,15 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", _loopback())
 
     def start(store: dist.Store | None) -> None:
-        place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        place = (
+            {}
+            if store is None
+            else {
+                "store": store,
+                "rank": rank,
+                "world_size": world,
+            }
+        )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             timeout=timeout,

@@ -43,7 +43,12 @@ def materialize(
             _fill(param, fqn, seed, rule(fqn))
 
 
-def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
+def _fill(
+    param: Tensor,
+    fqn: str,
+    seed: int,
+    init: Init,
+) -> None:
     shard = local(param)
     if init.kind != "normal":
         shard.fill_(1.0 if init.kind == "ones" else 0.0)
@@ -76,7 +81,13 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
         shard[mine.to(shard.device)] = values.to(shard.device, shard.dtype)
 
 
-def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], std: float) -> Tensor:
+def _block(
+    fqn: str,
+    seed: int,
+    block: int,
+    shape: tuple[int, ...],
+    std: float,
+) -> Tensor:
     """Values of one block of rows: fp32 normal, clamped to three standard deviations.
 
     Unlike `trunc_normal_`, `normal_` produces the same stream in every supported torch release.

@@ -83,7 +83,12 @@ def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Me
     return _meshes[key]
 
 
-def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
+def _build(
+    degrees: dict[str, int],
+    device_type: str,
+    replicas: bool,
+    ep: int,
+) -> Mesh:
     """Each distinct set of ranks gets one process group: a communicator, and on NCCL its buffers.
 
     Args:

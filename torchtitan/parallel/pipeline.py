@@ -1,5 +1,4 @@
-"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages and the schedules that
-run them.
+"""Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages and their schedules.
 
 All schedules use one runtime of torch's: a schedule is an order of computations, to which the
 runtime adds communication and FSDP's all-gathers. GPipe is breadth-first with one stage per rank.
@@ -9,12 +8,12 @@ separate runtime that can't evaluate.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
@@ -25,33 +24,31 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.models.layers import Mask, document_mask
+from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
-"""From a microbatch's output of the last stage, its labels `[microbatch, seq]`, and the index of
-its first row in the batch, to its share of the batch's loss.
+"""A microbatch's share of the loss, from the output of the last stage, the labels
+`[microbatch, seq]`, and the index of its first row in the batch.
 """
 
-_FORWARD = {
-    _ComputationType.FORWARD,
-    _ComputationType.SEND_F,
-    _ComputationType.RECV_F,
-    _ComputationType.UNSHARD,
-    _ComputationType.RESHARD,
-}
+_IN_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""The computations, by torch's names, that a forward without a backward needs."""
 
 
 def stage_modules(stages: StagePlan | None, rank: int) -> list[tuple[str, ...] | None]:
-    """Names of the modules on each stage of a pipeline rank. Without a pipeline, one stage of all
-    modules: `[None]`.
-    """
-    return [None] if stages is None else [stages.modules[index] for index in stages.stages_of(rank)]
+    """Names of the modules on each stage of a rank; `[None]`, all modules, without a pipeline."""
+    if stages is None:
+        return [None]
+    return [stages.modules[index] for index in stages.stages_of(rank)]
 
 
-def keep_modules(model: nn.Module, names: Sequence[str] | None) -> None:
-    """Reduce `model`, on the meta device, to the named modules. Layers keep their names. None keeps
-    all.
+def keep_modules(model: Model, names: Sequence[str] | None) -> None:
+    """Reduce `model`, on the meta device, to the named modules. Layers keep their names.
+
+    Args:
+        names: from `stage_modules`; None keeps all.
     """
     if names is None:
         return
@@ -68,8 +65,8 @@ class StageShapes:
     """Shapes of what the stages of a pipeline receive and return for one batch.
 
     A stage receives and returns hidden states `[microbatch, seq / tp_degree, dim]`. The first stage
-    receives tokens
-    `[microbatch, seq]`. The last returns logits `[microbatch, seq, vocab]`, if it projects.
+    receives tokens `[microbatch, seq]`. The last returns logits `[microbatch, seq, vocab]`, if it
+    projects.
     """
 
     rows: int
@@ -87,18 +84,16 @@ class StageShapes:
 
     def ends(self, microbatch_size: int, *, first: bool, last: bool) -> dict[str, Tensor]:
         """What a stage receives and returns, on the meta device."""
+        hidden_shape = (microbatch_size, self.seq_len // self.tp_degree, self.dim)
+        logits_shape = (microbatch_size, self.seq_len, self.vocab_size)
         with torch.device("meta"):
             tokens = torch.empty(microbatch_size, self.seq_len, dtype=torch.int64)
-            hidden = self._activations(microbatch_size, self.seq_len // self.tp_degree, self.dim)
-            logits = self._activations(microbatch_size, self.seq_len, self.vocab_size)
-        projects = last and self.project
+            hidden = torch.empty(hidden_shape, dtype=self.dtype, requires_grad=True)
+            logits = torch.empty(logits_shape, dtype=self.dtype, requires_grad=True)
         return {
             "input_args": tokens if first else hidden,
-            "output_args": logits if projects else hidden,
+            "output_args": logits if last and self.project else hidden,
         }
-
-    def _activations(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, requires_grad=True)
 
 
 class Pipeline:
@@ -118,8 +113,7 @@ class Pipeline:
         """
         Args:
             models: this rank's stages, in order.
-            positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
-            device.
+            positions: `[seq]`, positions of this rank's tokens in their row, on the compute device.
         """
         self.models = models
         self.stages = stages
@@ -144,7 +138,7 @@ class Pipeline:
             tokens: `[batch, seq]`.
             labels: `[batch, seq]`.
             documents: `[batch, whole row]`, the document of each token, on the host; None:
-            attention sees whole rows.
+                attention sees whole rows.
             token_weights: `[batch, seq]`, for a mixture of experts.
 
         Returns:
@@ -180,11 +174,13 @@ class Pipeline:
         """
         size = self.stages.microbatch_size
         masks = None if documents is None else self._masks(documents.split(size))
+        weights = None if token_weights is None else token_weights.split(size)
         for stage in schedule._stages:
             stage.has_backward = schedule._has_backward
             stage.masks = masks if len(stage.submod.layers) else None
-            stage.token_weights = None if token_weights is None else token_weights.split(size)
-        inputs = targets = None
+            stage.token_weights = weights
+        inputs = None
+        targets = None
         losses: list[Tensor] | None = None
         if 0 in self.own_stages:
             inputs = [(part,) for part in tokens.split(size)]
@@ -206,30 +202,29 @@ class Pipeline:
         return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 
     def _own(self) -> list[Stage]:
-        """Stages for a schedule. Each schedule has its own, which are prepared with or without a
-        backward.
-        """
-        return [
-            self._stage(index, model)
-            for index, model in zip(self.own_stages, self.models, strict=True)
-        ]
-
-    def _stage(self, index: int, model: FSDPModule) -> Stage:
+        """Stages for one schedule, which are prepared with or without a backward."""
+        stages = []
         count = len(self.stages.modules)
-        ends = self.shapes.ends(
-            self.stages.microbatch_size, first=index == 0, last=index == count - 1
-        )
-        stage = Stage(model, index, count, self.positions.device, **ends, group=self.group)
-        stage.positions = self.positions
-        stage.project = self.shapes.project
-        stage.sends = self._sends
-        return stage
+        for index, model in zip(self.own_stages, self.models, strict=True):
+            ends = self.shapes.ends(
+                self.stages.microbatch_size, first=index == 0, last=index == count - 1
+            )
+            stage = Stage(model, index, count, self.positions.device, **ends, group=self.group)
+            stage.positions = self.positions
+            stage.project = self.shapes.project
+            stage.sends = self._sends
+            stages.append(stage)
+        return stages
 
     @cached_property
     def _training(self) -> _PipelineScheduleRuntime:
-        name = self.stages.schedule
-        file = self.stages.csv_file
-        schedule = build_schedule(name, file, self._own(), self.microbatches, loss_fn=_loss_of)
+        schedule = build_schedule(
+            self.stages.schedule,
+            self.stages.csv_file,
+            self._own(),
+            self.microbatches,
+            loss_fn=_loss_of,
+        )
         send_through(schedule, self._sends)
         return schedule
 
@@ -239,24 +234,20 @@ class Pipeline:
 
         torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
-        schedule = _PipelineScheduleRuntime(
-            self._own(), self.microbatches, loss_fn=_loss_of, scale_grads=False
-        )
+        schedule = _runtime(self._own(), self.microbatches, loss_fn=_loss_of)
         orders = {}
         for rank in range(self.group.size()):
             own = self.stages.stages_of(rank)
-            microbatches = range(self.microbatches)
-            forwards = [_Action(s, _ComputationType.FORWARD, m) for s in own for m in microbatches]
+            order = []
+            for stage in own:
+                order += _passes(stage, _ComputationType.FORWARD, self.microbatches)
             # torch only accepts complete orders; the backwards are removed below.
-            backwards = [
-                _Action(s, _ComputationType.FULL_BACKWARD, m)
-                for s in own[::-1]
-                for m in microbatches
-            ]
-            orders[rank] = [*forwards, *backwards]
+            for stage in reversed(own):
+                order += _passes(stage, _ComputationType.FULL_BACKWARD, self.microbatches)
+            orders[rank] = order
         schedule._prepare_schedule_with_comms(orders)
         schedule.pipeline_order_with_comms = {
-            rank: [action for action in order if action.computation_type in _FORWARD]
+            rank: [action for action in order if action.computation_type.name in _IN_FORWARD]
             for rank, order in schedule.pipeline_order_with_comms.items()
         }
         schedule._has_backward = False
@@ -264,8 +255,15 @@ class Pipeline:
         return schedule
 
 
+_runtime = partial(_PipelineScheduleRuntime, scale_grads=False)
+
+
 def build_schedule(
-    name: str | None, csv_file: str | None, own: Sequence[Any], microbatches: int, **options: Any
+    name: str | None,
+    csv_file: str | None,
+    own: Sequence[Any],
+    microbatches: int,
+    **options: Any,
 ) -> _PipelineScheduleRuntime:
     """The schedule of this name, or of this file, with its communication.
 
@@ -276,14 +274,13 @@ def build_schedule(
     if name is not None and name != "1F1B":
         kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
         return kind(own, microbatches, scale_grads=False, **options)
-    schedule = _PipelineScheduleRuntime(own, microbatches, scale_grads=False, **options)
+    schedule = _runtime(own, microbatches, **options)
     if name is None:
         schedule._load_csv(csv_file)
-    else:
-        ranks = own[0].group_size
-        schedule._prepare_schedule_with_comms(
-            {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
-        )
+        return schedule
+    ranks = own[0].group_size
+    orders = {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
+    schedule._prepare_schedule_with_comms(orders)
     return schedule
 
 
@@ -292,14 +289,16 @@ def _loss_of(output: Tensor, target: tuple[Loss, Tensor, int]) -> Tensor:
     return loss(output, labels, first)
 
 
+def _passes(stage: int, kind: _ComputationType, microbatches: int) -> list[_Action]:
+    return [_Action(stage, kind, microbatch) for microbatch in range(microbatches)]
+
+
 def one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
-    """1F1B on a rank with one stage: forwards until the first gradient can arrive, then
-    alternate.
-    """
-    warmup = min(microbatches, degree - rank)
-    forwards = [_Action(rank, _ComputationType.FORWARD, m) for m in range(microbatches)]
-    backwards = [_Action(rank, _ComputationType.FULL_BACKWARD, m) for m in range(microbatches)]
-    order: list[_Action | None] = [*forwards[:warmup]]
+    """1F1B on a rank with one stage: forwards until the first gradient can arrive, then in turn."""
+    ahead = min(microbatches, degree - rank)
+    forwards = _passes(rank, _ComputationType.FORWARD, microbatches)
+    backwards = _passes(rank, _ComputationType.FULL_BACKWARD, microbatches)
+    order: list[_Action | None] = [*forwards[:ahead]]
     for i, backward in enumerate(backwards):
-        order += [backward, *forwards[warmup + i : warmup + i + 1]]
+        order += [backward, *forwards[ahead + i : ahead + i + 1]]
     return order

@@ -59,7 +59,11 @@ def pipeline_stages(
     if config.parallelism.pipeline_parallel_degree == 1:
         return None
     file = schedule_file(config)
-    facts = Facts(module_flops=flops, tied_modules=tied, schedule_file=file)
+    facts = Facts(
+        module_flops=flops,
+        tied_modules=tied,
+        schedule_file=file,
+    )
     check(config, facts)
     return assign_stages(config, facts)
 

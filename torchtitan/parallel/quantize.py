@@ -58,7 +58,12 @@ def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
         logger.info(f"Model after conversion:\n{model}")
 
 
-def _fits(module: nn.Module, fqn: str, excluded: Sequence[str], unit: int) -> bool:
+def _fits(
+    module: nn.Module,
+    fqn: str,
+    excluded: Sequence[str],
+    unit: int,
+) -> bool:
     """Whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
     if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
         return False

@@ -34,7 +34,12 @@ def quantize_experts(model: nn.Module, config: Config) -> None:
         _convert(model, mx.fqns, padded(product, 32), f"MXFP8 ({mx.recipe_name})")
 
 
-def _convert(model: nn.Module, fqns: list[str], product: Product, what: str) -> None:
+def _convert(
+    model: nn.Module,
+    fqns: list[str],
+    product: Product,
+    what: str,
+) -> None:
     blocks = 0
     converted = 0
     for name, module in model.named_modules():
@@ -95,7 +100,12 @@ def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 class _EmulatedFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         return grouped_mm(_rounded(rows, -1), _rounded(weight, -1), ends)
 

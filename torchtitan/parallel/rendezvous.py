@@ -38,9 +38,7 @@ _SIGNATURE_BYTES = 32  # SHA-256
 
 
 class SignedBackend(RendezvousBackend):
-    """Signs the state it writes to another backend, and refuses to read one that isn't signed with
-    the same secret.
-    """
+    """Signs the state it writes to another backend, and reads only what the same secret signed."""
 
     def __init__(self, backend: RendezvousBackend, secret: bytes):
         self._backend = backend
@@ -56,17 +54,25 @@ class SignedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: the state was written without the secret.
         """
-        found = self._backend.get_state()
-        return found and (self._verified(found[0]), found[1])
+        stored = self._backend.get_state()
+        if stored is None:
+            return None
+        state, token = stored
+        return self._verified(state), token
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Write `state` if `token` is that of the current one. Returns what is then stored, as
-        `get_state` does, and whether it is `state`.
+        """Write `state` if `token` is the current one's.
+
+        Returns:
+            What is then stored, as `get_state` returns it, and whether it is `state`.
         """
-        found = self._backend.set_state(self._signature(state) + state, token)
-        return found and (self._verified(found[0]), *found[1:])
+        stored = self._backend.set_state(self._signature(state) + state, token)
+        if stored is None:
+            return None
+        current, new_token, written = stored
+        return self._verified(current), new_token, written
 
     def _signature(self, state: bytes) -> bytes:
         return hmac.digest(self._secret, state, "sha256")
@@ -94,10 +100,8 @@ def register(secret: str) -> None:
         if parameters.max_nodes == 1:
             return in_store(dist.HashStore())
         if "," in parameters.endpoint:
-            endpoints = [
-                Endpoint(*parse_rendezvous_endpoint(one, -1))
-                for one in parameters.endpoint.split(",")
-            ]
+            texts = parameters.endpoint.split(",")
+            endpoints = [Endpoint(*parse_rendezvous_endpoint(text, -1)) for text in texts]
             return Takeover(endpoints, parameters, secret.encode(), in_store)
         return in_store(create_backend(parameters)[1])
 
@@ -108,11 +112,15 @@ _CAUSES: dict[type[RendezvousError], str] = {
     RendezvousConnectionError: "can't reach the first node, or it has gone",
     RendezvousTimeoutError: "not enough nodes came in time",
     RendezvousClosedError: "the job has ended there",
-    RendezvousStateError: "its state is not signed with the RDZV_SECRET of "
-    "this node; give all nodes the same",
+    RendezvousStateError: (
+        "its state is not signed with the RDZV_SECRET of this node; give all nodes the same"
+    ),
 }
 
 
 def explain(error: RendezvousError) -> str:
     """Why this node could not meet the others, for users."""
-    return next((text for kind, text in _CAUSES.items() if isinstance(error, kind)), str(error))
+    for kind, text in _CAUSES.items():
+        if isinstance(error, kind):
+            return text
+    return str(error)

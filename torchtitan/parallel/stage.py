@@ -1,9 +1,8 @@
-"""One stage of a pipeline, which holds what it receives, computes and sends only as long as
-something needs it.
-"""
+"""A stage of a pipeline, which keeps tensors only as long as something needs them."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +27,18 @@ from torchtitan.utils.torch_compat import (
 )
 
 
+@dataclass
+class _Send:
+    number: int
+    operations: list[dist.P2POp]
+    """They hold the tensors."""
+    works: list[dist.Work]
+
+
+Arrival = tuple[int, str, int]
+"""What a stage receives: stage, direction, microbatch."""
+
+
 class Sends:
     """The sends of a rank that may not have ended, each with the tensor it sends.
 
@@ -39,65 +50,59 @@ class Sends:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, deque[tuple[int, list[dist.P2POp], list[dist.Work]]]] = (
-            defaultdict(deque)
-        )
-        """By the other rank, in order: number, operations (which hold the tensors), what to wait
-        for.
-        """
-        self._arrivals: dict[tuple[int, str, int], tuple[int, int]] = {}
-        """By stage, direction and microbatch of a posted receive: its rank, and the number of the
-        next send.
-        """
+        self._pending: dict[int, deque[_Send]] = defaultdict(deque)
+        """By the other rank, in order."""
+        self._expected: dict[Arrival, tuple[int, int]] = {}
+        """By what was asked for: the rank it comes from, and the number of the next send."""
         self._number = 0
 
     def start(self, operations: list[dist.P2POp]) -> None:
-        self._pending[operations[0].peer].append((self._number, operations, _batch_p2p(operations)))
+        send = _Send(self._number, operations, _batch_p2p(operations))
+        self._pending[operations[0].peer].append(send)
         self._number += 1
 
-    def expect(self, what: tuple[int, str, int], operations: list[dist.P2POp]) -> None:
+    def expect(self, what: Arrival, operations: list[dist.P2POp]) -> None:
         """A receive is about to be posted."""
         if operations:
-            self._arrivals[what] = operations[0].peer, self._number
+            self._expected[what] = (operations[0].peer, self._number)
 
-    def arrived(self, what: tuple[int, str, int]) -> None:
-        """What was expected has arrived. Does nothing for what a stage of the same rank has passed
-        on.
-        """
-        peer, number = self._arrivals.pop(what, (-1, 0))
-        self._end(self._pending[peer], number)
+    def arrived(self, what: Arrival) -> None:
+        """What was expected has arrived. Does nothing for what a stage of this rank has sent."""
+        if what in self._expected:
+            peer, number = self._expected.pop(what)
+            self._end(self._pending[peer], number)
 
     def end(self) -> None:
         """Wait for all that are left."""
         for sends in self._pending.values():
             self._end(sends, self._number)
 
-    def _end(
-        self, sends: deque[tuple[int, list[dist.P2POp], list[dist.Work]]], number: int
-    ) -> None:
-        while sends and sends[0][0] < number:
-            for work in sends[0][2]:
+    def _end(self, sends: deque[_Send], number: int) -> None:
+        while sends and sends[0].number < number:
+            for work in sends[0].works:
                 work.wait()
             sends.popleft()
 
 
 class Masks:
-    """The mask of each microbatch, shared by those stages of a rank that have layers: made for the
-    first of them that runs, kept until the last.
+    """The mask of each microbatch, shared by the stages of a rank that have layers.
+
+    It is computed for the first of them that runs, and kept until the last.
     """
 
     def __init__(self, make: Callable[[int], Mask], users: int):
         self._make = make
         self._users = users
         self._made: dict[int, tuple[Mask, int]] = {}
+        """By microbatch: the mask, and how many stages will still ask for it."""
 
     def of(self, microbatch: int) -> Mask:
-        """For the next forward of `microbatch`."""
+        """The mask for the next forward of `microbatch`."""
         if microbatch not in self._made:
-            self._made[microbatch] = self._make(microbatch), self._users
+            self._made[microbatch] = (self._make(microbatch), self._users)
         mask, users = self._made.pop(microbatch)
         if users > 1:
-            self._made[microbatch] = mask, users - 1
+            self._made[microbatch] = (mask, users - 1)
         return mask
 
 
@@ -110,13 +115,13 @@ class Stage(PipelineStage):
     positions: Tensor
     project: bool
     masks: Masks | None
-    """Shared like `sends`. None: attention sees whole rows."""
+    """Shared by the stages that a schedule runs on this rank. None: attention sees whole rows."""
     token_weights: Sequence[Tensor] | None = None
-    """Of each microbatch, for a mixture of experts."""
+    """The weights of each microbatch's tokens, for a mixture of experts."""
     sends: Sends
-    """Shared by the stages that a schedule runs on this rank."""
+    """Shared like `masks`."""
     microbatch: int
-    """The one whose forward runs."""
+    """The microbatch whose forward runs."""
 
     # ---- computing
 
@@ -131,10 +136,9 @@ class Stage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        mask = None if self.masks is None else self.masks.of(self.microbatch)
         own = {
             "positions": self.positions,
-            "mask": mask,
+            "mask": None if self.masks is None else self.masks.of(self.microbatch),
             "project": self.project,
         }
         if self.token_weights is not None:
@@ -197,22 +201,17 @@ def send_through(schedule: _PipelineScheduleRuntime, sends: Sends) -> None:
     """Let `sends` carry what the stages of `schedule` send to other ranks."""
     stages = {stage.stage_index: stage for stage in schedule._stages}
 
-    def send(action: _Action, _: Any) -> None:
-        stage = stages[action.stage_index]
-        microbatch = action.microbatch_index
-        forward = action.computation_type is _ComputationType.SEND_F
-        sends.start(
-            stage.get_fwd_send_ops(microbatch) if forward else stage.get_bwd_send_ops(microbatch)
-        )
+    def send_forward(action: _Action, _: object) -> None:
+        sends.start(stages[action.stage_index].get_fwd_send_ops(action.microbatch_index))
+
+    def send_backward(action: _Action, _: object) -> None:
+        sends.start(stages[action.stage_index].get_bwd_send_ops(action.microbatch_index))
 
     # `register_custom_function` takes computations only.
     schedule._comp_type_to_function_map |= {
-        _ComputationType.SEND_F: send,
-        _ComputationType.SEND_B: send,
+        _ComputationType.SEND_F: send_forward,
+        _ComputationType.SEND_B: send_backward,
     }
-    schedule.pipeline_order_with_comms = {
-        rank: [
-            action for action in order if not action.computation_type.name.startswith("WAIT_SEND")
-        ]  # torch 2.15
-        for rank, order in schedule.pipeline_order_with_comms.items()
-    }
+    for order in schedule.pipeline_order_with_comms.values():
+        # torch 2.15 waits by actions of their own.
+        order[:] = [x for x in order if not x.computation_type.name.startswith("WAIT_SEND")]

@@ -1,4 +1,4 @@
-"""A rendezvous that survives the loss of the node that holds it: the next one of a list takes over.
+"""A rendezvous that survives the loss of its node: the next one of a list takes over.
 
 Every launcher gets the same list of endpoints. The first one's launcher holds the store in which
 all of them meet. When it is lost, each launcher looks for a living store at all endpoints; if there
@@ -35,22 +35,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 _GENERATION = "torchtitan.generation"
 _CONNECT_SECONDS = 2.0
-"""For a node to answer; one that is switched off never does."""
+"""Time for a node to answer; one that is switched off never does."""
 _PATIENCE_SECONDS = 60
-"""For an endpoint's launcher to hold a store. Until then it may be stopping its ranks, which may
-take 30 seconds.
-"""
+"""Time for an endpoint's launcher to hold a store; stopping its ranks may take it 30 seconds."""
 _SETTLE_SECONDS = 1.0
-"""After which a new store is compared with those that other launchers may have begun to hold at the
-same time.
-"""
+"""Time before a new store is compared with those that others began to hold at the same time."""
 _POLL_SECONDS = 0.5
 _LOST = (RendezvousConnectionError, dist.DistError)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a launcher holds a store if it comes to that."""
+    """Where a launcher may hold a store."""
 
     host: str
     port: int
@@ -59,19 +55,18 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
     def is_here(self, local_address: str | None) -> bool:
-        """Whether this is an endpoint of the launcher with `local_address`, or else of this
-        machine.
-        """
+        """Whether the launcher at `local_address`, by default this machine, has this endpoint."""
         if local_address is not None:
             return self.host == local_address
-        own = {address.address for of_one in psutil.net_if_addrs().values() for address in of_one}
         try:
             addresses = {str(info[4][0]) for info in socket.getaddrinfo(self.host, None)}
         except OSError:
             return False
-        return any(
-            address in own or ipaddress.ip_address(address).is_loopback for address in addresses
-        )
+        if any(ipaddress.ip_address(address).is_loopback for address in addresses):
+            return True
+        interfaces = psutil.net_if_addrs().values()
+        own = {address.address for interface in interfaces for address in interface}
+        return not own.isdisjoint(addresses)
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class _Found:
 
     generation: int
     index: int
-    """Of its endpoint in the list."""
+    """Index of its endpoint in the list."""
     store: dist.Store
 
     @property
@@ -151,9 +146,7 @@ class Takeover(RendezvousHandler):
     # ---- stores
 
     def _join(self) -> DynamicRendezvousHandler:
-        """Join the living store of the highest generation; without one, hold one when it is this
-        launcher's turn.
-        """
+        """Join the living store of the highest generation, or hold one at this launcher's turn."""
         best = self._find() or self._take_turns()
         if self._inner is None or self._joined is None or best.rank != self._joined.rank:
             self._leave()
@@ -164,34 +157,36 @@ class Takeover(RendezvousHandler):
         return self._inner
 
     def _take_turns(self) -> _Found:
-        """Hold a store, or wait for an endpoint to hold one: each in turn, beginning after the one
-        that was lost.
-        """
-        first = 0
+        """Hold a store, or wait for one: each endpoint in turn, starting after the lost one."""
+        order = list(range(len(self._endpoints)))
         if self._joined is not None:
-            first = self._joined.index + 1
-            gone = self._endpoints[self._joined.index]
+            lost = self._joined.index
+            order = order[lost + 1 :] + order[: lost + 1]
             print(
-                f"The rendezvous at {gone} is gone. The nodes that are left meet at another",
+                f"The rendezvous at {self._endpoints[lost]} is gone. The nodes that are left meet "
+                "at another",
                 file=sys.stderr,
             )
-        for offset in range(len(self._endpoints)):
-            index = (first + offset) % len(self._endpoints)
-            deadline = time.monotonic() + self._patience
-            while not self._here[index] and time.monotonic() < deadline:
-                if found := self._find():
-                    return found
-                time.sleep(_POLL_SECONDS)
-            if self._here[index] and self._hold(index):
-                time.sleep(_SETTLE_SECONDS)
-                if found := self._find():
-                    return found
+        for index in order:
+            found = self._hold(index) if self._here[index] else self._wait()
+            if found is not None:
+                return found
         raise RendezvousError(
             "no launcher at these endpoints can be reached, and none of them is here"
         )
 
-    def _hold(self, index: int) -> bool:
-        """Hold a store at an endpoint of this launcher; False if its port is taken."""
+    def _wait(self) -> _Found | None:
+        """Wait for any launcher to hold a store; None: no patience is left."""
+        deadline = time.monotonic() + self._patience
+        while time.monotonic() < deadline:
+            found = self._find()
+            if found is not None:
+                return found
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _hold(self, index: int) -> _Found | None:
+        """Hold a store at an endpoint of this launcher, and find the best one; None: port taken."""
         endpoint = self._endpoints[index]
         seen = self._joined.generation if self._joined else 0
         try:
@@ -199,26 +194,26 @@ class Takeover(RendezvousHandler):
                 endpoint.host, endpoint.port, is_master=True, timeout=self._timeout
             )
         except (RuntimeError, ValueError):
-            return False
+            return None
         store.set(_GENERATION, self._signed(b"%d" % (seen + 1)))
         self._held = _Found(seen + 1, index, store)
-        return True
+        time.sleep(_SETTLE_SECONDS)
+        return self._find()
 
     def _find(self) -> _Found | None:
-        """The living store of the highest generation; of equal ones, that of the first endpoint."""
+        """The living store of the highest generation, then of the first endpoint."""
         elsewhere = [index for index, here in enumerate(self._here) if not here]
         with ThreadPoolExecutor(max(1, len(elsewhere))) as pool:
-            found = [
-                one for one in (self._held, *pool.map(self._probe, elsewhere)) if one is not None
-            ]
-        return max(found, key=lambda one: one.rank, default=None)
+            stores = [self._held, *pool.map(self._probe, elsewhere)]
+        alive = [store for store in stores if store is not None]
+        return max(alive, key=lambda store: store.rank, default=None)
 
     def _probe(self, index: int) -> _Found | None:
         """The store at an endpoint, if it is alive and of this job."""
         endpoint = self._endpoints[index]
         try:
-            with socket.create_connection((endpoint.host, endpoint.port), _CONNECT_SECONDS):
-                pass  # the store's own client would try for as long as it may wait for an answer
+            # The store's own client would try for as long as it may wait for an answer.
+            socket.create_connection((endpoint.host, endpoint.port), _CONNECT_SECONDS).close()
             seconds = timedelta(seconds=2 * _CONNECT_SECONDS)
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
             if not store.check([_GENERATION]):
@@ -239,9 +234,7 @@ class Takeover(RendezvousHandler):
         return generation + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
-        """Have nothing more to do with the store that was joined: it is gone, or another one
-        counts.
-        """
+        """Drop the store that was joined: it is gone, or another one counts."""
         if self._inner is not None:
             self._inner._stop_heartbeats()  # shutdown() would close the rendezvous to everybody
             self._inner = None

@@ -135,7 +135,10 @@ class _Whole(ParallelStyle):
 
 
 def _style(
-    name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: bool
+    name: ShardingStyle,
+    module: nn.Module,
+    sharded_loss: bool,
+    float8: bool,
 ) -> ParallelStyle:
     in_float8 = float8_style(name, module) if float8 else None
     if in_float8 is not None:

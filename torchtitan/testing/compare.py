@@ -33,6 +33,7 @@ from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
+from torchtitan.parallel.agree import from_rank_0
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
@@ -101,12 +102,11 @@ def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observatio
 
 
 def _metrics(config: Config) -> list[dict[str, Any]]:
-    box: list[Any] = [None]
+    metrics: list[dict[str, Any]] = []
     if dist.get_rank() == 0:
         lines = Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()
-        box = [[json.loads(line) for line in lines]]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        metrics = [json.loads(line) for line in lines]
+    return from_rank_0(metrics)
 
 
 def _padded(labels: Tensor) -> Tensor:

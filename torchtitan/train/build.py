@@ -19,10 +19,9 @@ from torchtitan.data.sources import DataSpec
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.optim.loss import RowLoss, build_loss
+from torchtitan.optim.loss import RowLoss, SourceTally, build_loss
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.source_losses import SourceTally
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import local_positions
 from torchtitan.parallel.fsdp import accumulation

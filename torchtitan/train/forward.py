@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models.layers import document_mask
-from torchtitan.optim.loss import RowLoss, chunked_loss
-from torchtitan.optim.source_losses import SourceTally
+from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.tensor import loss_context

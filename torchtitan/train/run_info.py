@@ -19,6 +19,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataFingerprint, DataPosition, joined
 from torchtitan.data.text.documents import counted
+from torchtitan.parallel.agree import from_all
 from torchtitan.telemetry.run_record import git_revision
 from torchtitan.train.preflight import Setup
 from torchtitan.utils.device import device_name
@@ -54,8 +55,7 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
     Args:
         run: from `describe_run`.
     """
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (socket.gethostname(), device_name()))
+    places = from_all((socket.gethostname(), device_name()))
     hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
     return {
         "ranks": len(places),
@@ -79,9 +79,7 @@ def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict
         position: this rank's part of the position up to which those of streams are counted; None
         before the first step.
     """
-    positions: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(positions, position or loader.start)
-    skipped = loader.skipped(joined(positions))
+    skipped = loader.skipped(joined(from_all(position or loader.start)))
     logger.info(f"Left out {counted(skipped)}")
     return dict(skipped.most_common())
 

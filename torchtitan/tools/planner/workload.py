@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torchtitan.config.derive import (
     axis_degrees,
@@ -30,6 +29,7 @@ from torchtitan.config.features import (
     uses,
 )
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.protocols import TransformerArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.utils.errors import UserError
 
@@ -105,7 +105,7 @@ class Recompute:
     pointwise: float
 
 
-def _check_covered(config: Config, args: Any) -> None:
+def _check_covered(config: Config, args: object) -> None:
     """
     Raises:
         UserError: the formulas don't cover this model.
@@ -128,7 +128,7 @@ class Workload:
     def __init__(
         self,
         config: Config,
-        args: Any,
+        args: TransformerArgs,
         stages: StagePlan | None,
         *,
         kv_repeated: bool = False,
