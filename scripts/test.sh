@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks style, types and behavior, after setting up what the tests need.
+# Checks style, types, size and behavior, after setting up what the tests need.
 #
 #   scripts/test.sh --fast    tests that start no processes: a minute
 #   scripts/test.sh           the suite
@@ -31,6 +31,7 @@ if ((${#release[@]} == 0)); then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     "$python" -m mypy
+    "$python" scripts/size.py
 fi
 # Two workers: many tests wait for processes, and most others use one core. A busy machine loses races against a clock:
 # tests with the marker `clock` run alone, after the rest. Exit status 5 says that none was chosen.

@@ -71,7 +71,7 @@ def test_the_gate_opens_when_all_passes(gate):
     assert "test_corner" in tests[2]
 
 
-@pytest.mark.parametrize("step", ["ruff", "format", "mypy", "clock", "corner"])
+@pytest.mark.parametrize("step", ["ruff", "format", "mypy", "size", "clock", "corner"])
 def test_one_failure_closes_the_gate_and_is_not_tried_again(gate, step):
     status, calls = gate.run(".ci/run", **{step: 1})
     assert status != 0

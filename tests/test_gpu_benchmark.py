@@ -1,6 +1,4 @@
-"""benchmarks/gpu.py: every stage on the CPU, its runner, its tables, and the wheels that it takes
-along.
-"""
+"""The GPU benchmark on the CPU: every stage, its runner, its tables, and the wheels it bundles."""
 
 import importlib
 import json
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks/gpu"))
 bench, speeds, stages, tables, gpu, gpu_wheels = (
     importlib.import_module(name)
     for name in ("_gpu_bench", "_gpu_speed", "_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels")
@@ -33,7 +31,7 @@ def test_dry_run(tmp_path, names):
     """Every stage has figures, within the limits that a GPU has to keep."""
     command = [
         sys.executable,
-        "benchmarks/gpu.py",
+        "benchmarks/gpu/gpu.py",
         "--dry-run",
         f"--out={tmp_path}",
         f"--stages={names}",
@@ -125,7 +123,7 @@ def result(stage, **more):
         "seconds": 1.0,
         "date": "2030-01-02T03:04:05+00:00",
     }
-    return made | {"command": "python benchmarks/gpu.py --out x", "machine": machine} | more
+    return made | {"command": "python benchmarks/gpu/gpu.py --out x", "machine": machine} | more
 
 
 def speed_result(stage, rate):
@@ -162,7 +160,7 @@ def test_tables(tmp_path):
     text = page.read_text()
     assert text.startswith(
         f"before\n{tables.BEGIN}\n- 2030-01-02: NVIDIA H200, torch 2.11.0; `python "
-        "benchmarks/gpu.py"
+        "benchmarks/gpu/gpu.py"
     )
     assert text.endswith(f"{tables.END}\nafter\n")
     cells = [

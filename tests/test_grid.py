@@ -16,9 +16,8 @@ import tomli
 from tests.test_slurm import BASE, ROOT, calls, slurm  # noqa: F401 - a fixture
 from torchtitan.commands.jobs import main as jobs
 from torchtitan.commands.submit import main
-from torchtitan.tools.launch.grid import in_folder, make_runs, together
-from torchtitan.tools.launch.jobs import RECORD, Record, read_record
-from torchtitan.tools.launch.local import run_in_turn
+from torchtitan.tools.launch.grid import in_folder, make_runs, run_in_turn, together
+from torchtitan.tools.launch.jobs import RECORD, JobRecord, read_record
 from torchtitan.utils.errors import ConfigError, UserError
 
 GRID = ["--grid", "optimizer.lr=1e-4,3e-4", "--grid", "debug.seed=1,2"]
@@ -366,7 +365,7 @@ def scheduler(tmp_path, monkeypatch):
     grid = tmp_path / "grid"
     grid.mkdir()
     (grid / RECORD).write_bytes(
-        Record("grid", f"{grid}/%x-%A_%a.log", ["a", "b", "c", "d"], [90]).encode()
+        JobRecord("grid", f"{grid}/%x-%A_%a.log", ["a", "b", "c", "d"], [90]).encode()
     )
     return grid
 
@@ -402,7 +401,7 @@ def test_one_task_and_all_jobs(scheduler, capsys):
 def test_a_job_that_was_submitted_by_hand(scheduler, tmp_path, capsys):
     """It is known by its log or, while it waits, by its name."""
     record = read_record(scheduler)
-    (scheduler / RECORD).write_bytes(Record(record.name, record.log, record.runs).encode())
+    (scheduler / RECORD).write_bytes(JobRecord(record.name, record.log, record.runs).encode())
     jobs([str(scheduler)])
     assert "4 jobs: " in capsys.readouterr().out
     (tmp_path / "squeue").write_text("")

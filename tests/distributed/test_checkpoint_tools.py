@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -422,7 +423,7 @@ def write_hf(folder, layers):
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Each command, and each way of loading, needs memory for a few stacks of experts; the model has dozens."""  # noqa: E501
+    """Commands and loading need memory for a few stacks of experts; the model has dozens."""
     small = tmp_path / "small"
     large = tmp_path / "large"
     write_hf(small / "hf", layers=1)
@@ -430,13 +431,18 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     size = sum(file.stat().st_size for file in (large / "hf").glob("*.safetensors"))
     assert size > 250e6
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True
+        [sys.executable, "-c", MEASURE, str(small), str(large)],
+        capture_output=True,
+        text=True,
+        # Freed stacks go back to the system at once: by default, malloc raises this threshold after
+        # the first ones and keeps as many of the later ones as happen to fit between others.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
     )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     assert len(peaks) == 7
     for name, peak in peaks.items():
-        assert peak < 100e6, f"{name} took {peak / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB"
+        assert peak < 80e6, f"{name} took {peak / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB"
     for file in (large / "back").glob("*.safetensors"):
         for name, weight in load_file(file).items():
             assert torch.equal(weight, weights.pop(name)), name

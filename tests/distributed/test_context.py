@@ -13,10 +13,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.models.layers import document_mask
-from torchtitan.parallel import context
+from torchtitan.parallel import attention_kernel, context
+from torchtitan.parallel.attention_kernel import block_backward, block_forward
 from torchtitan.parallel.context import (
-    _block_backward,
-    _block_forward,
     local_positions,
     merge_blocks,
     ring_attention,
@@ -172,7 +171,7 @@ def order(rotate):
     q, k, v, _ = inputs(torch.float32)
     with (
         patch.object(context, "c10d", c10d),
-        patch.object(context, "_block_forward", noting("block", _block_forward)),
+        patch.object(context, "block_forward", noting("block", block_forward)),
     ):
         ring_attention(q, k, v, 1.0, dist.group.WORLD.group_name, rotate, True)
     return events
@@ -195,9 +194,11 @@ def test_cuda_kernels_of_a_block_get_what_their_signatures_ask(kernel):
         "flash": "FLASH_ATTENTION",
         "efficient": "EFFICIENT_ATTENTION",
     }[kernel]
-    with patch.object(context, "_kernel", return_value=getattr(SDPBackend, choice).value):
-        out, lse = _block_forward(q, k, v, False, 0.125)
-        grads = _block_backward(out, q, k, v, out, lse, False, 0.125)
+    with patch.object(
+        attention_kernel, "chosen_kernel", return_value=getattr(SDPBackend, choice).value
+    ):
+        out, lse = block_forward(q, k, v, False, 0.125)
+        grads = block_backward(out, q, k, v, out, lse, False, 0.125)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
 
@@ -216,7 +217,7 @@ def test_the_kernel_of_a_block_is_torchs_choice_with_gradients():
         return 7
 
     with patch("torch._fused_sdp_choice", chosen), torch.no_grad():
-        assert context._kernel(q, k, v, True, 1.0) == 7
+        assert attention_kernel.chosen_kernel(q, k, v, True, 1.0) == 7
 
 
 def against_torch(rotate):

@@ -51,7 +51,7 @@ def evaluate(folder, model):
 
 def ours(folder, *layout, rows=3, length=None):
     from torchtitan.inference.lm_eval_model import HarnessModel
-    from torchtitan.inference.model_source import find, open_tokenizer
+    from torchtitan.inference.load import find, open_tokenizer
     from torchtitan.train.trained_model import load_probe
 
     source = find(str(folder / "ours"))

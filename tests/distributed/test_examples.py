@@ -26,7 +26,7 @@ from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.config import resolve
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.inference.model_source import find, open_tokenizer
+from torchtitan.inference.load import find, open_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.lr_schedule import LRSchedule

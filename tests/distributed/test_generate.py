@@ -14,7 +14,7 @@ from tests.runs import arguments, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
 from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.inference import model_source as sources
+from torchtitan.inference import load as sources
 from torchtitan.inference.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend

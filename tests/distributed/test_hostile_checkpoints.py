@@ -27,7 +27,7 @@ from tests.checkpoints import (
 )
 from tests.runs import arguments, train
 from torchtitan.commands import ckpt
-from torchtitan.inference import model_source as sources
+from torchtitan.inference import load as sources
 from torchtitan.models import get_spec
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.formats import safe_loads

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.commands.matrix import main
-from torchtitan.testing.matrix import (
+from tests.support_matrix.__main__ import main
+from tests.support_matrix.cells import (
     FEATURES,
     LAYOUTS,
     NAMED_SCHEDULES,
     SCHEDULE_LAYOUTS,
     Cell,
-    Lab,
     cells,
 )
-from torchtitan.testing.matrix_document import read_document
+from tests.support_matrix.document import read_document
+from tests.support_matrix.measure import Lab
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]

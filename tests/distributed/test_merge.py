@@ -17,7 +17,7 @@ from torchtitan.checkpoint import merge as module
 from torchtitan.checkpoint.load import Reader, alone, read_tensor
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.commands import ckpt
-from torchtitan.inference import model_source as sources
+from torchtitan.inference import load as sources
 from torchtitan.models import get_spec
 from torchtitan.train.trained_model import load_probe
 from torchtitan.utils.errors import CheckpointError, UserError

@@ -10,8 +10,8 @@ import torch
 
 from tests.runs import arguments, read_metrics, train
 from torchtitan.commands.plan import main
+from torchtitan.tools.planner.calibrate import measure_links
 from torchtitan.tools.planner.hardware import find_hardware
-from torchtitan.tools.planner.links import measure_links
 from torchtitan.tools.planner.profile import (
     ATTENTION,
     COMMUNICATION,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
+from tests.support_matrix.cells import NAMED_SCHEDULES
 from torchtitan.config import resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, divisors
 from torchtitan.parallel.pipeline_stages import SCHEDULES
 from torchtitan.testing.compare import write_corpus
 from torchtitan.testing.difference import tolerances_of
-from torchtitan.testing.matrix import NAMED_SCHEDULES
 from torchtitan.testing.parity import compare
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.save import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests.rounding import assert_rounds, assert_trained_alike
 from tests.runs import (
@@ -111,8 +111,8 @@ def test_old_checkpoints_are_deleted_but_not_the_last_resumable(ranks, tmp_path)
         for event in events
         if event["kind"] == "deleted"
     ]
-    why = "older than the newest 2, and not multiples of 2"
-    assert deleted == [(3, [1], f"Deleted step-1: {why}"), (5, [3], f"Deleted step-3: {why}")]
+    why = f"from {folder}: older than the newest 2, and not multiples of 2"
+    assert deleted == [(3, [1], f"Deleted step-1 {why}"), (5, [3], f"Deleted step-3 {why}")]
     manifest = json.loads((folder / "step-5/manifest.json").read_text())
     assert manifest["model_only"]
     run = ranks(2, train, arguments(tmp_path, *extra, steps=6))[0]

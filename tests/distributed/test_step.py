@@ -28,7 +28,7 @@ from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward, train_step
 from torchtitan.train.trainer import Trainer
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks/cpu")
 P = "--parallelism."
 SMALL = [
     "--training.seq_len=64",

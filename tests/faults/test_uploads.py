@@ -220,7 +220,7 @@ def test_copies_are_deleted_as_checkpoints_are(folders, monkeypatch):
     deleted = [line for line in lines if getattr(line, "event", {}).get("kind") == "deleted"]
     assert [line.event["steps"] for line in deleted] == [[1]]
     assert deleted[0].getMessage() == (
-        f"Deleted 1 checkpoint (step-1) from {url}: older than the newest 2, and not multiples of 2"
+        f"Deleted step-1 from {url}: older than the newest 2, and not multiples of 2"
     )
 
 

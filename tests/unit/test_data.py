@@ -18,8 +18,8 @@ from tests.runs import write_corpus
 from torchtitan.commands import tokenize
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
+from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.order.shuffle import permute
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.text.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.text.tokenizer import build_tokenizer

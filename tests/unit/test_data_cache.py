@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.data.text import cache as caches
 from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.identity import WHOLE, sample, whole
+from torchtitan.data.text.opening import WHOLE, sample, whole
 
 TEXTS = [f"document {i} of words" for i in range(40)]
 

@@ -11,7 +11,8 @@ import pytest
 from tests.corpora import TOKENIZER, loader
 from torchtitan.commands import tokenize
 from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.files import FileStamp, find_text_files, find_token_files, open_plain
+from torchtitan.data.text.files import find_text_files, find_token_files
+from torchtitan.data.text.opening import FileStamp, open_plain
 from torchtitan.data.text.records import LONG, read_records
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.tokens.token_files import write_token_file

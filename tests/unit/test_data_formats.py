@@ -19,10 +19,9 @@ from tests.runs import SAVE, arguments, losses, train
 from torchtitan.commands import tokenize
 from torchtitan.config import resolve
 from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.files import FileStamp
 from torchtitan.data.text.index import find_documents, new_index
-from torchtitan.data.text.json_records import records_of
-from torchtitan.data.text.json_strings import without_long_strings
+from torchtitan.data.text.json_records import records_of, without_long_strings
+from torchtitan.data.text.opening import FileStamp
 from torchtitan.data.text.records import read_records
 from torchtitan.data.text.texts import BadDocument, HeldBytes
 from torchtitan.train.preflight import preflight
@@ -295,7 +294,7 @@ def test_long_strings_of_lines_in_blocks(monkeypatch):
     """As `json` decodes them, from every position, wherever blocks end; among strings that look
     like their end.
     """
-    monkeypatch.setattr("torchtitan.data.text.texts.BLOCK", 16)
+    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 16)
     random = Random(3)
     pieces = ["a", "\\", '"', "\n", "ä", "日", "🚀", "\\u00e9", "\0", "word " * 3]
     for trial in range(60):
@@ -323,7 +322,7 @@ def test_long_strings_of_lines_in_blocks(monkeypatch):
 )
 def test_faults_in_long_strings_of_lines(tmp_path, monkeypatch, content, kind):
     monkeypatch.setattr("torchtitan.data.text.records.LONG", 20)
-    monkeypatch.setattr("torchtitan.data.text.texts.BLOCK", 16)
+    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 16)
     write(tmp_path / "x.jsonl", b'{"text": "' + content + b'"}\n"sound"\n')
     documents = LocalDocuments(str(tmp_path), "key", on_bad_document="skip")
     assert documents.skipped == {kind: 1}

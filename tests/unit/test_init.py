@@ -17,11 +17,11 @@ from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.config.rules import Facts
 from torchtitan.models import get_spec
-from torchtitan.tools.launch import machine
+from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.data_choice import find_data
 from torchtitan.tools.launch.models import find_model, offered
 from torchtitan.tools.launch.questions import parse_length
-from torchtitan.tools.launch.recipe import Wish, as_flags, draft, suggested_tokens
+from torchtitan.tools.launch.recipe import Request, as_flags, draft, suggested_tokens
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
 from torchtitan.tools.planner.planner import any_layout, without_missing_files
 from torchtitan.train.preflight import preflight
@@ -49,7 +49,7 @@ H100 = ["--hardware=h100-sxm", "--devices=1"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "local_gpus", lambda: (None, 0))
+    monkeypatch.setattr(questions, "local_gpus", lambda: (None, 0))
     Path("cpu.toml").write_text(CPU)
     return tmp_path
 
@@ -360,8 +360,8 @@ def check(name: str, hardware_name: str) -> None:
     one rank.
     """
     hardware = find_hardware(hardware_name)
-    wish = Wish(find_model(name), find_data("c4"), hardware, 8, 4096, Path("p"), tokens=1e9)
-    loaded = load_config(as_flags(draft(wish)))
+    request = Request(find_model(name), find_data("c4"), hardware, 8, 4096, Path("p"), tokens=1e9)
+    loaded = load_config(as_flags(draft(request)))
     start = LoadedConfig(any_layout(loaded.config, 8), loaded.sources)
     here, _ = without_missing_files(complete(start, 1).config)
     preflight(here, output=False)
@@ -403,7 +403,7 @@ def test_everything_written_is_legal(model, hardware):
     for devices in (1, 8, 64, 512):
         if total * 18 < devices * find_hardware(hardware).usable_gib * 2**30 * 0.8:
             break
-    host = machine.devices_per_host(find_hardware(hardware))
+    host = questions.devices_per_host(find_hardware(hardware))
     argv = [
         f"--model={model}",
         "--data=demo",

@@ -15,10 +15,9 @@ import torch
 from tests.positions import saved
 from tests.runs import write_corpus
 from tests.unit.test_data import SEQ, TOKENIZER, corpora, take  # noqa: F401
-from torchtitan.config.sections.data import DataLoader, Source, DataStage
+from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.order.mixture import Shares, divide, place
-from torchtitan.data.order.shuffle import permute
+from torchtitan.data.order.mixture import Shares, divide, permute, place
 from torchtitan.data.positions import joined
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
@@ -166,7 +165,7 @@ def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeyp
     assert all((batch.sources == 0).all() for batch in found[last + 1 :])
     with caplog.at_level("WARNING", "torchtitan"):
         reading.check_enough(60)
-    assert f"tokens will have been read max_epochs times in step {last + 1} of 60" in caplog.text
+    assert f"tokens reaches max_epochs in step {last + 1} of 60" in caplog.text
 
     alone = loader([twice], stages=[])
     enough = 2 * len(files) // 8
@@ -200,7 +199,7 @@ def test_a_resumed_run_may_add_and_drop_sources(mixture, tmp_path, caplog, monke
     a = batches(loader(first, stages=[]), 3)
     with caplog.at_level("INFO", "torchtitan"):
         b = batches(resumed(second, first, a[-1].position, stages=[]), 3)
-    assert "from here on also stream" in caplog.text
+    assert "new from this step: stream" in caplog.text
     assert "no longer text; their positions are kept" in caplog.text
     counts = torch.bincount(torch.cat([batch.sources for batch in b]), minlength=2).tolist()
     assert abs(counts[0] - 24 * 5 / 6) < 1, "weights take effect from this step"

@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.tools.planner.bands import memory_band
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of, predict_memory
-from torchtitan.tools.planner.predict import predict
+from torchtitan.tools.planner.predict import memory_band, predict
 from torchtitan.tools.planner.traffic import collectives
 from torchtitan.tools.planner.workload import Stage, hardware_flops
 from torchtitan.utils.torch_compat import torch_is_before_2_13

@@ -17,11 +17,10 @@ from torchtitan.parallel.quantize import check_hardware
 from torchtitan.telemetry.metrics import peak_flops
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.advice import changes
-from torchtitan.tools.planner.bands import SPEED_DEVIATIONS, WIDTH
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
 from torchtitan.tools.planner.memory import GIB, predict_memory
-from torchtitan.tools.planner.predict import predict, trace_memory
+from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, WIDTH, predict, trace_memory
 from torchtitan.tools.planner.render import as_data
 from torchtitan.tools.planner.trace import RankTrace
 from torchtitan.train.preflight import preflight
@@ -37,7 +36,7 @@ LLAMA_8B = str(ROOT / "train_configs/llama3_8b.toml")
 @pytest.fixture(scope="module")
 def accuracy():
     """The script that compares with published measurements, and its rows."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks/published"))
     import plan_accuracy
 
     return plan_accuracy, [row for file in plan_accuracy.FILES for row in plan_accuracy.load(file)]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import ABOUT, train_state
 from tests.positions import MINIMAL, manifest_bytes
 from torchtitan.checkpoint.manifest import parse, render
-from torchtitan.config.sections.data import DataLoader, Source, DataStage
+from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.positions import SourcePosition, StreamPosition, joined
 from torchtitan.data.reader import StepReader
@@ -55,8 +55,7 @@ def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchtitan.data.text.records.LONG", 500)
         patch.setattr("torchtitan.data.text.documents.LONG", 500)
-        for module in ("records", "texts"):
-            patch.setattr(f"torchtitan.data.text.{module}.BLOCK", 300)
+        patch.setattr("torchtitan.data.text.texts.BLOCK", 300)
         patch.setattr("torchtitan.data.text.pieces.PIECE", 60)
         yield
 
@@ -193,7 +192,9 @@ def mixtures(draw, kind):
         )
         size = draw(st.sampled_from([None, 4, 8]))
         stages.append(
-            DataStage(from_step=step, weights=changed if len(kinds) > 1 else {}, global_batch_size=size)
+            DataStage(
+                from_step=step, weights=changed if len(kinds) > 1 else {}, global_batch_size=size
+            )
         )
     skip = bool(NEED_SKIP & set(kinds)) or draw(st.booleans())
     epochs = draw(st.sampled_from([None, 1])) if len(kinds) > 1 else None

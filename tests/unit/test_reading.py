@@ -20,7 +20,8 @@ from tests.positions import saved
 from tests.runs import SAVE, arguments, train
 from tests.unit.test_data import SEQ, TOKENIZER, loader, take
 from torchtitan.commands import tokenize
-from torchtitan.data.text import index, json_records, pieces, records, texts
+from torchtitan.data.text import index, json_records, pieces, records
+from torchtitan.data.text import texts as texts_module
 from torchtitan.data.text.cache import Cache
 from torchtitan.data.text.documents import LocalDocuments
 from torchtitan.data.text.texts import LongText
@@ -87,7 +88,7 @@ def parts():
 @pytest.mark.parametrize("name", ["", "*", "**/*"])
 def test_a_folder_of_everything(corpus, tmp_path, name, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    for module in (json_records, records):
+    for module in (json_records, texts_module):
         monkeypatch.setattr(module, "BLOCK", 64)
     folder, texts = corpus
     with caplog.at_level("INFO", "torchtitan"):
@@ -354,8 +355,7 @@ def test_long_documents_in_pieces(tmp_path, monkeypatch):
     expected = take(loader(tmp_path, rows=2), 400)
     monkeypatch.setattr(records, "LONG", 1000)
     monkeypatch.setattr("torchtitan.data.text.documents.LONG", 1000)
-    for module in (records, texts):
-        monkeypatch.setattr(module, "BLOCK", 700)
+    monkeypatch.setattr(texts_module, "BLOCK", 700)
     monkeypatch.setattr(pieces, "PIECE", 500)
     documents = LocalDocuments(str(tmp_path), "key")
     assert [isinstance(documents[i], LongText) for i in range(4)] == [True, True, False, True]

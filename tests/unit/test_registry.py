@@ -17,9 +17,8 @@ from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.registry import Custom, Functions, Section, losses, optimizers, schedules
 from torchtitan.config.sections.data import DataLoader, Source
-from torchtitan.data.custom import open_custom
 from torchtitan.data.loader import build_loader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.sources import DataSpec, open_custom
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.lr_schedule import LRSchedule

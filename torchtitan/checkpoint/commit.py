@@ -3,8 +3,7 @@
 In a local folder, a checkpoint is written under a hidden name, checksummed, fsynced and renamed.
 
     .step-100.tmp/   being written; readers ignore it
-    step-100/        complete: DCP's files, `tensors.json`, and `manifest.json` with the size and
-    CRC-32 of each file
+    step-100/        complete: DCP's files, `tensors.json`, and `manifest.json` with their checksums
     .step-90.old/    being deleted
 
 Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json`
@@ -22,7 +21,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +28,9 @@ import torchtitan
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
-from torchtitan.utils.storage import delete_tree, is_remote, patiently
+from torchtitan.utils.logging import event, logger
+from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patiently
+from torchtitan.utils.text import listed
 
 MARK = ".incomplete"
 """At a URL, in a checkpoint that is being written or deleted."""
@@ -43,11 +43,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def committed_steps(folder: Path) -> list[int]:
     """Steps with a committed checkpoint, oldest first."""
-    return sorted(
-        patiently(
-            folder, lambda: [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]
-        )
-    )
+
+    def look() -> list[int]:
+        return [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]
+
+    return sorted(patiently(folder, look))
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def write_file(path: Path, content: bytes) -> None:
         fsync(path)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a JSON file and fsync it."""
     write_file(path, json.dumps(value, indent=1).encode())
 
@@ -110,9 +110,7 @@ def begin(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Give a completely written folder its name, then delete the previous checkpoint of that
-    name.
-    """
+    """Give a completely written folder its name, and delete what had that name before."""
     if is_remote(final):
         patiently(final, lambda: (final / MARK).unlink(missing_ok=True))
         return
@@ -157,12 +155,9 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def unknown(folder: Path) -> list[Path]:
-    """Folders named like checkpoints that this project didn't write: those of another program, or
-    damaged ones.
-    """
-    return sorted(
-        p for _, p in _steps(folder) if not (p / MANIFEST).is_file() and not (p / MARK).is_file()
-    )
+    """Folders named like checkpoints that are damaged, or another program's."""
+    known = (MANIFEST, MARK)
+    return sorted(p for _, p in _steps(folder) if not any((p / name).is_file() for name in known))
 
 
 def clean(folder: Path) -> list[str]:
@@ -173,6 +168,34 @@ def clean(folder: Path) -> list[str]:
     return [path.name for path in found]
 
 
+def prepare(folder: Path) -> str | None:
+    """Create the folder of a run that saves, and clean up after an interrupted save.
+
+    Returns:
+        Why the run can't save there; None if it can.
+    """
+    try:
+        make_folder(folder)
+        if is_remote(folder):
+            probe = folder / ".writable"
+            patiently(probe, probe.touch)
+            patiently(probe, probe.unlink)
+        if remains := clean(folder):
+            logger.info(f"Removed the remains of an interrupted save: {', '.join(remains)}")
+        if others := [path.name for path in unknown(folder)]:
+            text = f"{', '.join(others)} in {folder} without {MANIFEST}"
+            logger.warning(f"Not a checkpoint of this project, or a damaged one: {text}")
+            if not committed_steps(folder):
+                return (
+                    f"checkpoint.folder: {text}, and no checkpoint that can be resumed. The run "
+                    "would start from scratch and eventually replace them; move them away, or "
+                    "choose another folder"
+                )
+    except OSError as error:
+        return f"checkpoint.folder: can't write to {folder}: {error.strerror or error}"
+    return None
+
+
 def disposable(
     folder: Path,
     keep_latest: int,
@@ -180,24 +203,37 @@ def disposable(
     *,
     newest: int | None = None,
 ) -> list[int]:
-    """Steps to delete. The newest `keep_latest`, multiples of `keep_every` and the newest resumable
-    checkpoint stay.
+    """Steps to delete: not the newest `keep_latest`, nor multiples of `keep_every`.
+
+    The newest checkpoint that can be resumed always stays.
 
     Args:
-        newest: ignore the steps after this one, which a run that returned to an earlier step has
-        yet to replace.
+        newest: ignore later steps, which a run that was rewound has yet to replace.
     """
     steps = [step for step in committed_steps(folder) if newest is None or step <= newest]
     resumable = (step for step in reversed(steps) if _is_resumable(step_folder(folder, step)))
     kept = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
-    return [s for s in steps if s not in kept and not (keep_every and s % keep_every == 0)]
+    if keep_every:
+        kept |= {step for step in steps if step % keep_every == 0}
+    return [step for step in steps if step not in kept]
+
+
+def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
+    """Delete what `disposable` names, and log it. `keep_latest` 0 keeps all."""
+    gone = disposable(folder, keep_latest, keep_every, newest=newest) if keep_latest else []
+    if not gone:
+        return
+    for step in gone:
+        remove(step_folder(folder, step))
+    names = listed(f"step-{step}" for step in gone)
+    about = event("deleted", newest, steps=gone, folder=str(folder))
+    logger.info(f"Deleted {names} from {folder}: {retention(keep_latest, keep_every)}", extra=about)
 
 
 def retention(keep_latest: int, keep_every: int = 0) -> str:
     """Why `disposable` checkpoints are deleted."""
-    return f"older than the newest {keep_latest}" + (
-        f", and not multiples of {keep_every}" if keep_every else ""
-    )
+    others = f", and not multiples of {keep_every}" if keep_every else ""
+    return f"older than the newest {keep_latest}{others}"
 
 
 def _is_resumable(path: Path) -> bool:

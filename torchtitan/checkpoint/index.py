@@ -1,7 +1,7 @@
 """`tensors.json`: dtype and size of each tensor, where its parts are, and their checksums.
 
-DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. So both
-are written, that one for other programs, and only this one is read.
+DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. Both are
+written, `.metadata` for other programs, and only this one is read.
 """
 
 import json
@@ -84,14 +84,17 @@ def render_index(metadata: Metadata, sums: Mapping[MetadataIndex, int]) -> bytes
         for chunk in about.chunks:
             index = MetadataIndex(name, chunk.offsets)
             place = metadata.storage_data[index]
-            box = (tuple(chunk.offsets), tuple(chunk.sizes))
-            parts.append(Part(*box, place.relative_path, place.offset, place.length, sums[index]))
+            part = Part(
+                offsets=tuple(chunk.offsets),
+                sizes=tuple(chunk.sizes),
+                file=place.relative_path,
+                start=place.offset,
+                length=place.length,
+                crc32=sums[index],
+            )
+            parts.append(part)
         dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[name] = {
-            "dtype": dtype,
-            "size": list(about.size),
-            "parts": parts,
-        }
+        tensors[name] = {"dtype": dtype, "size": list(about.size), "parts": parts}
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
@@ -105,8 +108,7 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
 
 
 def data_files(path: Path, manifest: Manifest) -> Lists:
-    """The files of the data sources of the checkpoint `path`; nothing if an earlier version wrote
-    it.
+    """The data sources' files, as the checkpoint `path` lists them; none in earlier versions.
 
     Raises:
         DamageError: the list can't be read, or isn't as the manifest says.
@@ -152,10 +154,13 @@ def read_index(
     Raises:
         DamageError: the index is damaged, or a part isn't inside of a file that the manifest lists.
     """
-    manifest = manifest or read_manifest(path)
-    content = index_bytes(path, manifest) if content is None else content
+    if manifest is None:
+        manifest = read_manifest(path)
+    if content is None:
+        content = index_bytes(path, manifest)
+    sizes = {name: file.bytes for name, file in manifest.files.items()}
     try:
-        return parse_index(content, {name: file.bytes for name, file in manifest.files.items()})
+        return parse_index(content, sizes)
     except ValidationError as error:
         raise DamageError(f"{path} is damaged: {INDEX}: {first_problem(error)}") from None
     except ValueError as error:
@@ -178,16 +183,14 @@ def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
             dtype = _check(entry, files)
         except ValueError as error:
             raise ValueError(f"{name[:200]!a}: {error}") from None
-        chunks = [
-            ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-            for part in entry.parts
-        ]
-        tensors[name] = TensorStorageMetadata(
-            TensorProperties(dtype), torch.Size(entry.size), chunks
-        )
-        for number, (part, chunk) in enumerate(zip(entry.parts, chunks, strict=True)):
+        chunks = []
+        for number, part in enumerate(entry.parts):
+            offsets = torch.Size(part.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
             place = Place(part.file, part.start, part.length, crc32=part.crc32)
-            places[MetadataIndex(name, chunk.offsets, number)] = place
+            places[MetadataIndex(name, offsets, number)] = place
+        size = torch.Size(entry.size)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
     return Metadata(tensors, storage_data=places)
 
 
@@ -206,12 +209,11 @@ def _check(entry: TensorEntry, files: Mapping[str, int]) -> torch.dtype:
             raise ValueError("a part is outside of it")
         if part.file not in files:
             raise ValueError(f"the manifest doesn't list its file {part.file}")
-        if (
-            part.start + part.length > files[part.file]
-            or prod(part.sizes) * dtype.itemsize > part.length
-        ):
+        elements = prod(part.sizes)
+        end = part.start + part.length
+        if end > files[part.file] or elements * dtype.itemsize > part.length:
             raise ValueError(f"{part.file} is too short for it")
-        filled += prod(part.sizes)
+        filled += elements
     if filled != prod(entry.size):
         raise ValueError(f"its parts hold {filled} elements instead of {prod(entry.size)}")
     return dtype

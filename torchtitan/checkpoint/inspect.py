@@ -1,5 +1,6 @@
 """What a checkpoint holds, and how two of them differ. Reads one part of a tensor at a time."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,8 @@ def settings(manifest: Manifest) -> dict[str, Any]:
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
     for name, keys in given.get("custom", {}).items():
-        out |= (
-            {f"custom.{name}.{key}": value for key, value in keys.items()}
-            if isinstance(keys, dict)
-            else {}
-        )
+        if isinstance(keys, dict):
+            out |= {f"custom.{name}.{key}": value for key, value in keys.items()}
     return out
 
 
@@ -54,7 +52,7 @@ class Summary:
     model: dict[str, Any]
     parameters: int
     bytes: dict[str, dict[str, int]]
-    """Of the tensors, by part (`model`, `optimizer`) and dtype."""
+    """Size of the tensors by part (`model`, `optimizer`) and dtype."""
     files: int
     file_bytes: int
     train_state: dict[str, Any]
@@ -96,11 +94,9 @@ def summarize(step: Path) -> Summary:
 
 def _state(manifest: Manifest) -> dict[str, Any]:
     """`train_state`, as the manifest has it."""
-    return (
-        {}
-        if manifest.train_state is None
-        else manifest.train_state.model_dump(exclude_defaults=True)
-    )
+    if manifest.train_state is None:
+        return {}
+    return manifest.train_state.model_dump(exclude_defaults=True)
 
 
 def overview(found: Sequence[Summary]) -> str:
@@ -126,53 +122,52 @@ def overview(found: Sequence[Summary]) -> str:
 
 def _page(s: Summary) -> Iterator[str]:
     yield s.path
+    limits = "" if s.resumable else f" ({_kind(s)}: can't be resumed)"
     rows = [
-        ("step", f"{s.step}" + ("" if s.resumable else f" ({_kind(s)}: can't be resumed)")),
+        ("step", f"{s.step}{limits}"),
         ("saved", s.saved),
         ("model", f"{s.model.get('name')}, {s.parameters:,} parameters"),
     ]
     for part, sizes in s.bytes.items():
-        rows.append((part, ", ".join(f"{name} {show_size(size)}" for name, size in sizes.items())))
+        kinds = [f"{name} {show_size(size)}" for name, size in sizes.items()]
+        rows.append((part, ", ".join(kinds)))
     rows.append(("files", f"{s.files}, {show_size(s.file_bytes)}"))
     yield indent(aligned(rows), "  ")
     if s.merged:
         yield "  merged from"
     for source in s.merged or ():
-        yield (
-            f"    {source['weight']:.3g} x "
-            f"{source['checkpoint']}{' (ema)' if source['averaged'] else ''}"
-        )
+        ending = " (ema)" if source["averaged"] else ""
+        yield f"    {source['weight']:.3g} x {source['checkpoint']}{ending}"
+    written_by: dict[str, Any] = dict(s.versions)
+    if s.git:
+        written_by["git"] = s.git
+    if s.ranks:
+        written_by["ranks"] = s.ranks
     position = dict(s.train_state.get("data", {}))
     position.pop("fingerprint", None)  # shown as "data"
-    position["sources"] = {
-        name: source | ({"lanes": "see --json"} if "lanes" in source else {})
-        for name, source in position.get("sources", {}).items()
+    position["sources"] = {}
+    for name, source in s.train_state.get("data", {}).get("sources", {}).items():
+        lanes = {"lanes": "see --json"} if "lanes" in source else {}
+        position["sources"][name] = source | lanes
+    tables = {
+        "written by": written_by,
+        "model": s.model,
+        "state": s.train_state | {"data": position},
+        "data": s.data,
+        "configuration, without the defaults": s.config,
     }
-    for title, table in (
-        (
-            "written by",
-            s.versions
-            | {name: value for name, value in (("git", s.git), ("ranks", s.ranks)) if value},
-        ),
-        ("model", s.model),
-        ("state", s.train_state | {"data": position}),
-        ("data", s.data),
-        ("configuration, without the defaults", s.config),
-    ):
+    for title, table in tables.items():
         if table:
             yield f"  {title}"
-        yield from (f"    {key} = {value}" for key, value in flat(table).items())
+        for key, value in flat(table).items():
+            yield f"    {key} = {value}"
 
 
 def _kind(s: Summary) -> str:
     """What a checkpoint that can't be resumed holds."""
-    return (
-        "the average of the weights"
-        if s.averaged
-        else "merged weights"
-        if s.merged
-        else "weights only"
-    )
+    if s.averaged:
+        return "the average of the weights"
+    return "merged weights" if s.merged else "weights only"
 
 
 def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
@@ -183,12 +178,11 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     """
     first = read_manifest(a)
     second = read_manifest(b)
-    for part, x, y in (
-        ("config", settings(first), settings(second)),
-        ("train_state", flat(_state(first)), flat(_state(second))),
+    for part, absent, x, y in (
+        ("config", "default", settings(first), settings(second)),
+        ("train_state", "absent", flat(_state(first)), flat(_state(second))),
     ):
         for key in sorted(x.keys() | y.keys()):
-            absent = "default" if part == "config" else "absent"
             if x.get(key) != y.get(key):
                 yield part, f"{key}: {x.get(key, absent)} in a, {y.get(key, absent)} in b"
     readers = Reader(a), Reader(b)
@@ -227,7 +221,5 @@ def _distance(readers: Sequence[Reader], key: str, tolerance: float) -> str | No
         reader.read_metadata().state_dict_metadata[key].properties.dtype for reader in readers
     ]
     types = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} in a, {dtypes[1]} in b; "
-    return (
-        f"{types}max |a - b| {largest:.3g}, |a - b| / |a| "
-        f"{(squares / norm) ** 0.5 if norm else float('inf'):.3g}"
-    )
+    relative = (squares / norm) ** 0.5 if norm else math.inf
+    return f"{types}max |a - b| {largest:.3g}, |a - b| / |a| {relative:.3g}"

@@ -2,10 +2,10 @@
 
 import io
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,8 @@ class Reader(FileSystemReader):
         Raises:
             DamageError: a file isn't as the manifest says.
         """
-        summed = all(
-            place.crc32 is not None for place in self.read_metadata().storage_data.values()
-        )
+        places = self.read_metadata().storage_data.values()
+        summed = all(place.crc32 is not None for place in places)
         for problem in damage(self.path, manifest, part, parts, contents=not summed):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
@@ -111,14 +110,16 @@ class Reader(FileSystemReader):
         return out
 
     def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
-        """Read what is wanted and pass it on."""
-        items: dict[tuple[str, int], list[ReadItem]] = {}
+        """Read the parts that items are in, each once, and pass the items' slices to `fill`."""
+        files: dict[str, dict[int, Place]] = defaultdict(dict)
+        items: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
         for item in wanted:
             place = self.storage_data[item.storage_index]
-            items.setdefault((place.relative_path, place.offset), []).append(item)
-        places = (self.storage_data[items[key][0].storage_index] for key in sorted(items))
-        for name, of_file in groupby(places, key=lambda place: place.relative_path):
-            for place, part in self._parts(name, list(of_file)):
+            files[place.relative_path][place.offset] = place
+            items[place.relative_path, place.offset].append(item)
+        for name, places in sorted(files.items()):
+            in_order = [places[offset] for offset in sorted(places)]
+            for place, part in self._parts(name, in_order):
                 tensor = self._tensor(place, part)
                 for item in items[name, place.offset]:
                     fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
@@ -134,17 +135,18 @@ class Reader(FileSystemReader):
             return
         while places:
             start = places[0].offset
-            end = places[0].offset + places[0].length
-            count = 1
-            while count < len(places) and places[count].offset == end and end - start < _REQUEST:
-                end = end + places[count].length
-                count = count + 1
-            span = io.BytesIO(
-                patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end))
-            )
-            for place in places[:count]:
+            end = start
+            together: list[Place] = []
+            for place in places:
+                if together and (place.offset != end or end - start >= _REQUEST):
+                    break
+                together.append(place)
+                end += place.length
+            content = patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end))
+            span = io.BytesIO(content)
+            for place in together:
                 yield place, SummedPart(span, place.offset - start, place.length)
-            places = places[count:]
+            places = places[len(together) :]
 
     def _tensor(self, place: Place, part: SummedPart) -> Tensor:
         """The tensor in a part.
@@ -157,18 +159,16 @@ class Reader(FileSystemReader):
         try:
             tensor = load_tensor(part)
         except Exception as problem:
-            error = problem
+            error = problem  # a wrong checksum explains it better
+        start = place.offset
+        end = start + place.length
+        file = f"{self.path} is damaged: {place.relative_path}"
         if place.crc32 is not None and part.crc32() != place.crc32:
-            where = f"in bytes {place.offset:,} to {place.offset + place.length:,}"
-            raise DamageError(
-                f"{self.path} is damaged: {place.relative_path} has a wrong checksum {where}"
-            )
+            raise DamageError(f"{file} has a wrong checksum in bytes {start:,} to {end:,}")
         if error is not None:
             raise error
         if not isinstance(tensor, Tensor):
-            raise DamageError(
-                f"{self.path} is damaged: {place.relative_path} holds no tensor at {place.offset:,}"
-            )
+            raise DamageError(f"{file} holds no tensor at {start:,}")
         return tensor
 
 
@@ -184,8 +184,7 @@ def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = Non
 def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
-    Each rank reads what it needs. DCP would send every rank's plan of that to rank 0, which has
-    nothing to add.
+    Each rank reads what it needs. DCP would send every rank's plan to rank 0, to no use.
 
     Raises:
         DamageError: a tensor can't be read. On every rank, if it failed on any.
@@ -209,10 +208,9 @@ def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False)
 
 def describe(error: BaseException) -> str:
     """Rank and reason of a failed save or load: DCP wraps the ranks' exceptions."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = sorted(failures.items())[0]
-        return f"rank {rank}: {describe(cause)}"
+    if failures := getattr(error, "failures", None):
+        rank = min(failures)
+        return f"rank {rank}: {describe(failures[rank][0])}"
     cause = root_cause(error)
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 

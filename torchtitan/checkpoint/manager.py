@@ -14,19 +14,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint.commit import (
-    clean,
     committed_steps,
     discard,
-    disposable,
-    remove,
-    retention,
+    prepare,
+    purge,
     step_folder,
-    unknown,
 )
 from torchtitan.checkpoint.hf.check import MOST_IN_A_RUN
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.load import describe
-from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
+from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.resume import (
     Resumed,
     agreed_steps,
@@ -34,7 +31,7 @@ from torchtitan.checkpoint.resume import (
     load_newest,
     wait_until_visible,
 )
-from torchtitan.checkpoint.save import CommittingWriter, Plans, build_stager
+from torchtitan.checkpoint.save import CommittingWriter, Plans, Stager, build_stager
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
@@ -45,8 +42,7 @@ from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.errors import CheckpointError, FormatBugError
 from torchtitan.utils.logging import event, logger
-from torchtitan.utils.storage import is_remote, make_folder, patiently, storage_path
-from torchtitan.utils.text import listed
+from torchtitan.utils.storage import storage_path
 
 
 class Checkpointer:
@@ -66,14 +62,13 @@ class Checkpointer:
         Args:
             about: what manifests record of the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has
-            taken it.
-            confirm_copies: the same of `upload_folder`.
-            data_files: renders the list of the data sources' files, which checkpoints that can be
-            resumed keep.
+                taken it.
+            confirm_copies: the same for `upload_folder`.
+            data_files: renders the list of data files, for checkpoints that can be resumed.
 
         Raises:
-            CheckpointError: the folder can't be written to, or has only checkpoints of another
-            program.
+            CheckpointError: the folder can't be written to, or another program's checkpoints are
+                all it has.
         """
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
@@ -87,23 +82,23 @@ class Checkpointer:
         self._staging: Future[Any] | None = None
         self._step_in_flight = 0
         self.newest_step = 0
-        """The step that this process has last saved or resumed from, on rank 0; 0 if there is none.
-        """
+        """The step last saved or resumed from, on rank 0; 0 if there is none."""
         self._plans = Plans()
+        self._group: dist.ProcessGroup | None = None
+        self._stager: Stager | None = None
+        self._uploader: Uploader | None = None
+        self.copies: Path | None = None
+        if config.enable and config.upload_folder:
+            self.copies = storage_path(config.upload_folder)
+        if not self.saving:
+            return
         # The collectives of a save in the background must not mix with those of training.
-        self._group = (
-            dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP) if self.saving else None
-        )
-        self._stager = build_stager(config.async_mode) if self.saving else None
-        if self.saving and (
-            problem := from_rank_0(_prepare(self.folder) if dist.get_rank() == 0 else None)
-        ):
+        self._group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
+        self._stager = build_stager(config.async_mode)
+        problem = from_rank_0(prepare(self.folder) if dist.get_rank() == 0 else None)
+        if problem:
             raise CheckpointError(problem)
-        self.copies = (
-            storage_path(config.upload_folder) if config.enable and config.upload_folder else None
-        )
-        self._uploader = None
-        if self.saving and self.copies is not None:
+        if self.copies is not None:
             self._uploader = Uploader(
                 self.folder,
                 self.copies,
@@ -138,61 +133,41 @@ class Checkpointer:
             dtype = getattr(torch, self.config.export_dtype)
             state = self.trained.weights(dtype, averaged=self.exports_average)
             manifest["averaged"] = self.exports_average
-            manifest["train_state"] = {
-                part: value for part, value in train_state.items() if part != "ema"
-            }
+            manifest["train_state"] = {k: v for k, v in train_state.items() if k != "ema"}
         else:
             state = self.trained.tensors()
-        beside = (
-            {CONTENTS: self.data_files()} if self.data_files is not None and not model_only else {}
-        )
+        beside = {}
+        if self.data_files is not None and not model_only:
+            beside[CONTENTS] = self.data_files()
         target = step_folder(self.folder, step)
         writer = CommittingWriter(target, manifest, self.confirm, self._committed, beside=beside)
-        planner = self._plans.planner("weights" if model_only else "all")
+        to: dict[str, Any] = {
+            "storage_writer": writer,
+            "planner": self._plans.planner("weights" if model_only else "all"),
+            "process_group": self._group,
+        }
         self._step_in_flight = step
         if self._stager is None:
-            self._guard(
-                lambda: dcp.save(
-                    state,
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=self._group,
-                )
-            )
+            self._guard(lambda: dcp.save(state, **to))
             if self._uploader is not None:
                 self._uploader.wake()
             return
-        writer.per_thread_copy_ahead = (
-            0  # staged tensors are on the host; DCP would create a stream on the first GPU
-        )
-        response = dcp.async_save(
-            state,
-            storage_writer=writer,
-            planner=planner,
-            process_group=self._group,
-            async_stager=self._stager,
-        )
+        # Staged tensors are on the host; DCP would create a stream on the first GPU.
+        writer.per_thread_copy_ahead = 0
+        response = dcp.async_save(state, async_stager=self._stager, **to)
         if isinstance(response, AsyncSaveResponse):
             self._staging = response.staging_completion
             self._upload = response.upload_completion
         else:
             self._upload = response
-        if self._uploader is not None:
-            uploader = self._uploader
+        if (uploader := self._uploader) is not None:
             self._upload.add_done_callback(lambda _: uploader.wake())
 
-    def export_hf(
-        self,
-        step: int,
-        spec: ModelSpec,
-        args: Any,
-        tokenizer: Tokenizer,
-    ) -> Path:
+    def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
         """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder.
 
         Raises:
-            CheckpointError: on every rank, if it failed on any, or if what was written isn't the
-            model.
+            CheckpointError: on every rank, if it failed on any or didn't write the model.
         """
         self.wait()
         source = step_folder(self.folder, step)
@@ -220,9 +195,7 @@ class Checkpointer:
         return folder
 
     def wait_staged(self) -> None:
-        """Wait until a save in the background has copied the weights. Call it before they
-        change.
-        """
+        """Wait until a save in the background has copied the weights, before they change."""
         if self._staging is not None:
             self._guard(self._staging.result)
             self._staging = None
@@ -237,16 +210,12 @@ class Checkpointer:
                 self._guard(upload.result)
 
     def settle(self, seconds: float) -> None:
-        """After an error, give a save in the background this long to be committed or to fail. Never
-        raises.
-        """
+        """After an error, wait this long for a save in the background to end. Never raises."""
         if self._upload is not None:
             wait([self._upload], timeout=seconds)
 
     def _committed(self) -> None:
-        """Report a checkpoint that is complete, then delete old ones. On rank 0, in the thread that
-        committed it.
-        """
+        """Report a complete checkpoint and delete old ones; on rank 0, in the committing thread."""
         step = self._step_in_flight
         self.newest_step = step
         logger.info(f"Saved {step_folder(self.folder, step)}", extra=event("saved", step))
@@ -266,30 +235,23 @@ class Checkpointer:
                 self._group = None
 
     def end_uploads(self, *, wait: bool) -> None:
-        """End the copies to `upload_folder`. No collective may follow: the ranks are ready at
-        different times.
+        """End the copies to `upload_folder`. Ranks end at different times: no collective follows.
 
         Args:
             wait: until all checkpoints are copied; else the next start continues.
         """
-        if self._uploader is not None:
-            uploader = self._uploader
-            self._uploader = None
-            if wait:
-                uploader.finish()
-            else:
-                uploader.stop()
+        uploader = self._uploader
+        self._uploader = None
+        if uploader is not None and wait:
+            uploader.finish()
+        elif uploader is not None:
+            uploader.stop()
 
     def _guard(self, action: Callable[[], Any]) -> None:
-        """Run a part of a save. If it fails, delete what is half-written and raise one readable
-        error.
-        """
+        """Run a part of a save; if it fails, delete what is half-written and raise one error."""
         try:
             action()
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # CheckpointException derives from BaseException
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             self._plans.forget()
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
@@ -302,26 +264,15 @@ class Checkpointer:
     def last_good(self) -> str:
         """The newest complete checkpoint, in words."""
         steps = committed_steps(self.folder) if self.config.enable else []
-        return (
-            f"the last good checkpoint is {step_folder(self.folder, steps[-1])}"
-            if steps
-            else "no checkpoint exists"
-        )
+        if not steps:
+            return "no checkpoint exists"
+        return f"the last good checkpoint is {step_folder(self.folder, steps[-1])}"
 
     def _purge(self) -> None:
-        """Delete all but the newest `keep_latest_k` checkpoints, never the newest that can be
-        resumed.
-        """
+        """Delete all but the newest `keep_latest_k`, never the newest that can be resumed."""
         latest = self.config.keep_latest_k
         every = self.config.keep_every_n
-        if not latest:
-            return
-        if gone := disposable(self.folder, latest, every, newest=self._step_in_flight):
-            for step in gone:
-                remove(step_folder(self.folder, step))
-            names = listed(f"step-{step}" for step in gone)
-            about = event("deleted", self._step_in_flight, steps=gone, folder=str(self.folder))
-            logger.info(f"Deleted {names}: {retention(latest, every)}", extra=about)
+        purge(self.folder, latest, every, self._step_in_flight)
 
     # ---- resuming
 
@@ -331,40 +282,39 @@ class Checkpointer:
         A damaged one is reported, and the one before it is loaded instead.
 
         Raises:
-            CheckpointError: `load_step` is missing or damaged, all checkpoints are, or they are of
-            another model.
+            CheckpointError: `load_step` or every checkpoint is missing or damaged, or they are of
+                another model.
         """
         if not self.config.enable:
             return None
         folder, steps = self._available()
-        if self.config.load_step >= 0:
-            if self.config.load_step not in steps:
+        wanted = self.config.load_step
+        if wanted >= 0:
+            if wanted not in steps:
                 have = ", ".join(map(str, steps)) or "none"
                 raise CheckpointError(
-                    f"checkpoint.load_step: {folder} has no step {self.config.load_step} "
-                    f"(it has: {have})"
+                    f"checkpoint.load_step: {folder} has no step {wanted} (it has: {have})"
                 )
-            steps = [self.config.load_step]
+            steps = [wanted]
         return self._at(load_newest(folder, steps, self.trained, self.config.exclude_from_loading))
 
     def _available(self, before: int | None = None) -> tuple[Path, list[int]]:
-        """The checkpoints to resume from, oldest first: those in the folder or, if it has none,
-        their copies.
+        """Steps to resume from, oldest first: those in the folder or, if it has none, the copies.
 
         Args:
             before: ignore this step and later ones.
         """
-        found: list[int] = []
         for folder in (self.folder, self.copies):
-            if folder is not None and not found:
-                found = [step for step in agreed_steps(folder) if before is None or step < before]
-                if found and folder == self.copies:
-                    logger.info(
-                        f"{self.folder} has no checkpoint to resume from: using the "
-                        f"copies in {folder}"
-                    )
-                    return folder, found
-        return self.folder, found
+            if folder is None:
+                continue
+            steps = [step for step in agreed_steps(folder) if before is None or step < before]
+            if steps and folder != self.folder:
+                logger.info(
+                    f"{self.folder} has no checkpoint to resume from: using the copies in {folder}"
+                )
+            if steps:
+                return folder, steps
+        return self.folder, []
 
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
@@ -381,36 +331,12 @@ class Checkpointer:
         return resumed
 
     def load_initial(self, path: Path) -> Resumed | None:
-        """Start from a checkpoint of another run: only its weights (None), unless
-        `initial_load_model_only = false`.
+        """Start from another run's checkpoint.
+
+        Returns:
+            None if only its weights were loaded (`initial_load_model_only`).
         """
         return load_initial(path, self.trained, model_only=self.config.initial_load_model_only)
-
-
-def _prepare(folder: Path) -> str | None:
-    """Create the folder, check that it can be written to, and clean up after an interrupted save;
-    what is wrong.
-    """
-    try:
-        make_folder(folder)
-        if is_remote(folder):
-            probe = folder / ".writable"
-            patiently(probe, probe.touch)
-            patiently(probe, probe.unlink)
-        if leftovers := clean(folder):
-            logger.info(f"Removed the remains of an interrupted save: {', '.join(leftovers)}")
-        if others := [path.name for path in unknown(folder)]:
-            text = f"{', '.join(others)} in {folder} without {MANIFEST}"
-            logger.warning(f"Not a checkpoint of this project, or a damaged one: {text}")
-            if not committed_steps(folder):
-                return (
-                    f"checkpoint.folder: {text}, and no checkpoint that can be resumed. "
-                    "The run would start from "
-                    "scratch and eventually replace them; move them away, or choose another folder"
-                )
-    except OSError as error:
-        return f"checkpoint.folder: can't write to {folder}: {error.strerror or error}"
-    return None
 
 
 def _advice(cause: str) -> str:

@@ -37,12 +37,9 @@ class _Source:
 
     def key(self, name: str) -> str:
         """The key of the tensor that counts as `model.<name>`. Buffers have no average."""
-        own = f"ema.{name.removeprefix('model.')}"
-        return (
-            own
-            if self.averaged and own in self.reader.read_metadata().state_dict_metadata
-            else name
-        )
+        average = f"ema.{name.removeprefix('model.')}"
+        stored = self.reader.read_metadata().state_dict_metadata
+        return average if self.averaged and average in stored else name
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what the mean may need, by key."""
@@ -95,9 +92,8 @@ def merge(
     state = {}
     for name in (key for key in stored if key.startswith("model.")):
         own = stored[name].properties.dtype
-        state[name] = torch.empty(
-            stored[name].size, dtype=wanted if own.is_floating_point else own, device="meta"
-        )
+        kind = wanted if own.is_floating_point else own
+        state[name] = torch.empty(stored[name].size, dtype=kind, device="meta")
     write_streamed(output, manifest, state, lambda name: _mean(sources, name, state[name].dtype))
     written = read_manifest(output)
     if problem := next(damage(output, written), None):
@@ -109,21 +105,20 @@ def merge(
 
 
 def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) -> list[_Source]:
-    """The checkpoints, ordered by step and path: the mean doesn't depend on the order in which they
-    were named.
+    """The checkpoints by step and path, so that the order of their names doesn't change the mean.
 
     Raises:
         UserError: they can't be merged.
     """
     shares = list(weights) or [1.0] * len(paths)
     if len(shares) != len(paths):
-        raise ConfigError(
-            [f"--weights: got {len(shares)} for {len(paths)} checkpoints; give one for each"]
-        )
+        problem = f"--weights: got {len(shares)} for {len(paths)} checkpoints; give one for each"
+        raise ConfigError([problem])
     if len(paths) < 2 and not averaged:
-        raise ConfigError(
-            ["name two checkpoints or more; a single one only with --ema, to extract its average"]
+        problem = (
+            "name two checkpoints or more; a single one only with --ema, to extract its average"
         )
+        raise ConfigError([problem])
     total = math.fsum(shares)
     found: list[_Source] = []
     for path, share in zip(paths, shares, strict=True):
@@ -131,16 +126,16 @@ def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) ->
         step = step if is_remote(step) else step.resolve()
         if twice := [source for source in found if source.path == step]:
             raise UserError(
-                f"{twice[0].path} is named twice (a folder of checkpoints means its "
-                "newest); name it once"
+                f"{twice[0].path} is named twice (a folder of checkpoints means its newest); "
+                "name it once"
             )
         manifest = read_manifest(step)
         if averaged:
             check_averaged(step, manifest)
         found.append(_Source(step, manifest, Reader(step), share / total, averaged))
     for source in found[1:]:
-        if problem := next(_differences(found[0], source), None):
-            raise UserError(f"{source.path} is of another model than {found[0].path}: {problem}")
+        for difference in _differences(found[0], source):
+            raise UserError(f"{source.path} is of another model than {found[0].path}: {difference}")
     return sorted(found, key=lambda source: (source.manifest.step, str(source.path)))
 
 
@@ -149,9 +144,9 @@ def _differences(a: _Source, b: _Source) -> Iterator[str]:
     first = a.manifest.model
     second = b.manifest.model
     for key in sorted(first.keys() | second.keys()):
-        if (
-            first.get(key) != second.get(key) and key != "max_seq_len"
-        ):  # follows from training.seq_len
+        if key == "max_seq_len":  # follows from training.seq_len
+            continue
+        if first.get(key) != second.get(key):
             yield f"{key} is {second.get(key)} instead of {first.get(key)}"
     tokenizers = [source.manifest.data.get("tokenizer") for source in (a, b)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
@@ -159,28 +154,32 @@ def _differences(a: _Source, b: _Source) -> Iterator[str]:
     shapes = a.shapes()
     others = b.shapes()
     for name in sorted(shapes.keys() | others.keys()):
-        if shapes.get(name) != others.get(name):
-            yield (
-                f"{name} is {others.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
-            )
+        here = shapes.get(name, "missing")
+        there = others.get(name, "missing")
+        if here != there:
+            yield f"{name} is {there} instead of {here}"
 
 
 def _record(source: _Source) -> dict[str, object]:
     """What the manifest says about a source."""
-    own = {"checkpoint": str(source.path), "step": source.manifest.step}
-    return own | {"averaged": source.averaged, "weight": source.weight}
+    return {
+        "checkpoint": str(source.path),
+        "step": source.manifest.step,
+        "averaged": source.averaged,
+        "weight": source.weight,
+    }
 
 
 def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
-    """The mean of one tensor, in `dtype`. Of integers, which count, those of the newest
-    checkpoint.
-    """
+    """The mean of one tensor in `dtype`; of integers, which are counters, the newest values."""
     if not dtype.is_floating_point:
         return read_tensor(sources[-1].reader, name)
     size = sources[-1].reader.read_metadata().state_dict_metadata[name].size
     total = torch.zeros(size.numel(), dtype=torch.float64)
     for source in sources:
-        _add(total, read_tensor(source.reader, source.key(name)).flatten(), source.weight)
+        value = read_tensor(source.reader, source.key(name)).flatten()
+        for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
+            part.add_(piece.double(), alpha=source.weight)
     mean = torch.empty(len(total), dtype=dtype)
     for part, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
         part.copy_(piece)
@@ -189,9 +188,3 @@ def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
             f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}"
         )
     return mean.view(size)
-
-
-def _add(total: Tensor, value: Tensor, weight: float) -> None:
-    """Add `weight` times `value` to a sum in fp64."""
-    for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
-        part.add_(piece.double(), alpha=weight)

@@ -24,9 +24,7 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote
 
 VISIBLE_WITHIN = 60.0
-"""Seconds in which a rank must see what another has committed; NFS caches a folder's names for as
-long by default.
-"""
+"""Seconds in which a rank must see a commit; by default NFS caches a folder's names this long."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Resumed:
     path: Path
 
     def data_files(self) -> Lists:
-        """The files of its data sources, read now.
+        """The files of its data sources.
 
         Raises:
             DamageError: they can't be read.
@@ -80,10 +78,9 @@ def load_newest(
         return Resumed(step, manifest.state(), manifest, path)
     if problems:
         raise CheckpointError(
-            "no checkpoint can be resumed:\n"
-            + "\n".join(problems)
-            + "\nRestore one of them, or start again with "
-            "another checkpoint.folder (checkpoint.initial_load_path loads only weights)."
+            "no checkpoint can be resumed:\n" + "\n".join(problems) + "\nRestore one of them, or "
+            "start again with another checkpoint.folder (checkpoint.initial_load_path loads only "
+            "weights)."
         )
     return None
 
@@ -143,9 +140,8 @@ def wait_until_visible(path: Path) -> None:
             if time.monotonic() - start > VISIBLE_WITHIN:
                 raise CheckpointError(
                     f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see "
-                    f"{path / MANIFEST} as rank 0 does, "
-                    f"after {VISIBLE_WITHIN:g} s; checkpoints must be in a folder that "
-                    "all nodes share, or at a URL"
+                    f"{path / MANIFEST} as rank 0 does, after {VISIBLE_WITHIN:g} s; checkpoints "
+                    "must be in a folder that all nodes share, or at a URL"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
@@ -154,7 +150,7 @@ def wait_until_visible(path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """Of the manifest as this rank sees it, damaged or not; None if it can't be read."""
+    """SHA-256 of the manifest as this rank sees it, damaged or not; None if it can't be read."""
     try:
         return hashlib.sha256(manifest_bytes(path)).hexdigest()
     except OSError:
@@ -165,8 +161,7 @@ def _fingerprint(path: Path) -> str | None:
 
 
 def _opened(path: Path) -> tuple[Manifest, Reader]:
-    """A checkpoint that looks intact: each rank checks a share of the files. What they hold is
-    checked while loading.
+    """A checkpoint that looks intact: each rank checks the sizes of a share of the files.
 
     Raises:
         DamageError: it isn't.
@@ -174,10 +169,11 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
     """
     wait_until_visible(path)
     manifest = together(lambda: read_manifest(path))
-    # Of a large run, the index is so large that not every rank should fetch it.
-    content = from_rank_0(
-        together(lambda: index_bytes(path, manifest) if dist.get_rank() == 0 else None)
-    )
+
+    def fetch() -> bytes | None:  # an index is too large for every rank of a large run to fetch
+        return index_bytes(path, manifest) if dist.get_rank() == 0 else None
+
+    content = from_rank_0(together(fetch))
 
     def check() -> Reader:
         reader = Reader(path, read_index(path, manifest, content))
@@ -187,17 +183,11 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
     return manifest, together(check)
 
 
-def _load(
-    reader: Reader,
-    manifest: Manifest,
-    trained: Trained,
-    exclude: Collection[str],
-) -> None:
+def _load(reader: Reader, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
     """Load the tensors in place.
 
     Raises:
-        DamageError: some are damaged. Others may be loaded already, so all must be loaded from
-        another checkpoint.
+        DamageError: some are damaged; others may be loaded already, so load another checkpoint.
         CheckpointError: they are another model's.
     """
     if trained.average is not None and "ema" not in {*exclude, *manifest.tensor_bytes}:

@@ -32,7 +32,6 @@ from torchtitan.checkpoint.index import INDEX, render_index
 from torchtitan.checkpoint.load import alone, root_cause
 from torchtitan.checkpoint.manifest import MANIFEST, render
 from torchtitan.checkpoint.sums import SummedFile
-from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 from torchtitan.utils.torch_compat import record_places
 
@@ -44,22 +43,22 @@ _NUMBERS = count()
 
 
 class _Files(FileSystemBase):
-    """DCP's access to files, by path or by URL. Keeps the checksums of written files."""
+    """DCP's writing of files, by path or by URL. Keeps the checksums of what was written."""
 
     def __init__(self) -> None:
         self.written: dict[str, SummedFile] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with path.open(mode) if "w" in mode else open_regular(path) as file:
-            stream = SummedFile(file) if "w" in mode else file
+        with path.open(mode) as file:
+            stream = SummedFile(file)
             yield stream
-        if isinstance(stream, SummedFile):
-            self.written[path.name] = stream
+        self.written[path.name] = stream
 
     def sums(self, name: str) -> dict[str, int]:
-        """What the manifest says about a written file."""
-        return {"bytes": self.written[name].bytes, "crc32": self.written[name].crc32}
+        """The manifest's entry for a written file."""
+        file = self.written[name]
+        return {"bytes": file.bytes, "crc32": file.crc32}
 
     def rename(self, path: Any, new_path: Any) -> None:
         path.rename(new_path)
@@ -121,9 +120,8 @@ class CommittingWriter(FileSystemWriter):
         self.confirm = confirm
         self.committed = committed
         self.beside = beside or {}
-        super().__init__(
-            str(final), single_file_per_rank=not file_per_tensor, sync_files=not is_remote(final)
-        )
+        one_file = not file_per_tensor
+        super().__init__(str(final), single_file_per_rank=one_file, sync_files=not is_remote(final))
         self.fs = _Files()
         self.path = temporary_folder(final)
 
@@ -134,11 +132,10 @@ class CommittingWriter(FileSystemWriter):
             begin(self.final)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        write = super().write_data
         try:
             make_folder(self.path)
-            results = patiently(
-                self.final, lambda: super(CommittingWriter, self).write_data(plan, planner).wait()
-            )
+            results = patiently(self.final, lambda: write(plan, planner).wait())
         except Exception as error:
             # DCP sends the exception to the other ranks by pickle, which drops its cause.
             raise root_cause(error) from None
@@ -148,15 +145,16 @@ class CommittingWriter(FileSystemWriter):
 
     def _summed(self, result: WriteResult) -> _Written:
         place = result.storage_data
-        crc32 = self.fs.written[place.relative_path].crc32_of(place.offset, place.length)
-        return _Written(
-            result.index, result.size_in_bytes, place, crc32, self.fs.sums(place.relative_path)
-        )
+        name = place.relative_path
+        crc32 = self.fs.written[name].crc32_of(place.offset, place.length)
+        file = self.fs.sums(name)
+        return _Written(result.index, result.size_in_bytes, place, crc32, file)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if isinstance(metadata, UnsentMetadata):
             metadata = metadata.plain()
-        patiently(self.final, lambda: super(CommittingWriter, self).finish(metadata, results))
+        finish = super().finish
+        patiently(self.final, lambda: finish(metadata, results))
         record_places(metadata, results)
         written = [result for rank in results for result in rank if isinstance(result, _Written)]
         files = {result.storage_data.relative_path: result.file for result in written}
@@ -166,12 +164,15 @@ class CommittingWriter(FileSystemWriter):
             write_file(self.path / name, content)
             files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
         self.confirm()  # at a URL, the manifest commits
-        about = {
-            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
-            **self.manifest,
-            **_measure(metadata),
-        }
-        write_file(self.path / MANIFEST, render(about | {"files": dict(sorted(files.items()))}))
+        content = render(
+            {
+                "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+                **self.manifest,
+                **_measure(metadata),
+                "files": dict(sorted(files.items())),
+            }
+        )
+        write_file(self.path / MANIFEST, content)
         commit(self.final)
         self.committed()
 
@@ -182,14 +183,16 @@ class CommittingWriter(FileSystemWriter):
 def _measure(metadata: Metadata) -> dict[str, Any]:
     """The manifest's `parameters` and `tensor_bytes`, by part and dtype."""
     parameters = 0
-    parts = dict[str, dict[str, int]]()
+    parts: dict[str, dict[str, int]] = {}
     for key, about in metadata.state_dict_metadata.items():
         part = key.split(".")[0]
         dtype = about.properties.dtype
+        elements = about.size.numel()
+        if part == "model":
+            parameters += elements
         sizes = parts.setdefault(part, {})
         name = str(dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + about.size.numel() * dtype.itemsize
-        parameters += about.size.numel() if part == "model" else 0
+        sizes[name] = sizes.get(name, 0) + elements * dtype.itemsize
     return {"parameters": parameters, "tensor_bytes": parts}
 
 

@@ -24,9 +24,7 @@ State = dict[str, Any]
 
 
 def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights of a model or of this rank's pipeline stages, by the names they have in the whole
-    model.
-    """
+    """The weights of a model or of this rank's stages of it, by their names in the whole model."""
     return {
         name: _plain(value)
         for model in models
@@ -61,7 +59,7 @@ class Trained:
     """This rank's pipeline stages, or the whole model."""
     optimizer: AnyOptimizer
     average: WeightAverage | None = None
-    """Of the weights, if the run keeps one."""
+    """The average of the weights, if the run keeps one."""
 
     def tensors(self, exclude: Collection[str] = ()) -> State:
         """All tensors by part, not copied.
@@ -90,9 +88,7 @@ class Trained:
 
 
 def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
-    """Make a new optimizer create its tensors, by a step with zero gradients and zero learning
-    rate.
-    """
+    """Make a new optimizer create its tensors, by a step with zero gradients and rate."""
     if any(optimizer.state.values()):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -137,8 +133,7 @@ def check_tensors(state: State, reader: Reader) -> None:
             f"{reader.path} holds another model than this configuration builds: "
             f"{'; '.join(wrong[:3])}{more}.\n"
             "Set model.name, model.flavor and [model.overrides] to the values in its "
-            "manifest.json, "
-            "or choose another checkpoint.folder."
+            "manifest.json, or choose another checkpoint.folder."
         )
 
 
@@ -164,8 +159,9 @@ def differences(state: State, reader: Reader) -> list[str]:
     for name, value in flatten_state_dict(state)[0].items():
         if name not in stored:
             wrong.append(f"{name} is missing")
-        elif (size := tuple(stored[name].size)) != tuple(value.shape):
-            wrong.append(
-                f"{name} is {list(size)} in the checkpoint, {list(value.shape)} in the model"
-            )
+            continue
+        size = list(stored[name].size)
+        shape = list(value.shape)
+        if size != shape:
+            wrong.append(f"{name} is {size} in the checkpoint, {shape} in the model")
     return wrong

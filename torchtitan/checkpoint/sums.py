@@ -1,5 +1,4 @@
-"""CRC-32 of files and of the parts that tensors are in, computed while they are written or read: no
-byte is read twice.
+"""CRC-32 of files and of tensors' parts of them, computed while they are written or read.
 
 CRC-32 is linear: the sum of A followed by B is that of A, shifted by the length of B, xor that of
 B. So the sums of a file up to two positions give that of the bytes between them (zlib's
@@ -93,9 +92,8 @@ class SummedFile:
 class SummedPart(io.RawIOBase):
     """A part of a file, as a file, that sums what is read of it.
 
-    `torch.load` reads the ends of a part in small pieces, in any order, and what is between them,
-    the tensor, in one piece into its memory. So the ends are kept here, and the rest passes
-    through.
+    `torch.load` reads the ends of a part in small pieces, in any order, and the tensor between them
+    in one piece into its memory. So the ends are kept here, and the rest passes through.
     """
 
     def __init__(self, file: Any, start: int, length: int):

@@ -1,11 +1,10 @@
 """Copies of a run's checkpoints in object storage (`checkpoint.upload_folder`), made in the
 background.
 
-What is left to do follows from the two folders alone, so the next start continues an interrupted
-upload: a checkpoint is missing until its manifest is there, and of it those files that aren't there
-in their size. While a copy is made,
-`.incomplete` in it holds the SHA-256 of the manifest. What another save of the same step has left
-there, such as one before the run was rewound, is deleted first.
+The two folders alone tell what is left to do, so the next start continues an interrupted upload: a
+copy without a manifest is incomplete, and a file without its full size is missing. Until the
+manifest is there, `.incomplete` in the copy holds its SHA-256. What another save of the same step
+has left there, such as one before the run was rewound, is deleted first.
 
 Each rank sends its share of the files, by a thread that takes part in no collective. Rank 0 sends
 the manifest last.
@@ -25,29 +24,27 @@ from torchtitan.checkpoint.commit import (
     committed_steps,
     disposable,
     leftovers,
+    purge,
     remove,
-    retention,
     step_folder,
     write_file,
 )
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, parse
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
-from torchtitan.utils.logging import event, logger
+from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import delete_tree, patiently
 from torchtitan.utils.text import listed, plural, show_duration
 
 _CHUNK = 1 << 22
 _BLOCK = 1 << 25
-"""Bytes of a file that are held in memory and sent as one part; object stores take up to 10,000
-parts.
-"""
+"""Bytes held in memory and sent as one part; object stores take up to 10,000 parts a file."""
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800.0
 """How long a rank waits for the others at the end of a run."""
 _DAMAGE = ".damaged"
-"""In a copy that can't be completed: why."""
+"""File in a copy that can't be completed; holds the reason."""
 
 
 class GoneError(Exception):
@@ -66,8 +63,7 @@ def send(
     *,
     proceed: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Copy a committed checkpoint to object storage, or a rank's share of its files. Sends nothing
-    twice.
+    """Copy what is missing of a checkpoint, or a rank's share of its files, to object storage.
 
     Args:
         proceed: called before each block; may raise.
@@ -113,9 +109,7 @@ def send(
 
 
 def _begun(target: Path, seal: bytes, rank: int) -> bool:
-    """Whether what is at the URL belongs to the checkpoint whose manifest has this SHA-256; rank 0
-    sees to that.
-    """
+    """Whether the files at the URL belong to the manifest of this SHA-256; rank 0 makes sure."""
     found = _read(target / MARK)
     if found == seal or rank != 0:
         return found == seal
@@ -180,9 +174,7 @@ def _send_file(
 
 
 class Uploader:
-    """Keeps the copies up to date with a run's checkpoints, newest first. No failure of it reaches
-    the run.
-    """
+    """Keeps the copies up to date, newest first. Its failures never reach the run."""
 
     def __init__(
         self,
@@ -211,9 +203,7 @@ class Uploader:
         self.keep_every = keep_every
         self.confirm = confirm
         self._done: dict[int, str] = {}
-        """Steps whose share of this rank is there, or can't be sent, and the state of their
-        manifest then.
-        """
+        """Steps that this rank is done with (sent, or damaged), by the state of their manifest."""
         self._wake = threading.Event()
         self._finishing = threading.Event()
         self._stopped = threading.Event()
@@ -232,9 +222,7 @@ class Uploader:
         self._wake.set()
 
     def finish(self) -> None:
-        """Wait until all checkpoints are copied, or that failed. For minutes, so no collective may
-        follow.
-        """
+        """Wait, perhaps for minutes, until all are copied or failed. No collective may follow."""
         self._finishing.set()
         self._wake.set()
         while self._thread.is_alive():
@@ -278,10 +266,10 @@ class Uploader:
 
     def _pending(self) -> list[int]:
         """Steps to send, oldest first."""
-        gone = set(
-            disposable(self.source, self.keep_latest, self.keep_every) if self.keep_latest else ()
-        )
-        steps = [step for step in committed_steps(self.source) if step not in gone]
+        steps = committed_steps(self.source)
+        if self.keep_latest:
+            gone = disposable(self.source, self.keep_latest, self.keep_every)
+            steps = [step for step in steps if step not in gone]
         return [step for step in steps if self._done.get(step) != self._state(step)]
 
     def _state(self, step: int) -> str:
@@ -321,8 +309,7 @@ class Uploader:
         except GoneError:
             if self.rank == 0:
                 logger.warning(
-                    f"step-{step} was deleted before it was uploaded: older than those "
-                    "that are kept"
+                    f"step-{step} was deleted before it was uploaded: it was older than those kept"
                 )
                 self._clean()
             return True
@@ -335,7 +322,7 @@ class Uploader:
         self._done[step] = state
         if self.rank == 0 and sent:
             logger.info(f"Uploaded {target} in {show_duration(time.monotonic() - began)}")
-            self._purge(step)
+            purge(self.target, self.keep_latest, self.keep_every, step)
         return True
 
     def _proceed(self) -> None:
@@ -348,18 +335,6 @@ class Uploader:
         for path in leftovers(self.target):
             if path.name not in known:
                 patiently(path, lambda path=path: delete_tree(path))  # type: ignore[misc]
-
-    def _purge(self, step: int) -> None:
-        """Delete copies as checkpoints are deleted."""
-        if not self.keep_latest:
-            return
-        gone = disposable(self.target, self.keep_latest, self.keep_every, newest=step)
-        for old in gone:
-            remove(step_folder(self.target, old))
-        if gone:
-            about = event("deleted", step, steps=gone, folder=str(self.target))
-            why = retention(self.keep_latest, self.keep_every)
-            logger.info(f"Deleted {_names(gone)} from {self.target}: {why}", extra=about)
 
 
 def _names(steps: list[int]) -> str:

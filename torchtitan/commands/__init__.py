@@ -27,7 +27,6 @@ GROUPS = {
         "pipeline-schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
         "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
         "parity": "Check that a distributed configuration computes what one process does.",
-        "matrix": "Measure which features work together.",
     },
     "look at runs": {
         "runs": "List the runs below a folder.",

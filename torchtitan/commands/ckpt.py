@@ -1,19 +1,13 @@
 """Inspect, verify, compare, prune, upload, convert and merge checkpoints, without a GPU.
 
-    torchtitan ckpt inspect outputs/run/checkpoint             # list the checkpoints; for one step,
-    its contents
-    torchtitan ckpt verify  outputs/run/checkpoint             # compare every file with its
-    checksum
-    torchtitan ckpt diff    A/step-100 B/step-100              # compare configuration, counters and
-    tensors
+    torchtitan ckpt inspect outputs/run/checkpoint             # list checkpoints, or show one
+    torchtitan ckpt verify  outputs/run/checkpoint             # compare files with their checksums
+    torchtitan ckpt diff    A/step-100 B/step-100              # compare settings, state and tensors
     torchtitan ckpt prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
     torchtitan ckpt upload  outputs/run/checkpoint s3://bucket/run
-    torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export a folder that transformers
-    loads
-    torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint, and a TOML that
-    trains from it
-    torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average their
-    weights
+    torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export for transformers
+    torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint and a TOML
+    torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average weights
 
 Where one checkpoint is needed, a folder of them means the newest. Folders may be URLs (s3://,
 gs://), except the source of from-hf. At most two tensors are in memory at a time.
@@ -125,9 +119,8 @@ def upload(options: argparse.Namespace) -> int:
     if not is_remote(options.target):
         raise ConfigError(
             [
-                f"{options.target} is a folder of this machine, also as file://; name a "
-                "URL of object storage, such as "
-                f"s3://bucket/run or gs://bucket/run, or copy with `cp -r`"
+                f"{options.target} is a folder of this machine, also as file://; name a URL of "
+                "object storage, such as s3://bucket/run or gs://bucket/run, or copy with `cp -r`"
             ]
         )
     lock = FolderLock(options.target)
@@ -184,10 +177,10 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def _share(text: str) -> float:
-    """A number in bounds that no sum or ratio of such numbers takes out of range.
+    """A share of a mean: a number whose sums and ratios stay in range.
 
     Raises:
-        ValueError: `text` is no number.
+        ValueError: `text` isn't a number.
     """
     value = float(text)
     if not 1e-9 <= value <= 1e9:

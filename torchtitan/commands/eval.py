@@ -14,33 +14,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.inference.options import add_model_options, reported_once
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.text import count
 
 _BOOTSTRAP = 100_000
-"""Samples for the errors of metrics that are no mean, as lm-eval takes."""
+"""Bootstrap samples for the error of a metric that isn't a mean, as lm-eval's default."""
 
 
 def main(argv: list[str]) -> int:
     rank, _ = rank_and_world()
-    try:
-        return _eval(argv, rank)
-    except UserError as error:
-        if rank == 0:
-            raise
-        return error.exit_code  # all ranks find the same mistakes
+    return reported_once(lambda: _eval(argv, rank), rank)
 
 
 def _eval(argv: list[str], rank: int) -> int:
     options, layout = parser().parse_known_args(argv)
-    if wrong := [
-        word for word in layout if word.startswith("-") and not word.startswith("--parallelism.")
-    ]:
-        raise ConfigError(
-            [f"{word}: unknown option; `torchtitan eval --help` lists them" for word in wrong]
-        )
+    unknown = [
+        f"{word}: unknown option; `torchtitan eval --help` lists them"
+        for word in layout
+        if word.startswith("-") and not word.startswith("--parallelism.")
+    ]
+    if unknown:
+        raise ConfigError(unknown)
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             ["torchtitan eval needs the package lm-eval: pip install 'titan-pretrain[eval]'"]
@@ -48,7 +45,7 @@ def _eval(argv: list[str], rank: int) -> int:
     if options.include_path and not Path(options.include_path).is_dir():
         raise ConfigError([f"--include-path: {options.include_path} is no folder"])
 
-    from torchtitan.inference.model_source import find, open_tokenizer
+    from torchtitan.inference.load import find, open_tokenizer
     from torchtitan.inference.tasks import Tasks, scores  # imports torch
     from torchtitan.train.trained_model import load_probe, process_group
 
@@ -87,9 +84,8 @@ def _report(
         print(make_table(results, "groups"))
     if output:
         kept = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
-        about = {"checkpoint": checkpoint, "scores": scores} | {
-            key: results[key] for key in kept if key in results
-        }
+        about = {"checkpoint": checkpoint, "scores": scores}
+        about |= {key: results[key] for key in kept if key in results}
         write_whole(Path(output), (json.dumps(about, indent=1, default=str) + "\n").encode())
 
 
@@ -99,17 +95,14 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_options(
+        parser,
+        average="score",
+        batch="texts per batch on each rank",
+        dtypes=["float32", "bfloat16"],
+        custom_import="the model's family",
+    )
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        required=True,
-        help="folder of a run, of checkpoints, or of a Hugging Face model",
-    )
-    add(
-        "--ema",
-        action="store_true",
-        help="score the average of the weights, which the run kept with ema.enable",
-    )
     add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
     add("--include-path", help="folder with task files of your own, whose Python functions are run")
     add(
@@ -119,23 +112,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--limit", type=count, help="only this many documents of each task (default: all)")
     add(
-        "--batch-size",
-        type=count,
-        default=8,
-        help="texts per batch on each rank (default: %(default)s)",
-    )
-    add(
         "--max-length",
         type=count,
         help="tokens of the longest text (default: the longest row in training)",
     )
     add("--output", help="write the results to this JSON file")
-    add("--assets", help="folder of the tokenizer (default: the one used in training)")
-    dtypes = ["float32", "bfloat16"]
-    add(
-        "--dtype",
-        choices=dtypes,
-        help="dtype of the weights (default: bfloat16; float32 on the CPU)",
-    )
-    add("--custom-import", metavar="MODULE", help="module that registers the model's family")
     return parser

@@ -15,24 +15,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.inference.options import add_model_options, reported_once
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.text import count, show_rate
 
 if TYPE_CHECKING:
     from torchtitan.data.text.tokenizer import Tokenizer
     from torchtitan.inference.generator import Continuation
-    from torchtitan.inference.model_source import Source
+    from torchtitan.inference.load import ModelSource
 
 
 def main(argv: list[str]) -> int:
     rank, world = rank_and_world()
-    try:
-        return _generate(parser().parse_args(argv), rank, world)
-    except UserError as error:
-        if rank == 0:
-            raise
-        return error.exit_code  # all ranks find the same mistakes
+    return reported_once(lambda: _generate(parser().parse_args(argv), rank, world), rank)
 
 
 def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
@@ -41,7 +37,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
     texts = _prompts(options)
 
     from torchtitan.inference.generator import Sampling  # imports torch
-    from torchtitan.inference.model_source import find, load, open_tokenizer
+    from torchtitan.inference.load import find, load, open_tokenizer
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
@@ -148,7 +144,9 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"--top-k: got {options.top_k}, must be 0 (all tokens) or more"
 
 
-def _model_problems(source: "Source", prompts: Sequence[list[int]], world: int) -> Iterator[str]:
+def _model_problems(
+    source: "ModelSource", prompts: Sequence[list[int]], world: int
+) -> Iterator[str]:
     sizes = source.spec.tensor_parallel_sizes(source.args)
     if wrong := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
         yield (
@@ -170,17 +168,14 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_options(
+        parser,
+        average="take",
+        batch="prompts per batch",
+        dtypes=["float32", "bfloat16", "float16"],
+        custom_import="the model's family or its tokenizer",
+    )
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        required=True,
-        help="folder of a run, of checkpoints, or of a Hugging Face model",
-    )
-    add(
-        "--ema",
-        action="store_true",
-        help="take the average of the weights, which the run kept with ema.enable",
-    )
     add(
         "--prompt",
         action="append",
@@ -188,7 +183,6 @@ def parser() -> argparse.ArgumentParser:
         help="beginning of a text; repeatable (default: empty)",
     )
     add("--prompts-file", help="file with one prompt per line")
-    add("--assets", help="folder of the tokenizer (default: the one used in training)")
     add(
         "--max-new-tokens",
         type=count,
@@ -218,23 +212,6 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         help="same seed and prompt, same text (default: %(default)s)",
-    )
-    dtypes = ["float32", "bfloat16", "float16"]
-    add(
-        "--dtype",
-        choices=dtypes,
-        help="dtype of the weights (default: bfloat16; float32 on the CPU)",
-    )
-    add(
-        "--batch-size",
-        type=count,
-        default=8,
-        help="prompts per batch (default: %(default)s)",
-    )
-    add(
-        "--custom-import",
-        metavar="MODULE",
-        help="module that registers the model's family or its tokenizer",
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

@@ -18,8 +18,8 @@ from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.ask import Asker
 from torchtitan.tools.launch.job import add_job_options, check_words
 from torchtitan.tools.launch.layouts import best_layouts, table
-from torchtitan.tools.launch.machine import CPU, devices_per_host, local_gpus
-from torchtitan.tools.launch.recipe import Setting, Settings, Wish
+from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
+from torchtitan.tools.launch.recipe import Choice, Choices, Request
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import count
@@ -98,23 +98,23 @@ def main(argv: list[str]) -> int:
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
     asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
-    wish, measured = _ask(options, asker, given)
-    per_node = options.gpus_per_node or devices_per_host(wish.hardware)
-    if wish.on_cpu and not wish.data.is_here:
-        raise ConfigError([f"--data: no file or folder {wish.data.path}"])
-    if wish.on_cpu and options.slurm:
+    request, measured = _ask(options, asker, given)
+    per_node = options.gpus_per_node or devices_per_host(request.hardware)
+    if request.on_cpu and not request.data.is_here:
+        raise ConfigError([f"--data: no file or folder {request.data.path}"])
+    if request.on_cpu and options.slurm:
         raise ConfigError(["--slurm: a job asks for GPUs; choose other hardware, or drop it"])
-    nodes, _ = projects.nodes_of(wish.devices, per_node)
-    _check_folder(wish.folder, force=options.force)
+    nodes, _ = projects.nodes_of(request.devices, per_node)
+    _check_folder(request.folder, force=options.force)
     print("Searching for the best layouts ...", file=sys.stderr)
-    proposals, seen = best_layouts(wish)
-    print(table(proposals, seen, wish))
+    proposals, seen = best_layouts(request)
+    print(table(proposals, seen, request))
     number = options.choose or asker.choose("\nWhich layout?", len(proposals))
     if number > len(proposals):
         raise ConfigError([f"--choose: {number}, but the layouts are 1 to {len(proposals)}"])
     slurm = options if (nodes > 1 if options.slurm is None else options.slurm) else None
-    command = _command(wish, options, number, flags)
-    project = projects.make_project(wish, proposals[number - 1].plan, command, slurm, per_node)
+    command = _command(request, options, number, flags)
+    project = projects.make_project(request, proposals[number - 1].plan, command, slurm, per_node)
     if measured:
         project.files[projects.HARDWARE] = measured
     projects.write(project)
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _given(flags: list[str]) -> Settings:
+def _given(flags: list[str]) -> Choices:
     """The configuration's flags as settings.
 
     Raises:
@@ -130,7 +130,7 @@ def _given(flags: list[str]) -> Settings:
     """
     problems: list[str] = []
     given = {
-        key: Setting(setting.value, "as given") for key, setting in config_flags(flags, problems)
+        key: Choice(setting.value, "as given") for key, setting in config_flags(flags, problems)
     }
     if "job.config_file" in given:
         problems.append(
@@ -148,7 +148,7 @@ def _check_folder(folder: Path, *, force: bool) -> None:
         )
 
 
-def _ask(options: argparse.Namespace, asker: Asker, given: Settings) -> tuple[Wish, str | None]:
+def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Request, str | None]:
     """What the flags and the answers say; and the file of this machine's CPU, if it was
     measured.
     """
@@ -188,11 +188,11 @@ def _ask(options: argparse.Namespace, asker: Asker, given: Settings) -> tuple[Wi
     asker.check()
     assert model is not None and data is not None and hardware is not None  # noqa: PT018 - no test
     assert devices is not None and seq_len is not None and folder is not None  # noqa: PT018
-    return Wish(model, data, hardware, devices, seq_len, folder, tokens, hours, given), measured
+    return Request(model, data, hardware, devices, seq_len, folder, tokens, hours, given), measured
 
 
 def _command(
-    wish: Wish,
+    request: Request,
     options: argparse.Namespace,
     number: int,
     flags: list[str],
@@ -200,25 +200,25 @@ def _command(
     """The command that makes the same project without questions."""
     named = (
         CPU
-        if options.hardware in (None, CPU) and wish.on_cpu
-        else options.hardware or wish.hardware.name
+        if options.hardware in (None, CPU) and request.on_cpu
+        else options.hardware or request.hardware.name
     )
     settings = {
-        "model": wish.model.folder or wish.model.name,
-        "data": wish.data.path or wish.data.dataset,
+        "model": request.model.folder or request.model.name,
+        "data": request.data.path or request.data.dataset,
         "hardware": named,
-        "devices": wish.devices,
+        "devices": request.devices,
         "gpus-per-node": options.gpus_per_node,
-        "seq-len": wish.seq_len,
-        "tokens": None if wish.tokens is None else f"{wish.tokens:.12g}",
-        "hours": None if wish.hours is None else f"{wish.hours:.6g}",
+        "seq-len": request.seq_len,
+        "tokens": None if request.tokens is None else f"{request.tokens:.12g}",
+        "hours": None if request.hours is None else f"{request.hours:.6g}",
         "choose": number if number > 1 else None,
         "time": options.time,
         "partition": options.partition,
         "account": options.account,
         "container": options.container,
     }
-    words = ["torchtitan", "init", str(wish.folder)]
+    words = ["torchtitan", "init", str(request.folder)]
     for name, value in settings.items():
         words += [] if value is None else [f"--{name}", str(value)]
     words += [f"--sbatch={line}" for line in options.sbatch]

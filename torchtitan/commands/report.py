@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports import collect
-from torchtitan.tools.reports.find import Runs
-from torchtitan.tools.reports.page import report_page
+from torchtitan.tools.reports.collect import report_page
+from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.text import as_text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole

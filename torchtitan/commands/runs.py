@@ -9,8 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from torchtitan.tools.reports.find import Runs
-from torchtitan.tools.reports.folder import STATES
+from torchtitan.tools.reports.folder import STATES, Runs
 from torchtitan.tools.reports.table import ORDERS, as_data, as_text, read_rows
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.text import listed, plural

@@ -20,7 +20,7 @@ from torchtitan.commands.train import check, count_gpus, node_range
 from torchtitan.config import load_config
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.launch import jobs
-from torchtitan.tools.launch.grid import Run, in_folder, make_runs, together
+from torchtitan.tools.launch.grid import GridRun, in_folder, make_runs, run_in_turn, together
 from torchtitan.tools.launch.job import (
     Job,
     add_job_options,
@@ -31,7 +31,6 @@ from torchtitan.tools.launch.job import (
     one_line,
     script,
 )
-from torchtitan.tools.launch.local import run_in_turn
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_all
 from torchtitan.utils.text import aligned, count, plural
@@ -106,7 +105,7 @@ class _Batch:
     """What is to be submitted, checked: one job, or an array of runs."""
 
     config: str
-    runs: list[Run]
+    runs: list[GridRun]
     """Empty for one job."""
     commands: list[list[str]]
     """The overrides of the job, or of each run."""
@@ -138,7 +137,7 @@ def main(argv: list[str]) -> int:
     return _run_here(options, batch) if options.local else _write(options, batch)
 
 
-def _checked(options: argparse.Namespace, overrides: list[str], runs: list[Run]) -> _Batch:
+def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridRun]) -> _Batch:
     """Check every run as its nodes will.
 
     Raises:
@@ -205,7 +204,7 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
         settings = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
         print(f"{_table(batch.runs)}\n{settings}" if batch.runs else text.rstrip())
         return 0
-    record = jobs.Record(
+    record = jobs.JobRecord(
         options.job_name,
         log or f"{str(Path.cwd()).replace('%', '%%')}/%x-%j.log",
         [run.name for run in batch.runs],
@@ -222,7 +221,7 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
     return 0
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _table(runs: Sequence[GridRun]) -> str:
     return aligned(
         [
             ["task", "run", "flags"],

@@ -24,7 +24,8 @@ from typing import Any
 from torchtitan.config.sections.schema import Model
 from torchtitan.data.text.contents import Contents, base_of, sampled
 from torchtitan.data.text.documents import DemoDocuments, counted
-from torchtitan.data.text.files import REPORT, FileStamp, find_text_files
+from torchtitan.data.text.files import REPORT, find_text_files
+from torchtitan.data.text.opening import FileStamp
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.duplicates import count_duplicates

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.commands.report import find_runs
-from torchtitan.tools.reports.find import Runs
+from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.live import Live
 from torchtitan.tools.reports.serve import LOOPBACK, Server, close
 from torchtitan.utils.errors import UserError

@@ -1,6 +1,6 @@
 """This rank's batch of every step, read ahead of training.
 
-DataSpec -> open_source -> Source.reader -> StepReader -> StepLoader -> StepBatch
+DataSpec -> open_source -> Source.reader -> StepReader -> StepRows -> StepLoader -> StepBatch
 """
 
 import math
@@ -17,11 +17,9 @@ from torchtitan.data.changed import ContentsRecord
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.rows import Share, blank_row
 from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, joined
-from torchtitan.data.read_ahead import ReadAhead
-from torchtitan.data.reader import Rows, StepReader
+from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
 from torchtitan.data.sources import DataSpec, DocumentSource, open_source
 from torchtitan.data.text.contents import Lists
-from torchtitan.data.workers import Workers
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
@@ -36,18 +34,17 @@ class StepBatch:
     labels: Tensor
     """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
     position: DataPosition
-    """This rank's part of the position after the step; `StepLoader.state` joins the ranks' parts.
-    """
+    """This rank's part of the position after the step; see `StepLoader.state`."""
     count: int
     """Rows of the step over all ranks."""
     sources: Tensor | None = None
-    """`[rows]` int64: the source of each row, by its index in the configuration."""
+    """`[rows]` int64: the source of each row by its index in the configuration."""
     epochs: Sequence[float] = ()
-    """How often each source has been read; of text, on this rank."""
+    """How often each source has been read; for text, on this rank."""
 
 
 _KEYS = {"tokenizer": "model.hf_assets_path", "seed": "debug.seed"}
-"""The configuration key behind an entry of a fingerprint, where their names differ."""
+"""Configuration keys of the entries of a fingerprint that have another name."""
 
 
 def build_loader(
@@ -58,27 +55,22 @@ def build_loader(
     local_batch_size: int = 1,
     limits: tuple[float, float] = (150.0, 50.0),
 ) -> "StepLoader":
-    """Build the loader of a rank; by default, of all rows.
+    """Build the loader of a rank; by default, it reads all rows.
 
     Args:
-        local_batch_size: the rank's number of rows is rounded up to a multiple of it, with rows
-        without labels.
         limits: seconds to wait for the first batch and for each later one, unless
-        `dataloader.timeout_seconds` is set.
+            `dataloader.timeout_seconds` is set.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
     """
     later = spec.options.timeout_seconds or limits[1]
-    return StepLoader(
-        spec, ((dp_rank, dp_degree),), local_batch_size, (max(limits[0], later), later)
-    )
+    share = ((dp_rank, dp_degree),)
+    return StepLoader(spec, share, local_batch_size, (max(limits[0], later), later))
 
 
 class StepLoader:
-    """Iterates over steps. Training data never ends; a finite pass restarts with every
-    iteration.
-    """
+    """Iterates over steps. Training data never ends; every iteration restarts a finite pass."""
 
     def __init__(
         self,
@@ -90,7 +82,7 @@ class StepLoader:
         """
         Args:
             share: the rows of each step that this rank reads.
-            local_batch_size: rows without labels fill up a batch to a multiple of it.
+            local_batch_size: rows without labels fill a batch up to a multiple of it.
             limits: seconds to wait for the first batch and for each later one.
         """
         self.spec = spec
@@ -115,13 +107,12 @@ class StepLoader:
     def size(self, step: int) -> int:
         """Rows of this rank's batch at a step, counted from 0."""
         ranks = math.prod(count for _, count in self.share)
-        return (
-            -(-self.spec.at(step).rows // (ranks * self.local_batch_size)) * self.local_batch_size
-        )
+        microbatches = -(-self.spec.at(step).rows // (ranks * self.local_batch_size))
+        return microbatches * self.local_batch_size
 
     @property
     def fingerprint(self) -> DataFingerprint:
-        """What a position is valid for."""
+        """The data that a position is valid for."""
         spec = self.spec
         return DataFingerprint(
             sources=self.record.fingerprints,
@@ -146,14 +137,13 @@ class StepLoader:
         )
 
     def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
-        """Continue from a recorded position, on any number of ranks and workers, with other weights
-        or batch sizes.
+        """Continue from a recorded position; ranks, workers, weights and batch sizes may differ.
 
         Args:
-            lists: reads the files of the sources at that position, as far as they were recorded.
+            lists: reads the recorded files of the sources at that position.
 
         Raises:
-            UserError: it is a position in other data, unless `on_changed_data` allows that.
+            UserError: the position is in other data, and `on_changed_data` doesn't allow that.
         """
         saved = state.fingerprint
         now = self.fingerprint
@@ -162,7 +152,8 @@ class StepLoader:
             self._check_same(name, key, getattr(saved, name), getattr(now, name))
         positions = dict(state.sources)
         for name in self.record.compare(state, lists):
-            if self.sources[name].takes(positions[name]):
+            kind = positions[name].kind
+            if kind == self.sources[name].kind and kind != "stream":  # a stream has its own state
                 positions[name] = positions[name].restarted()
             else:
                 logger.warning(
@@ -175,45 +166,38 @@ class StepLoader:
         self._workers = None
 
     def begin(self, step: int) -> None:
-        """Start the sources from their beginnings, but the stages at `step`, counted from 0."""
+        """Start the sources from their beginnings but the stages at `step`, counted from 0."""
         self.start = _beginning(step)
 
     def check_enough(self, steps: int) -> None:
         """Warn of sources that end before `steps`.
 
         Raises:
-            UserError: all do.
+            UserError: all of them do.
         """
         first = self.start.step
-        section = self.spec.section
-        read = {name: position.rows for name, position in self.start.sources.items()}
-        left = {
-            name: source.rows - read.get(name, 0)
-            for name, source in self.sources.items()
-            if source.rows is not None
-        }
+        plans = self.spec.plans
+        left: dict[str, int] = {}
+        for name, source in self.sources.items():
+            if source.rows is not None:
+                saved = self.start.sources.get(name)
+                left[name] = source.rows - (saved.rows if saved else 0)
         if left.keys() == self.sources.keys():
-            enough = first + whole_steps(self.spec.phases, sum(left.values()), first)
+            enough = first + whole_steps(plans, sum(left.values()), first)
             if enough < steps:
                 raise UserError(
-                    "training.steps: all sources will have been read max_epochs times "
-                    f"after {enough:,} of {steps:,} "
-                    f"steps; set training.steps = {enough}, or raise max_epochs"
+                    f"training.steps: the data runs out after step {enough:,} of {steps:,} "
+                    "(every source reaches max_epochs); "
+                    f"set training.steps = {enough}, or raise max_epochs"
                 )
-        for name, step in run_dry(self.spec.phases, left, range(first, steps - 1)).items():
+        for name, step in run_dry(plans, left, range(first, steps - 1)).items():
             logger.warning(
-                f"{section}.sources: {name} will have been read max_epochs times in step "
-                f"{step + 1:,} of {steps:,}; "
-                "from then on the others share its weight"
+                f"{self.spec.section}.sources: {name} reaches max_epochs in step {step + 1:,} of "
+                f"{steps:,}; from then on the others share its weight"
             )
 
     @staticmethod
-    def _check_same(
-        what: str,
-        key: str,
-        old: object,
-        now: object,
-    ) -> None:
+    def _check_same(what: str, key: str, old: object, now: object) -> None:
         if old != now:
             raise UserError(
                 f"{key}: the checkpoint's data position is for {what} {old}, but this "
@@ -224,19 +208,17 @@ class StepLoader:
 
     def _announce_changes(self, saved: set[str]) -> None:
         now = set(self.sources)
+        key = f"{self.spec.section}.sources"
         if added := sorted(now - saved):
-            logger.info(f"{self.spec.section}.sources: from here on also {', '.join(added)}")
+            logger.info(f"{key}: new from this step: {', '.join(added)}")
         if removed := sorted(saved - now):
-            logger.info(
-                f"{self.spec.section}.sources: no longer {', '.join(removed)}; their "
-                "positions are kept"
-            )
+            logger.info(f"{key}: no longer {', '.join(removed)}; their positions are kept")
 
     def skipped(self, position: DataPosition) -> Counter[str]:
-        """Bad documents that were left out, by kind.
+        """Numbers of bad documents that were left out, by kind.
 
         Args:
-            position: with all lanes; those of a stream are counted up to it.
+            position: has all lanes; a stream's documents are counted up to it.
         """
         found = Counter[str]()
         for name, source in self.sources.items():
@@ -250,8 +232,7 @@ class StepLoader:
         """
         Raises:
             UserError: reading fails (a disk or network error, a worker that was killed), or a batch
-            doesn't arrive in
-                time; the limits are shorter than those of the other ranks' collectives.
+                doesn't arrive in time; the other ranks' collectives wait longer.
         """
         self.close()
         self._ahead = ahead = ReadAhead(self._batches(), self.spec.options.prefetch_factor or 2)
@@ -261,17 +242,15 @@ class StepLoader:
             except queue.Empty:
                 raise UserError(self._stalled()) from None
             except (OSError, EOFError, RuntimeError) as error:
-                message = (
-                    f"{self.spec.section}.dataset: reading failed: {type(error).__name__}: {error}"
-                )
-                raise UserError(message) from error
+                cause = f"{type(error).__name__}: {error}"
+                raise UserError(f"{self.spec.section}.dataset: reading failed: {cause}") from error
             if batch is None:
                 return
             self.limit = self.later_limit
             yield batch
 
     def close(self) -> None:
-        """Stop reading ahead. A later iteration starts again."""
+        """Stop reading ahead. A later iteration starts afresh."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -287,7 +266,7 @@ class StepLoader:
         for step, rows in enumerate(steps, self.start.step):
             yield self._batch(step, rows)
 
-    def _batch(self, step: int, rows: Rows) -> StepBatch:
+    def _batch(self, step: int, rows: StepRows) -> StepBatch:
         missing = self.size(step) - len(rows.rows)
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(self.spec.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
@@ -300,7 +279,7 @@ class StepLoader:
 
     def blank(self) -> StepBatch:
         """A first batch without labels."""
-        return self._batch(0, Rows([], [], [], self.start))
+        return self._batch(0, StepRows([], [], [], self.start))
 
     def _stalled(self) -> str:
         section = self.spec.section
@@ -332,8 +311,4 @@ class StepLoader:
 
 def _beginning(step: int) -> DataPosition:
     """The position before a step at which no source has been read."""
-    return DataPosition(
-        step=step,
-        shares=Shares().position(),
-        sources={},
-    )
+    return DataPosition(step=step, shares=Shares().position(), sources={})

@@ -14,14 +14,12 @@ These models are the only definition of the format. Imports no torch.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from torchtitan.utils.formats import Count, Strict
-
-_DEEPEST = 100
-"""Levels of lists and objects in a stream's own state; pydantic's parser accepts about 200."""
+from torchtitan.utils.limits import STATE_LEVELS
 
 
 class DocumentPosition(Strict):
@@ -59,6 +57,14 @@ class SourcePosition(Strict):
     rows: Count
     lane_count: Count | None = None
     lanes: dict[str, LanePosition] | None = None
+
+    @property
+    def kind(self) -> Literal["tokens", "documents", "stream"]:
+        """The kind of source that the position is in."""
+        if not self.lanes:
+            return "tokens"
+        streams = [isinstance(lane.cursor, StreamPosition) for lane in self.lanes.values()]
+        return "stream" if any(streams) else "documents"
 
     @property
     def is_complete(self) -> bool:
@@ -177,8 +183,8 @@ def json_fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
     else:
         fault = _scalar_fault(value)
         return ("", fault) if fault else None
-    if depth == _DEEPEST:
-        return "", f"more than {_DEEPEST} levels of lists and dicts"
+    if depth == STATE_LEVELS:
+        return "", f"more than {STATE_LEVELS} levels of lists and dicts"
     for place, inner in parts:
         if found := json_fault(inner, depth + 1):
             return place + found[0], found[1]

@@ -1,22 +1,44 @@
-"""The rows of each step, from all sources."""
+"""The rows of each step: read from all sources, by worker processes if there are any, and ahead.
 
+StepReader   reads a share of the rows in this process
+Workers      reads it in `num_workers` processes, each of which has a `StepReader`
+ReadAhead    runs either in a thread
+"""
+
+import itertools
+import queue
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch.utils.data
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.data.order.mixture import Shares, divide, place
-from torchtitan.data.order.rows import Row, Share, SourceReader, StepRows, blank_row, own_rows
-from torchtitan.data.positions import DataPosition
-from torchtitan.data.sources import DataSpec, Source
+from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, own_rows
+from torchtitan.data.positions import DataPosition, joined
+from torchtitan.data.sources import DataSpec, Source, open_source
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.signals import become_stoppable, helpers_shielded
+from torchtitan.utils.torch_compat import replaced
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 5.0
+"""Wait for a hanging read to end. The process would abort if the thread ran C++ code while the
+interpreter shuts down.
+"""
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     """A reader's part of one step."""
 
     rows: list[Row]
     sources: list[int]
-    """The source of each row, by its index in the configuration."""
+    """The source of each row by its index in the configuration."""
     epochs: list[float]
     """How often each source has been read after the step."""
     position: DataPosition
@@ -35,7 +57,7 @@ class StepReader:
     ):
         """
         Args:
-            start: position to continue from, with all lanes of the sources that it has.
+            start: position to continue from, with all lanes of its sources.
         """
         self.spec = spec
         self.share = share
@@ -44,15 +66,16 @@ class StepReader:
         self.shares.seek(start.shares)
         self.readers: dict[str, SourceReader] = {}
         for name, source in sources.items():
-            if saved := start.sources.get(name):
+            saved = start.sources.get(name)
+            if saved is None:
+                self.readers[name] = source.reader(share)
+            else:
                 self.readers[name] = source.reader(share, saved.lane_count)
                 self.readers[name].seek(saved)
-            else:
-                self.readers[name] = source.reader(share)
         self.parked = {name: saved for name, saved in start.sources.items() if name not in sources}
-        """Positions of sources that this run doesn't read. It may read them again later."""
+        """Positions of sources that this run doesn't read. A later run may read them again."""
 
-    def steps(self) -> Iterator[Rows]:
+    def steps(self) -> Iterator[StepRows]:
         """The remaining steps. Training data has no end.
 
         Raises:
@@ -61,40 +84,37 @@ class StepReader:
         while (rows := self._next()) is not None:
             yield rows
 
-    def _next(self) -> Rows | None:
-        """None at the end of a finite pass."""
+    def _next(self) -> StepRows | None:
+        """The next step; None at the end of a finite pass."""
         _, count, weights = self.spec.at(self.step)
-        step = StepRows(self.step, count, own_rows(count, self.share))
-        left = {name: reader.left for name, reader in self.readers.items()}
-        ends = (
-            {name: rows for name, rows in left.items() if rows is not None}
-            if self.spec.infinite
-            else {}
-        )
-        counts = divide(self.shares, weights, count, ends)
+        left: dict[str, int] = {}
+        if self.spec.infinite:
+            for name, reader in self.readers.items():
+                if reader.left is not None:
+                    left[name] = reader.left
+        counts = divide(self.shares, weights, count, left)
         if sum(counts.values()) < count:
             raise UserError(
                 f"{self.spec.section}.sources: all have been read max_epochs times after "
                 f"{self.step} steps; set "
                 f"training.steps = {self.step}, or raise max_epochs"
             )
-        rows: dict[int, tuple[Row, int]] = {}
         slots = place(counts, self.spec.seed, self.step)
+        found: dict[int, Row] = {}
+        source_of: dict[int, int] = {}
         for index, (name, reader) in enumerate(self.readers.items()):
             if name in slots:
-                rows |= {slot: (row, index) for slot, row in reader.read(step, slots[name]).items()}
-        if not self.spec.infinite and not rows:
+                rows = reader.read(self.step, count, slots[name])
+                found.update(rows)
+                source_of.update(dict.fromkeys(rows, index))
+        if not self.spec.infinite and not found:
             return None
         self.step += 1
-        blank = blank_row(self.spec.seq_len), 0
-        found, sources = (
-            zip(*(rows.get(slot, blank) for slot in step.own), strict=True)
-            if step.own
-            else ((), ())
-        )
-        return Rows(
-            list(found),
-            list(sources),
+        own = own_rows(count, self.share)
+        blank = blank_row(self.spec.seq_len)
+        return StepRows(
+            [found.get(slot, blank) for slot in own],
+            [source_of.get(slot, 0) for slot in own],
             [reader.epochs for reader in self.readers.values()],
             self.position(),
         )
@@ -107,3 +127,147 @@ class StepReader:
             shares=self.shares.position(),
             sources=self.parked | sources,
         )
+
+
+class Workers:
+    """`num_workers` processes, each of which reads a consecutive share of the rank's rows."""
+
+    def __init__(self, spec: DataSpec, share: Share, start: DataPosition):
+        """
+        Args:
+            share: the rank's.
+            start: position to continue from, with all lanes.
+        """
+        options = spec.options
+        count = options.num_workers
+        self.spec = spec
+        self.shares = [(*share, (index, count)) for index in range(count)]
+        self.first = start.step
+        self.loader = DataLoader(
+            _WorkerRows(spec, self.shares, start),
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=count,
+            persistent_workers=options.persistent_workers,
+            prefetch_factor=options.prefetch_factor,
+            # Forking a process that runs gloo's and NCCL's threads can deadlock.
+            multiprocessing_context="forkserver",
+        )
+
+    def steps(self) -> Iterator[StepRows]:
+        """The rank's part of each step. DataLoader takes an item from each worker in turn, so one
+        round is a step.
+        """
+        with helpers_shielded():
+            items = iter(self.loader)
+        for step in itertools.count(self.first):
+            parts: list[StepRows | str | None] = [next(items) for _ in self.shares]
+            for part in parts:
+                if isinstance(part, str):
+                    raise UserError(part)
+            found = [part for part in parts if isinstance(part, StepRows)]
+            if not found:
+                return
+            sums = map(sum, zip(*(part.epochs for part in found), strict=True))
+            epochs = [total / len(found) for total in sums]
+            whole = StepRows([], [], epochs, joined([part.position for part in found]))
+            for part, share in zip(parts, self.shares, strict=True):
+                if isinstance(part, StepRows):
+                    whole.rows.extend(part.rows)
+                    whole.sources.extend(part.sources)
+                else:  # its lanes ended before the others'
+                    missing = len(own_rows(self.spec.at(step).rows, share))
+                    whole.rows.extend([blank_row(self.spec.seq_len)] * missing)
+                    whole.sources.extend([0] * missing)
+            yield whole
+
+
+class _WorkerRows(IterableDataset):
+    """A worker's part of each step; None at the end of a finite pass, or the text of an error."""
+
+    def __init__(self, spec: DataSpec, shares: list[Share], start: DataPosition):
+        self.spec = spec
+        self.shares = shares
+        self.start = start
+
+    def __iter__(self) -> Iterator[StepRows | str | None]:
+        info = get_worker_info()
+        assert info is not None
+        become_stoppable()
+        try:
+            with _undivided():
+                sources = {
+                    one.name: open_source(self.spec, one, self.spec.retry(one))
+                    for one in self.spec.sources
+                }
+                steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
+            while True:
+                with _undivided():
+                    rows = next(steps, None)
+                yield rows
+        except UserError as error:
+            # DataLoader re-raises only exceptions that take a single string, with a traceback as
+            # their text.
+            while True:
+                yield str(error)
+
+
+def _undivided() -> AbstractContextManager[None]:
+    """Hide from `datasets` that this is a worker: it would divide the shards that lanes divide."""
+    return replaced(torch.utils.data, get_worker_info=lambda: None)
+
+
+def _unchanged(item: T) -> T:
+    """Keep numpy arrays: by default, DataLoader copies each into a shared-memory file."""
+    return item
+
+
+class ReadAhead(Generic[T]):
+    """Runs `items` in a thread until `depth` of them wait to be taken."""
+
+    def __init__(self, items: Iterator[T], depth: int):
+        self._queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._produce,
+            args=(items,),
+            name="data",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def get(self, timeout: float) -> T | None:
+        """The next item; None at the end.
+
+        Raises:
+            queue.Empty: none came within `timeout` seconds.
+            BaseException: whatever `items` raised.
+        """
+        item = self._queue.get(timeout=timeout)
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop after the item in progress."""
+        self._stop.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _produce(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: T | BaseException | None) -> bool:
+        """Whether `item` was queued before the consumer closed this."""
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False

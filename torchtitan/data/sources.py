@@ -1,22 +1,32 @@
-"""The three kinds of data source: token files, documents and streams. Each makes readers of its
-rows.
+"""The kinds of data source: token files, documents and streams. Each makes readers of its rows.
+
+A module of the user registers others with `make(dataset_path[, keys])`, which returns either
+
+- numbered documents: `len(it)`, `it[i]`, the text of document i, and `fingerprint`, a string that
+  changes when the texts do. Document i must be the same on every rank and at every call; which one
+  is read when follows from the seed.
+- a `datasets.IterableDataset` with a column of texts, for example by
+  `IterableDataset.from_generator(texts, gen_kwargs={"shards": [...]})`, whose shards ranks divide
+  among them. Its `state_dict()` is its position, and must be JSON.
+
+Both take part in the global order of rows, in mixtures and in resumes as built-in sources do. Every
+rank and every worker process calls `make`.
 """
 
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torchtitan.config.sections import data as config
-from torchtitan.data.custom import is_stream, open_custom
-from torchtitan.data.order.mixture import Phase
+from torchtitan.data.order.mixture import StagePlan
 from torchtitan.data.order.rows import (
     Cursor,
-    DocumentCursor,
     Lane,
     LaneReader,
     Share,
@@ -25,17 +35,17 @@ from torchtitan.data.order.rows import (
     lanes_within,
     own_rows,
 )
-from torchtitan.data.positions import DocumentPosition, SourcePosition
 from torchtitan.data.text.contents import Contents
-from torchtitan.data.text.documents import Documents, OnBad, open_documents
+from torchtitan.data.text.documents import DocumentCursor, Documents, OnBad, open_documents
 from torchtitan.data.text.files import find_token_files
 from torchtitan.data.text.retry import Retry
-from torchtitan.data.text.streams import StreamCursor, open_stream
+from torchtitan.data.text.streams import Stream, StreamCursor, open_stream
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.token_files import TokenFiles
 from torchtitan.utils.errors import UserError
 
-OnChanged = Literal["stop", "continue"]
+_CHECKED = 1000
+"""Registered documents in which to look for text. Reading all may take long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,43 +57,43 @@ class DataSpec:
     tokenizer: Tokenizer
     seq_len: int
     rows_per_step: int
-    """Over all ranks, before the first stage that changes it; at least one each."""
+    """Rows over all ranks, before the first stage that changes it; at least one per rank."""
     seed: int
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
     options: config.DataLoader
     on_bad_document: OnBad = "stop"
     """What to do with documents that can't be decoded or have no text."""
-    on_changed_data: OnChanged = "stop"
+    on_changed_data: Literal["stop", "continue"] = "stop"
     """What a resume does if files have other contents than at the checkpoint."""
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
     custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Registered name to what makes its data."""
+    """Registered sources: name to `make`."""
 
     @property
     def name(self) -> str:
         return ", ".join(source.dataset_path or source.dataset for source in self.sources)
 
     @cached_property
-    def phases(self) -> list[Phase]:
-        """What the stages make of the batch size and the weights, in order."""
+    def plans(self) -> list[StagePlan]:
+        """The batch size and weights of each stage, in order."""
         weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
-        phases = [Phase(0, self.rows_per_step, weights)]
+        plans = [StagePlan(0, self.rows_per_step, weights)]
         for stage in self.stages:
             changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
-            rows = stage.global_batch_size or phases[-1].rows
-            phases.append(Phase(stage.from_step - 1, rows, {**phases[-1].weights, **changed}))
-        return phases
+            rows = stage.global_batch_size or plans[-1].rows
+            plans.append(StagePlan(stage.from_step - 1, rows, {**plans[-1].weights, **changed}))
+        return plans
 
-    def at(self, step: int) -> Phase:
-        """The phase of a step, counted from 0."""
-        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.first) - 1]
+    def at(self, step: int) -> StagePlan:
+        """The plan for a step, counted from 0."""
+        return self.plans[bisect_right(self.plans, step, key=lambda plan: plan.first) - 1]
 
     @property
     def batch_sizes(self) -> set[int]:
-        """Rows of any step."""
-        return {phase.rows for phase in self.phases}
+        """All numbers of rows that a step may have."""
+        return {plan.rows for plan in self.plans}
 
     def key(self, source: config.Source) -> str:
         """The section or table of the configuration that names a source."""
@@ -93,22 +103,22 @@ class DataSpec:
         return Retry(self.key(source), source.dataset_path or source.dataset, self.options)
 
 
-class Source(Protocol):
+class Source(ABC):
     """An open data source."""
 
+    kind: Literal["tokens", "documents", "stream"]
+    """See `SourcePosition.kind`."""
     contents: Contents
-    rows: int | None
-    """Until the source ends; None if it doesn't, or that isn't known."""
+    rows: int | None = None
+    """Rows until the source ends; None if it doesn't, or that isn't known."""
 
+    @abstractmethod
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
         """A reader of a share of the rows.
 
         Args:
-            lanes: how many a saved position has.
+            lanes: the number of lanes of a saved position.
         """
-
-    def takes(self, position: SourcePosition) -> bool:
-        """Whether a position in other contents means something in these."""
 
 
 def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
@@ -126,9 +136,8 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     if make is None and source.dataset_path is not None:
         key = f"{section}.dataset_path"
         if found := find_token_files(source.dataset_path, key):
-            return TokenSource(
-                TokenFiles(found, spec.seq_len, spec.tokenizer, key), spec, source, retry
-            )
+            files = TokenFiles(found, spec.seq_len, spec.tokenizer, key)
+            return TokenSource(files, spec, source.max_epochs, retry)
     if source.max_epochs is not None:
         raise UserError(
             f"{section}.max_epochs: the end of a text is known only from its tokens; "
@@ -137,7 +146,7 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
         )
     if make is not None:
         made = open_custom(make, source.dataset, source.dataset_path, section)
-        if not is_stream(made):
+        if isinstance(made, RegisteredDocuments):
             return DocumentSource(made, spec, retry)
         stream = StreamSource(made, spec, source, retry)
         stream.check()
@@ -152,45 +161,39 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     )
     if documents is not None:
         return DocumentSource(documents, spec, retry)
-    return StreamSource(
-        open_stream(source.dataset, section, source.text_column), spec, source, retry
-    )
+    found_stream = open_stream(source.dataset, section, source.text_column)
+    return StreamSource(found_stream, spec, source, retry)
 
 
-class TokenSource:
+class TokenSource(Source):
     """Rows are windows of token files."""
+
+    kind = "tokens"
 
     def __init__(
         self,
         files: TokenFiles,
         spec: DataSpec,
-        source: config.Source,
+        max_epochs: int | None,
         retry: Retry,
     ):
         self.files = files
-        self.spec = spec
         self.retry = retry
         self.contents = files.contents
-        self.epochs = source.max_epochs if spec.infinite else 1
-        self.rows = None if self.epochs is None else self.epochs * len(files)
-        """Until the source ends."""
+        self.seed = spec.seed if spec.infinite else None
+        self.epochs = max_epochs if spec.infinite else 1
+        if self.epochs is not None:
+            self.rows = self.epochs * len(files)
 
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
-        return TokenReader(
-            self.files, self.spec.seed, self.epochs, self.retry, shuffled=self.spec.infinite
-        )
-
-    def takes(self, position: SourcePosition) -> bool:
-        return position.lanes is None
+        return TokenReader(self.files, share, self.seed, self.epochs, self.retry)
 
 
-class _LaneSource(ABC):
+class _LaneSource(Source):
     """Rows are cut from lanes of documents."""
 
-    contents: Contents
-    rows: int | None = None
-
-    def __init__(self, lanes: int, spec: DataSpec, retry: Retry):
+    def __init__(self, contents: Contents, lanes: int, spec: DataSpec, retry: Retry):
+        self.contents = contents
         self.lanes = lanes
         self.spec = spec
         self.retry = retry
@@ -199,62 +202,52 @@ class _LaneSource(ABC):
     def cursor(self, lane: int, lanes: int) -> Cursor:
         """The documents of a lane."""
 
-    @abstractmethod
-    def takes(self, position: SourcePosition) -> bool:
-        """See `Source`."""
-
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
         spec = self.spec
-        lanes = lanes or self.lanes
-        own = {
-            lane
-            for rows in spec.batch_sizes
-            for lane in lanes_within(own_rows(rows, share), rows, lanes)
-        }
-        made = {
-            lane: Lane(self.cursor(lane, lanes), spec.tokenizer, spec.seq_len)
+        count = lanes or self.lanes
+        own: set[int] = set()
+        for rows in spec.batch_sizes:
+            own.update(lanes_within(own_rows(rows, share), rows, count))
+        read = {
+            lane: Lane(self.cursor(lane, count), spec.tokenizer, spec.seq_len)
             for lane in sorted(own)
         }
-        return LaneReader(self.contents.fingerprint, made, lanes)
+        return LaneReader(self.contents.fingerprint, share, read, count)
 
 
 class DocumentSource(_LaneSource):
     """Documents that can be read in any order; one lane per row, if there are enough."""
 
+    kind = "documents"
+
     def __init__(self, documents: Documents, spec: DataSpec, retry: Retry):
-        super().__init__(min(max(spec.batch_sizes), len(documents)), spec, retry)
+        lanes = min(max(spec.batch_sizes), len(documents))
+        super().__init__(documents.contents, lanes, spec, retry)
         self.documents = documents
-        self.contents = documents.contents
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
-        return DocumentCursor(
-            self.documents, lane, lanes, self.spec.seed, self.spec.infinite, self.retry
-        )
-
-    def takes(self, position: SourcePosition) -> bool:
-        lanes = (position.lanes or {}).values()
-        return bool(lanes) and all(isinstance(lane.cursor, DocumentPosition) for lane in lanes)
+        seed = self.spec.seed if self.spec.infinite else None
+        return DocumentCursor(self.documents, lane, lanes, seed, self.retry)
 
 
 class StreamSource(_LaneSource):
     """A stream of documents; as many lanes as its shards allow."""
 
+    kind = "stream"
+
     def __init__(
         self,
-        stream: Any,
+        stream: Stream,
         spec: DataSpec,
         source: config.Source,
         retry: Retry,
     ):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read
         # the whole stream.
-        super().__init__(math.gcd(max(spec.batch_sizes), stream.num_shards), spec, retry)
+        lanes = math.gcd(max(spec.batch_sizes), stream.num_shards)
+        super().__init__(Contents(f"stream of {source.dataset}"), lanes, spec, retry)
         self.stream = stream
-        self.source = source
-        self.contents = Contents(f"stream of {source.dataset}")
-
-    def takes(self, position: SourcePosition) -> bool:
-        return False  # it holds a stream's own state
+        self.column = source.text_column
 
     def check(self) -> None:
         """
@@ -267,13 +260,74 @@ class StreamSource(_LaneSource):
         first.position()
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
-        spec = self.spec
         return StreamCursor(
             self.stream,
             lane,
             lanes,
-            spec.infinite,
+            self.spec.infinite,
             self.retry,
-            self.source.text_column,
-            spec.on_bad_document,
+            self.column,
+            self.spec.on_bad_document,
         )
+
+
+class RegisteredDocuments:
+    """Documents of a registered source, checked."""
+
+    text_bytes: None = None
+
+    def __init__(self, made: Any, key: str):
+        """
+        Args:
+            key: the start of messages.
+
+        Raises:
+            UserError: it lacks a method, or has no text.
+        """
+        self.made = made
+        self.key = key
+        self.skipped: Counter[str] = Counter()
+        needed = ("__len__", "__getitem__", "fingerprint")
+        if lacks := [name for name in needed if not hasattr(made, name)]:
+            raise UserError(
+                f"{key} made a {type(made).__name__} without {', '.join(lacks)}; "
+                "documents need these, unless they are a datasets.IterableDataset"
+            )
+        if not isinstance(made.fingerprint, str):
+            kind = type(made.fingerprint).__name__
+            raise UserError(f"{key} has a fingerprint of type {kind}; it must be a string")
+        self.contents = Contents(made.fingerprint)
+        if not len(self):
+            raise UserError(f"{key} is empty")
+        count = min(len(self), _CHECKED)
+        if not any(self[i] for i in range(count)):  # seldom reads more than one
+            raise UserError(f"{key} holds no text in its first {count} documents")
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, index: int) -> str:
+        text = self.made[index]
+        if not isinstance(text, str):
+            raise UserError(
+                f"{self.key} has a {type(text).__name__} as document {index}; it must be a string"
+            )
+        return text
+
+
+def open_custom(
+    make: Callable[..., Any],
+    dataset: str,
+    dataset_path: str | None,
+    section: str,
+) -> "RegisteredDocuments | Stream":
+    """Open a registered source.
+
+    Raises:
+        UserError: it is neither of the two kinds, or has no text.
+    """
+    made = make(dataset_path)
+    if hasattr(made, "num_shards"):  # a stream; importing its class would take seconds
+        stream: Stream = made
+        return stream
+    return RegisteredDocuments(made, f'{section}.dataset: "{dataset}"')

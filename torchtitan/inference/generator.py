@@ -1,9 +1,9 @@
-"""Text generation: a key-value cache, sampling, and the loop over tokens.
+"""Text generation: sampling, and the loop over tokens with a key-value cache or without one.
 
-The model is unchanged: its attention modules call `self.attend`, which is replaced by attention
-with a cache. Rows are padded at the end, where causal attention doesn't look, so each row has the
-positions it would have alone. The keys and values of a padding token are overwritten when the row
-reaches its position.
+The cache leaves the model unchanged: its attention modules call `self.attend`, which is replaced by
+attention with a cache. Rows are padded at the end, where causal attention doesn't look, so each row
+has the positions it would have alone. The keys and values of a padding token are overwritten when
+the row reaches its position.
 
 Shapes: b rows, s new tokens of each, vocab size of the vocabulary.
 """
@@ -171,6 +171,43 @@ def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
     return (logits - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log()).argmax(-1)
+
+
+NextLogits = Callable[[Sequence[list[int]]], Tensor]
+"""Maps texts of ids to the logits of the next token, `[b, vocab]` fp32, equal on all ranks."""
+
+
+def continue_prompts(
+    prompts: Sequence[list[int]],
+    next_logits: NextLogits,
+    sampling: Sampling,
+    *,
+    stop: Sequence[int],
+    max_new_tokens: int,
+    max_seq_len: int,
+    device: torch.device,
+    ends: Callable[[Continuation], bool] = lambda _: False,
+) -> list[Continuation]:
+    """Continue each prompt until a stop token or a limit, without a cache, under any layout.
+
+    Each token costs a forward over the whole text. All ranks make the same calls.
+
+    Args:
+        prompts: token ids; none empty, each shorter than `max_seq_len`.
+        stop: tokens that end a text.
+        ends: whether a text is complete for another reason.
+    """
+    rows = [Continuation(list(prompt)) for prompt in prompts]
+    generators = [noise_generator(sampling.seed, prompt, device) for prompt in prompts]
+    while growing := [i for i, row in enumerate(rows) if not row.end]:
+        logits = next_logits([[*rows[i].prompt, *rows[i].tokens] for i in growing])
+        drawn = sample(logits, sampling, [generators[i] for i in growing])
+        dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
+        for i, token in zip(growing, drawn.tolist(), strict=True):
+            rows[i].take(token, stop, max_new_tokens, max_seq_len)
+            if not rows[i].end and ends(rows[i]):
+                rows[i].end = "stop"
+    return rows
 
 
 class TextGenerator:

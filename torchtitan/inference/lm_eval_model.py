@@ -6,6 +6,7 @@ continuation, and in how it truncates.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -19,21 +20,20 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.inference.generator import Continuation, Sampling
-from torchtitan.inference.texts import EvalTokenizer
-from torchtitan.inference.uncached import continue_prompts
+from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
+from torchtitan.inference.generator import Continuation, Sampling, continue_prompts
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.formats import read_json_object
 
 _MAX_NEW_TOKENS = 256
-"""Of a request that doesn't say how many, as in the `hf` backend."""
+"""Default for requests without a limit, as in the `hf` backend."""
 
 Pair = tuple[Any, list[int], list[int]]
 """What a request is called (unused here), the ids of its context and of its continuation."""
 
 
 class Logits(Protocol):
-    """A model's logits at chosen positions: `train.probe.Probe`."""
+    """A model's logits at chosen positions: `train.logits`."""
 
     device: torch.device
     max_seq_len: int
@@ -50,6 +50,87 @@ class Logits(Protocol):
     ) -> Tensor: ...
 
     def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor: ...
+
+
+class EvalTokenizer:
+    """Texts to token ids as transformers does it, so that scores are those of the `hf` backend.
+
+    Unlike in training, the spelling of a special token in a text becomes that token. A trained
+    model gets begin-of-text where training does, as its export says; for a Hugging Face folder, the
+    tokenizer's files say which tokens are added.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, by_file: bool = False):
+        """
+        Args:
+            by_file: add the special tokens that the tokenizer's files ask for, not those of
+            training.
+        """
+        self.eos_id = tokenizer.eos_id
+        self.prefix_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        """What a text without context follows."""
+        self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        self._after: list[int] = []
+        self._ids: Callable[[str, bool], list[int]] = lambda text, _: tokenizer.encode(text)
+        self._decode = tokenizer.decode
+        self._special = {tokenizer.bos_id, tokenizer.eos_id}
+        if isinstance(tokenizer, TiktokenTokenizer):
+            backend = tokenizer.backend
+            self._ids = lambda text, _: backend.encode(text, allowed_special="all")
+            self._special = {
+                backend.encode_single_token(name) for name in backend.special_tokens_set
+            }
+        elif isinstance(tokenizer, HuggingFaceTokenizer):
+            self._read(tokenizer, by_file)
+
+    def _read(self, tokenizer: HuggingFaceTokenizer, by_file: bool) -> None:
+        """As transformers' fast tokenizers read their files."""
+        assert tokenizer.path is not None
+        # recognizes special tokens
+        backend: Any = type(tokenizer.backend).from_file(str(tokenizer.path))
+        backend.no_truncation()
+        backend.no_padding()
+        self._special = {
+            id for id, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+        self._ids = lambda text, _: backend.encode(text, add_special_tokens=False).ids
+        if not by_file:
+            return
+        file = tokenizer.path.with_name("tokenizer_config.json")
+        config = read_json_object(file) if file.exists() else {}
+        asked = {key: config[key] for key in ("add_bos_token", "add_eos_token") if key in config}
+        # a rule of the file for what is added
+        own = not asked and backend.post_processor is not None
+        self._before = [self.prefix_id] if asked.get("add_bos_token") else []
+        self._after = [self.eos_id] if asked.get("add_eos_token") else []
+        self._ids = lambda text, special: (
+            backend.encode(text, add_special_tokens=special and own).ids
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """
+        Args:
+            add_special_tokens: begin the text as training does, or as the tokenizer's files ask
+            for.
+        """
+        ids = self._ids(text, add_special_tokens)
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._decode([i for i in ids if not (skip_special_tokens and i in self._special)])
+
+
+@dataclass
+class _Row:
+    """An input that requests share: they differ in the last token of their continuation."""
+
+    text: list[int]
+    requests: list[int] = field(default_factory=list)
+    """Their indices."""
+    scored: int = 0
+    """How many positions at the end of the text predict a token of a continuation."""
+    lasts: list[int] = field(default_factory=list)
+    """The tokens that may follow the text."""
 
 
 class HarnessModel(TemplateLM):
@@ -118,63 +199,54 @@ class HarnessModel(TemplateLM):
         Requests with the same input share a row: they differ in their last token, as the choices of
         a question do.
         """
-        rows: dict[tuple[int, ...], list[int]] = {}
+        rows: dict[tuple[int, ...], _Row] = {}
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"lm-eval: a continuation has {len(continuation)} tokens, the model "
-                    f"reads {self.max_length}; "
-                    "leave out this task"
+                    f"reads {self.max_length}; leave out this task"
                 )
-            whole = [*context, *continuation][-(self.max_length + 1) :]
-            rows.setdefault(tuple(whole[:-1]), []).append(i)
-        texts = [list(row) for row in rows]
-        scored = [max(len(requests[i][2]) for i in members) for members in rows.values()]
-        lasts = [
-            list(dict.fromkeys(requests[i][2][-1] for i in members)) for members in rows.values()
-        ]
-        likely, best = self._score(texts, scored, lasts)
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+            *text, last = [*context, *continuation][-(self.max_length + 1) :]
+            row = rows.setdefault(tuple(text), _Row(text))
+            row.requests.append(i)
+            row.scored = max(row.scored, len(continuation))
+            if last not in row.lasts:
+                row.lasts.append(last)
+        likely, best = self._score(list(rows.values()))
+        found = [(0.0, False)] * len(requests)
         end = 0
-        for text, count, last, members in zip(texts, scored, lasts, rows.values(), strict=True):
-            end += count
-            for i in members:
-                own = requests[i][2]
-                inner = range(end - len(own), end - 1)
-                choice = last.index(own[-1])
-                value = sum(likely[number][0] for number in inner) + likely[end - 1][choice]
-                greedy = [best[number] for number in inner] == text[len(text) - len(own) + 1 :]
-                found[i] = value, greedy and best[end - 1] == own[-1]
+        for row in rows.values():
+            end += row.scored
+            for i in row.requests:
+                *own, last = requests[i][2]
+                begin = end - 1 - len(own)
+                value = sum(values[0] for values in likely[begin : end - 1])
+                value += likely[end - 1][row.lasts.index(last)]
+                expected = [*row.text[len(row.text) - len(own) :], last]
+                found[i] = value, best[begin:end] == expected
         return found
 
-    def _score(
-        self, texts: list[list[int]], scored: list[int], lasts: list[list[int]]
-    ) -> tuple[list[list[float]], list[int]]:
-        """Log-likelihoods of what follows the last `scored` positions of each text, and the
-        likeliest tokens.
-
-        Args:
-            lasts: the tokens that may follow each text.
+    def _score(self, rows: Sequence[_Row]) -> tuple[list[list[float]], list[int]]:
+        """Log-likelihoods of what follows the scored positions, and the likeliest tokens.
 
         Returns:
-            For each position, of all texts in order: the values of the next token, or of each that
-            may follow the text; and the likeliest token.
+            For each position, of all rows in order: the values of the next token, or of each that
+            may follow the row; and the likeliest token.
         """
-        chosen = [
-            range(len(text) - count, len(text)) for text, count in zip(texts, scored, strict=True)
-        ]
+        chosen = [range(len(row.text) - row.scored, len(row.text)) for row in rows]
         targets: list[list[int]] = []
-        for text, places, last in zip(texts, chosen, lasts, strict=True):
-            targets += [[text[place + 1]] for place in places[:-1]] + [last]
+        for row, places in zip(rows, chosen, strict=True):
+            targets += [[row.text[place + 1]] for place in places[:-1]]
+            targets.append(row.lasts)
         width = max(map(len, targets), default=1)
-        padded = torch.tensor(
-            [[*row, *[0] * (width - len(row))] for row in targets], device=self.logits.device
-        )
+        filled = [target + [0] * (width - len(target)) for target in targets]
+        padded = torch.tensor(filled, device=self.logits.device)
 
         def read(logits: Tensor, numbers: Tensor) -> Tensor:
             values = logits.log_softmax(-1).gather(1, padded[numbers])
             return torch.cat([values, logits.argmax(-1, keepdim=True)], dim=1)
 
+        texts = [row.text for row in rows]
         values = self.logits(texts, chosen, read, width + 1).double().tolist()
         return [row[:-1] for row in values], [int(row[-1]) for row in values]
 

@@ -5,15 +5,19 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.parallel.agree import from_all
 from torchtitan.utils.errors import UserError, did_you_mean
 from torchtitan.utils.torch_compat import replaced
+
+if TYPE_CHECKING:
+    from torchtitan.inference.lm_eval_model import Logits
 
 SEED = 1234
 """Chooses the examples of few-shot tasks, as in lm-eval."""
@@ -50,29 +54,23 @@ class Tasks:
                 try:
                     with _unchanged_random_state(), _whole_json():
                         self.loaded = self._load()
+                except UserError as error:
+                    problem = str(error)
                 except Exception as error:
-                    problem = (
-                        str(error)
-                        if isinstance(error, UserError)
-                        else f"{type(error).__name__}: {error}"
-                    )
-            problems: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, problem)
-            if found := next(filter(None, problems), None):
-                raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
+                    problem = f"{type(error).__name__}: {error}"
+            for found in from_all(problem):
+                if found:
+                    raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
 
     def _load(self) -> dict[str, Any]:
-        logging.getLogger("lm_eval").setLevel(
-            logging.ERROR
-        )  # it warns of every default of a task, on every rank
+        # It warns of every default of a task, on every rank.
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         from lm_eval.tasks import TaskManager
 
         # lm-eval's own tasks are 15,000 files, which take seconds to index.
-        manager = (
-            TaskManager(include_path=self.include_path, include_defaults=False)
-            if self.include_path
-            else None
-        )
+        manager = None
+        if self.include_path:
+            manager = TaskManager(include_path=self.include_path, include_defaults=False)
         if manager is None or not all(manager.match_tasks([name]) for name in self.names):
             manager = TaskManager(include_path=self.include_path)
         for name in self.names:
@@ -90,7 +88,7 @@ class Tasks:
 
     def run(
         self,
-        logits: Any,
+        logits: "Logits",
         tokenizer: Tokenizer,
         *,
         bootstrap: int = 0,
@@ -99,20 +97,18 @@ class Tasks:
         """Results as lm-eval returns them, the same on every rank.
 
         Args:
-            logits: reads the model, as `harness.Logits`.
+            logits: reads the model.
             by_file: add the special tokens that the tokenizer's files ask for, not those of
             training.
-            bootstrap: samples for the errors of metrics that are no mean; 0: without.
+            bootstrap: samples for the errors of metrics that aren't a mean; 0: no errors.
         """
         from lm_eval.api import task
         from lm_eval.evaluator import evaluate
 
         from torchtitan.inference.lm_eval_model import HarnessModel
 
-        with (
-            _unchanged_random_state(),
-            replaced(task, tqdm=lambda items, **_: items),
-        ):  # no bar for each rank
+        # no progress bar for each rank
+        with _unchanged_random_state(), replaced(task, tqdm=lambda items, **_: items):
             random.seed(0)
             np.random.seed(SEED)
             found = evaluate(
@@ -135,15 +131,14 @@ def scores(results: Mapping[str, Any]) -> dict[str, float]:
         for key, value in metrics.items():
             metric, _, kind = key.partition(",")
             if kind and isinstance(value, int | float):
-                found[f"{task}/{metric}" + (f"/{kind}" if kind != "none" else "")] = float(value)
+                ending = "" if kind == "none" else f"/{kind}"
+                found[f"{task}/{metric}{ending}"] = float(value)
     return found
 
 
 @contextmanager
 def _whole_json() -> Iterator[None]:
-    """Let `datasets` read all columns of JSON: training data has it read only the text
-    (`data.json_texts`).
-    """
+    """Let `datasets` read all columns of JSON, of which training reads only the text."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES, _hash_python_lines
     from datasets.packaged_modules.json import json
 

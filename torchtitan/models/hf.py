@@ -1,6 +1,4 @@
-"""What can be exchanged with Hugging Face's transformers. Imports no torch, unless a family has
-names of its own.
-"""
+"""What can be exchanged with transformers. Imports torch only for families with own names."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.models.spec import HFMap, ModelSpec, families
+from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, families
 from torchtitan.utils.errors import ConfigError
 
 
@@ -30,7 +28,7 @@ _NO_CLASS = (
 )
 
 
-def export_problems(spec: ModelSpec, args: Any) -> list[str]:
+def export_problems(spec: ModelSpec, args: ModelArgs) -> list[str]:
     """Why Hugging Face's class of the family can't express a model; empty if it can.
 
     Args:
@@ -38,25 +36,21 @@ def export_problems(spec: ModelSpec, args: Any) -> list[str]:
     """
     if spec.hf is None:
         return [_NO_CLASS.format(name=spec.name)]
-    out = []
-    for name, only in _differing(spec.hf, args).items():
-        out.append(
-            f"model.overrides.{name}: Hugging Face's {spec.hf.model_type} has no such "
-            "setting and computes with "
-            f"{_shown(only)}, this model with {_shown(getattr(args, name))}"
-            f"{_other_families(spec, args)}"
-        )
-    return out
+    kind = spec.hf.model_type
+    return [
+        f"model.overrides.{name}: Hugging Face's {kind} has no such setting and computes with "
+        f"{_shown(only)}, this model with {_shown(getattr(args, name))}"
+        f"{_other_families(spec, args)}"
+        for name, only in _differing(spec.hf, args).items()
+    ]
 
 
-def _differing(hf: HFMap, args: Any) -> Mapping[str, Any]:
+def _differing(hf: HFMap, args: ModelArgs) -> Mapping[str, Any]:
     return {name: only for name, only in hf.fixed(args).items() if getattr(args, name) != only}
 
 
-def _other_families(spec: ModelSpec, args: Any) -> str:
-    """Families of the same code whose class does express the model; a dense model is none of a
-    mixture's.
-    """
+def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
+    """Families of the same code whose class can express the model, which is dense or a mixture."""
     able = []
     for other in families():
         if other.build is not spec.build or other.hf is None or _differing(other.hf, args):
@@ -76,10 +70,8 @@ def _shown(value: Any) -> str:
     return '"none"' if value is None else to_toml_value(value)
 
 
-def parameter_names(spec: ModelSpec, args: Any) -> list[str]:
-    """Names of a model's parameters. Without a conversion they are read off the model, which
-    imports torch.
-    """
+def parameter_names(spec: ModelSpec, args: ModelArgs) -> list[str]:
+    """Names of a model's parameters; without a conversion, read from a model on the meta device."""
     if spec.hf is not None:
         return list(spec.hf.names(args))
     import torch

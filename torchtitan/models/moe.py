@@ -290,6 +290,12 @@ def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return _Permute.apply(rows, index, inverse)
 
 
+def inverse_of(permutation: Tensor) -> Tensor:
+    """The inverse of a permutation `[n]`."""
+    index = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, index)
+
+
 class Experts(nn.Module):
     """SwiGLU networks of the same size, each for its own rows: `[n, dim] -> [n, dim]`."""
 
@@ -341,9 +347,7 @@ class MoE(nn.Module):
         by_expert, order = by_token.sort(stable=True)
         experts = torch.arange(self.router.n_experts, device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-        place = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=x.device)
-        )
+        place = inverse_of(order)
         rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
         return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
 

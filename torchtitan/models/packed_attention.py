@@ -1,11 +1,9 @@
-"""Attention within documents that are packed one after another, by the kernels for sequences of
-variable length.
+"""Attention within packed documents, by the kernels for sequences of variable length.
 
 The rows of a batch are laid end to end, and a kernel gets the documents' first tokens. A mask would
 cost a read per block of scores, and FlexAttention a compilation. CUDA only, 16-bit types only.
 
-Shapes: b batch, s sequence, t = b s tokens of the batch, h query heads, k key-value heads, d head
-size.
+Shapes: b batch, s sequence, t = b * s tokens, h query heads, k key-value heads, d head size.
 """
 
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import CustomOpDef
 
 _CAUSAL = [-1, 0]
 """Window of keys that a query sees: all before it, none after."""
@@ -21,24 +20,19 @@ _CAUSAL = [-1, 0]
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents of one batch. Tensors of the same shapes for all batches, so a compiled block
-    serves them all.
-    """
+    """The documents of one batch, in shapes that are the same for all: blocks compile once."""
 
     starts: Tensor
-    """`[t + 1]` int32 on the compute device: the first token of each document, and after the last,
-    t throughout.
-    """
+    """`[t + 1]` int32 on the compute device: the first token of each document, then only t."""
     sizes: Tensor
-    """`[2]` on the host: the number of documents, and of tokens in the longest. Both are upper
-    bounds, powers of two where possible, because cuDNN prepares a kernel for every pair.
+    """`[2]` on the host: bounds on the number of documents, and on the tokens of the longest.
+
+    They are powers of two where possible, because cuDNN prepares a kernel for every pair.
     """
 
 
 def pack_documents(documents: Tensor, device: torch.device) -> PackedDocuments:
-    """The documents of `documents` `[b, s]`, which is on the host: the device is never waited
-    for.
-    """
+    """Pack documents `[b, s]`, which are on the host, without waiting for the device."""
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     tokens = documents.numel()
@@ -46,10 +40,11 @@ def pack_documents(documents: Tensor, device: torch.device) -> PackedDocuments:
     longest = int(begins.diff(append=torch.tensor([tokens])).max())
     starts = torch.full((tokens + 1,), tokens, dtype=torch.int32)
     starts[: len(begins)] = begins
-    sizes = min(_power_of_two(len(begins)), tokens), min(_power_of_two(longest), documents.shape[1])
+    count = min(_power_of_two(len(begins)), tokens)
+    longest = min(_power_of_two(longest), documents.shape[1])
     if device.type == "cuda":
         starts = starts.pin_memory()
-    return PackedDocuments(starts.to(device, non_blocking=True), torch.tensor(sizes))
+    return PackedDocuments(starts.to(device, non_blocking=True), torch.tensor([count, longest]))
 
 
 def _power_of_two(count: int) -> int:
@@ -62,9 +57,7 @@ def attend_documents(
     v: Tensor,
     documents: PackedDocuments,
 ) -> Tensor:
-    """Causal attention within documents: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> `[b, h, s,
-    d]`.
-    """
+    """Causal attention within documents: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> like q."""
     rows = q.shape[0]
     size = q.shape[-1]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -83,8 +76,7 @@ def document_attention(
     sizes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`torch.nn.attention.varlen.varlen_attn` with sizes from a host tensor, which the compiler
-    doesn't specialize on.
+    """`torch.nn.attention.varlen.varlen_attn` with sizes that the compiler doesn't specialize on.
 
     Args:
         q: `[t, h, d]`; k and v `[t, k, d]`.
@@ -94,9 +86,9 @@ def document_attention(
         The output `[t, h, d]` and the scores' log-sum-exp `[h, t]`, which the backward needs.
     """
     bounds, longest, kernel = _plan(q, k, v, starts, sizes)
-    of_documents = bounds, bounds, longest, longest
+    documents = (bounds, bounds, longest, longest)
     out, lse, _ = torch.ops.torch_attn._varlen_attn(
-        q, k, v, *of_documents, True, scale, _CAUSAL, **kernel
+        q, k, v, *documents, True, scale, _CAUSAL, **kernel
     )
     return out, lse
 
@@ -108,9 +100,7 @@ def _plan(
     starts: Tensor,
     sizes: Tensor,
 ) -> tuple[Tensor, int, dict[str, Any]]:
-    """First tokens, length of the longest document, and from torch 2.15 on the kernel that torch
-    prefers.
-    """
+    """First tokens, length of the longest document, and from torch 2.15 on the preferred kernel."""
     from torch.nn.attention import varlen  # imports dynamo: two seconds
 
     count, longest = sizes.tolist()
@@ -119,14 +109,14 @@ def _plan(
     if select is None:
         return bounds, longest, {}
     with torch.enable_grad():
-        probe = (
-            q.detach().requires_grad_()
-        )  # an operator's inputs need none, and some kernels have no backward
-        return bounds, longest, {"backend": select(probe, k, v, bounds, bounds, longest, _CAUSAL)}
+        # An operator's inputs need no gradient, but some kernels have no backward.
+        probe = q.detach().requires_grad_()
+        kernel = select(probe, k, v, bounds, bounds, longest, _CAUSAL)
+    return bounds, longest, {"backend": kernel}
 
 
 @document_attention.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -136,35 +126,45 @@ def document_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     starts: Tensor,
     sizes: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `document_attention`."""
     bounds, longest, kernel = _plan(q, k, v, starts, sizes)
-    of_documents = bounds, bounds, longest, longest
+    documents = (bounds, bounds, longest, longest)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        grad, q, k, v, out, lse, *of_documents, True, no_dropout, scale, _CAUSAL, **kernel
+        grad, q, k, v, out, lse, *documents, True, no_dropout, scale, _CAUSAL, **kernel
     )
 
 
 @document_attention_backward.register_fake
-def _(grad: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x) for x in tensors[:3])
-    return dq, dk, dv
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, sizes, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, starts, sizes)
-    ctx.mark_non_differentiable(output[1])
+def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Differentiate an operator of attention.
+
+    Args:
+        forward: `(q, k, v, *rest) -> (out, lse)`, where `rest` holds tensors before other values.
+        backward: `(grad, q, k, v, *tensors of rest, out, lse, *others of rest) -> (dq, dk, dv)`.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        ctx.others = inputs[len(tensors) :]
+        ctx.without_gradient = [None] * (len(inputs) - 3)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(grad, *ctx.saved_tensors, *ctx.others), *ctx.without_gradient
+
+    forward.register_autograd(differentiate, setup_context=save)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *document_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
-
-
-document_attention.register_autograd(_backward, setup_context=_save)
+register_backward(document_attention, document_attention_backward)

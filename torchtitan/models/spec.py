@@ -1,13 +1,11 @@
-"""What the framework knows about a model family, as data, and the registry of families. Imports no
-torch.
-"""
+"""What the framework knows about a model family, as data; and the registry. Imports no torch."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 
@@ -18,13 +16,11 @@ from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.text import brief
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torchtitan.models.protocols import Model
 
 
 class ModelArgs(BaseModel):
-    """Base of a family's hyper-parameters. Strict, so mistakes in `[model.overrides]` are errors;
-    immutable.
-    """
+    """Base of a family's hyper-parameters: immutable, and strict about `[model.overrides]`."""
 
     model_config = Section.model_config
 
@@ -33,9 +29,7 @@ class ModelArgs(BaseModel):
     dim: Width
     """Width of the hidden states that blocks and pipeline stages pass on."""
     max_seq_len: SeqLen
-    """Longest row the model supports. Set from `training.seq_len`, or `validation.seq_len` if that
-    is longer.
-    """
+    """Longest row the model supports: the larger of `training.seq_len` and `validation.seq_len`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -43,62 +37,60 @@ class ModelArgs(BaseModel):
         """TOML has no null, so an optional value that is unset is written as `"none"`."""
         if not isinstance(values, dict):
             return values
-        optional = {
-            name
-            for name, about in cls.model_fields.items()
-            if type(None) in get_args(about.annotation)
-        }
-        return {
-            key: None if key in optional and value == "none" else value
-            for key, value in values.items()
-        }
+        fields = cls.model_fields
+        optional = {name for name in fields if type(None) in get_args(fields[name].annotation)}
+        unset = {key for key in optional if values.get(key) == "none"}
+        return values | dict.fromkeys(unset)
 
 
-@dataclass(frozen=True)
-class Init:
-    """Initialization of one parameter: `zeros`, `ones`, or `normal` with deviation `std`, truncated
-    at three.
-    """
-
-    kind: str
-    std: float = 0.0
-
-
-HFNames = dict[str, str | list[str]]
-"""Our names of parameters to Hugging Face's; or to the names of several of theirs, in order, of
-which ours is a stack along a new first dimension.
+Args = TypeVar("Args", bound=ModelArgs)
+"""A family's hyper-parameters."""
+Build = Callable[[Args, Any], "Model"]
+"""`build(args, attend)`: the model, for one device. `attend` is an `Attend` of
+`torchtitan.models.layers`, or None for a model that never runs.
 """
 
 
 @dataclass(frozen=True)
-class HFMap:
+class Init:
+    """Initialization of one parameter."""
+
+    kind: Literal["zeros", "ones", "normal"]
+    std: float = 0.0
+    """Standard deviation of `normal`, which is clamped to three of them."""
+
+
+HFNames = dict[str, str | list[str]]
+"""Our parameter names to Hugging Face's; to a list if ours stacks several of theirs along a new
+first dimension.
+"""
+
+
+@dataclass(frozen=True)
+class HFMap(Generic[Args]):
     """Conversion between a family and its Hugging Face implementation."""
 
     model_type: str
     """The value of this key in a `config.json` of the family."""
-    names: Callable[[Any], HFNames]
+    names: Callable[[Args], HFNames]
     """`names(args)`: the names of every parameter."""
-    config: Callable[[Any, str], dict[str, Any]]
+    config: Callable[[Args, str], dict[str, Any]]
     """`config(args, dtype)`: the contents of Hugging Face's `config.json`."""
-    args: Callable[[dict[str, Any]], Any]
+    args: Callable[[dict[str, Any]], Args]
     """`args(config)`: the hyper-parameters of a `config.json`; ConfigError if this family can't
     represent it.
     """
-    fixed: Callable[[Any], dict[str, Any]] = lambda args: {}
-    """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, each with
-    the only value that the class computes with. A model with another value is not exported.
+    fixed: Callable[[Args], dict[str, Any]] = lambda args: {}
+    """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, with the
+    only value it computes with. A model with another value is not exported.
     """
-    build: Callable[..., nn.Module] | None = field(
-        default=None,
-        init=False,
-        compare=False,
-    )
-    """The `ModelSpec.build` whose models this describes. Set by the first spec that it is given to;
-    a copy made by `dataclasses.replace` belongs to none yet.
+    build: Build[Args] | None = field(default=None, init=False, compare=False)
+    """The `ModelSpec.build` whose models this describes, set by the first spec that gets the map.
+    A copy by `dataclasses.replace` belongs to none yet.
     """
 
-    def of(self, build: Callable[..., nn.Module]) -> HFMap | None:
-        """This map for the models of `build`; None if it was written for other ones."""
+    def of(self, build: Build[Args]) -> HFMap[Args] | None:
+        """This map for the models of `build`; None if it belongs to another `build`."""
         if self.build is build:
             return self
         if self.build is not None:
@@ -139,7 +131,7 @@ sequence.
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Generic[Args]):
     """A model family: how to build the module for one device, and what is known about it without
     building it.
 
@@ -148,49 +140,44 @@ class ModelSpec:
     """
 
     name: str
-    flavors: Mapping[str, Any]
+    flavors: Mapping[str, Args]
     """Size, as `model.flavor`, to its hyper-parameters."""
-    build: Callable[..., nn.Module]
-    """`build(args, attend)`: the module, for one device. `attend` is a
-    `torchtitan.models.layers.Attend`.
-    """
-    init: Callable[[str, Any], Init]
+    build: Build[Args]
+    """`build(args, attend)`: the model, for one device."""
+    init: Callable[[str, Args], Init]
     """`init(fqn, args)`: initialization of the parameter called `fqn`."""
-    module_flops: Callable[[Any, int], dict[str, float]]
+    module_flops: Callable[[Args, int], dict[str, float]]
     """`module_flops(args, seq_len)`: FLOPs per token of each module that a pipeline can put on its
     own stage, in execution order.
     """
-    tied_modules: Callable[[Any], Sequence[str]]
+    tied_modules: Callable[[Args], Sequence[str]]
     """`tied_modules(args)`: modules that share a weight."""
     tensor_parallel_styles: Mapping[str, ShardingStyle]
-    """Module name, with `*` for a layer's index, to its style. Every module with parameters needs
+    """Module name, with `*` for a layer's index, to the style. All modules with parameters need
     one.
     """
-    tensor_parallel_sizes: Callable[[Any], dict[str, int]]
-    """`tensor_parallel_sizes(args)`: the hyper-parameters that the tensor-parallel degree must
-    divide.
-    """
-    tiny: Callable[[Any, int, int], dict[str, Any]]
+    tensor_parallel_sizes: Callable[[Args], dict[str, int]]
+    """`tensor_parallel_sizes(args)`: sizes that the tensor-parallel degree must divide."""
+    tiny: Callable[[Args, int, int], dict[str, Any]]
     """`tiny(args, layers, heads)`: overrides for a small model with the same architecture, for
     `torchtitan parity`. `heads` is a multiple of the tensor-parallel degree.
     """
-    hf: HFMap | None
-    """The family in transformers. None, also after `build` was replaced: there is no such class."""
-    expert_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    """`expert_sizes(args)`: sizes of the stacked weights of a mixture of experts, by
-    hyper-parameter: first the number of experts, which the expert-parallel degree must divide, then
-    their widths. Empty for a dense model.
+    hf: HFMap[Args] | None
+    """The family in transformers. None if it isn't there, and after `build` was replaced."""
+    expert_sizes: Callable[[Args], dict[str, int]] = lambda args: {}
+    """`expert_sizes(args)`: sizes of the experts' stacked weights by hyper-parameter: the number of
+    experts, which the expert-parallel degree must divide, then their widths. Empty without experts.
     """
 
     def __post_init__(self) -> None:
         if self.hf is not None:
             object.__setattr__(self, "hf", self.hf.of(self.build))
 
-    def flops_per_token(self, args: Any, seq_len: int) -> float:
+    def flops_per_token(self, args: Args, seq_len: int) -> float:
         """FLOPs per token of the model's forward and backward, without recomputation."""
         return sum(self.module_flops(args, seq_len).values())
 
-    def args(self, flavor: str, overrides: Mapping[str, Any], **derived: Any) -> Any:
+    def args(self, flavor: str, overrides: Mapping[str, Any], **derived: Any) -> Args:
         """Hyper-parameters of `flavor`, with `[model.overrides]` and then `derived` values applied.
 
         Raises:
@@ -200,26 +187,21 @@ class ModelSpec:
             choices = ", ".join(self.flavors)
             same = [name for name in self.flavors if name.lower() == flavor.lower()]
             hint = did_you_mean(same[0] if same else flavor, self.flavors)
-            raise ConfigError(
-                [
-                    f"model.flavor: {self.name} has no flavor {brief(flavor)} (it has "
-                    f"{choices}){hint}"
-                ]
-            )
+            problem = f"{self.name} has no flavor {brief(flavor)} (it has {choices}){hint}"
+            raise ConfigError([f"model.flavor: {problem}"])
         base = self.flavors[flavor]
+        kind = type(base)
         try:
-            return type(base).model_validate(base.model_dump() | dict(overrides) | derived)
+            return kind.model_validate(base.model_dump() | dict(overrides) | derived)
         except ValidationError as error:
-            problems = explain_errors(
-                error, type(base), lambda key: f"model.overrides.{key}".rstrip(".")
-            )
+            problems = explain_errors(error, kind, lambda key: f"model.overrides.{key}".rstrip("."))
             raise ConfigError(problems) from None
 
 
 _families: Registry[ModelSpec] = model_families
 
 
-def register(spec: ModelSpec) -> ModelSpec:
+def register(spec: ModelSpec[Args]) -> ModelSpec[Args]:
     """Make a model family available as `model.name`."""
     return _families.add(spec.name, spec)
 
@@ -230,9 +212,11 @@ def get_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: no such family.
     """
-    if problem := _families.problem(name):
+    problem = _families.problem(name)
+    if problem:
         raise ConfigError([f"model.name: {problem}"])
-    if (spec := _families.find(name)) is None:
+    spec = _families.find(name)
+    if spec is None:
         importlib.import_module(f"torchtitan.models.{name}")
         spec = _families.find(name)
     assert spec is not None, f"torchtitan.models.{name} must register {name}"
@@ -254,9 +238,11 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     kind = config.get("model_type")
     if kind is None:
         raise ConfigError(["config.json: model_type is missing"])
-    specs = families()
-    types = [spec.hf.model_type if spec.hf else None for spec in specs]
-    if kind in types:
-        return specs[types.index(kind)]
-    known = ", ".join(sorted({repr(name) for name in types if name}))
+    types = set()
+    for spec in families():
+        if spec.hf is not None and spec.hf.model_type == kind:
+            return spec
+        if spec.hf is not None:
+            types.add(repr(spec.hf.model_type))
+    known = ", ".join(sorted(types))
     raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be one of {known}"])

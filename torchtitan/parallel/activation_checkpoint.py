@@ -1,5 +1,4 @@
-"""Activation checkpointing: recompute activations in the backward instead of saving them (Chen et
-al., arXiv:1604.06174).
+"""Activation checkpointing (Chen et al., arXiv:1604.06174): recompute activations in the backward.
 
 Selection by operation follows Korthikanti et al. (arXiv:2205.05198): save results that are
 expensive to compute, and recompute the rest.
@@ -7,12 +6,10 @@ expensive to compute, and recompute the rest.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,11 +17,13 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
-from torchtitan.parallel.expert import regions
+from torchtitan.models.protocols import Model
+from torchtitan.parallel.collectives import local
+from torchtitan.parallel.regions import regions, replace_method
 from torchtitan.utils.torch_compat import replaced
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "torchtitan::grouped_mm")
-"""Of these, every second result is saved."""
+"""Selection by operation saves every second result of these."""
 _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -44,7 +43,7 @@ _COMMUNICATION = (
 
 
 def apply_activation_checkpoint(
-    model: nn.Module,
+    model: Model,
     ac: ActivationCheckpoint,
     *,
     save_attention: bool,
@@ -57,47 +56,38 @@ def apply_activation_checkpoint(
 
     Args:
         save_attention: never recompute attention.
-        experts_apart: as for `regions`. Selection by operation is then made in each region: what is
-        exchanged between
-            them is saved, and FSDP's hooks on the experts are not among the operations.
+        experts_apart: as for `regions`. Operations are then selected in each region: what travels
+            between them is saved, and FSDP's hooks on the experts are not among the operations.
     """
     if ac.mode not in ("full", "selective"):
         return
+    by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
+    every = int(ac.selective_ac_option) if ac.mode == "selective" and not by_operation else 1
     options: dict[str, Any] = {
         "preserve_rng_state": ac.preserve_rng_state,
         "determinism_check": ac.determinism_check,
         "early_stop": ac.early_stop,
         "debug": ac.debug,
     }
-    every = 1
-    by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
+    whole = cache(partial(_recomputing, options=options))
+    recomputing = whole
     if by_operation:
-        recomputed = {*_weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)}
-        options["context_fn"] = partial(
-            _contexts, (*_ATTENTION, *_COMMUNICATION), frozenset(recomputed)
-        )
+        shapes = _weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)
+        contexts = partial(_contexts, _ATTENTION + _COMMUNICATION, frozenset(shapes))
+        recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
     elif save_attention:
-        options["context_fn"] = partial(_contexts, _ATTENTION, None)
-    if ac.mode == "selective" and not by_operation:
-        every = int(ac.selective_ac_option)
-    # blocks of one class share a function, and hence a compiled graph
-    forwards: dict[Any, Any] = {}
+        contexts = partial(_contexts, _ATTENTION, None)
+        recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
     for number, block in enumerate(model.layers.values(), 1):
         if number % every:
             continue
-        parts = regions(block, apart=experts_apart)
-        own = options
+        parts = regions(block, experts_apart=experts_apart)
         if len(parts) > 1 and not by_operation:
             # Around the graphs of the parts, so no operation in them can be selected.
-            parts = [(block, "forward")]
-            own = {key: value for key, value in options.items() if key != "context_fn"}
+            replace_method(block, "forward", whole)
+            continue
         for owner, name in parts:
-            forward = getattr(owner, name).__func__
-            setattr(
-                owner,
-                name,
-                MethodType(forwards.setdefault(forward, _recomputing(forward, own)), owner),
-            )
+            replace_method(owner, name, recomputing)
 
 
 def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -107,7 +97,7 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
     return recomputing_forward
 
 
-def _weight_shapes(model: nn.Module, names: Collection[str]) -> Iterator[tuple[int, ...]]:
+def _weight_shapes(model: Model, names: Collection[str]) -> Iterator[tuple[int, ...]]:
     """Shapes `[in, out]` of the weights of linear layers whose name contains one of `names`.
 
     A weight sharded by tensor parallelism has two: eager products see the global shape, compiled
@@ -115,9 +105,8 @@ def _weight_shapes(model: nn.Module, names: Collection[str]) -> Iterator[tuple[i
     """
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(name in fqn for name in names):
-            weight = module.weight
-            yield tuple(weight.T.shape)
-            yield tuple((weight.to_local() if isinstance(weight, DTensor) else weight).T.shape)
+            yield tuple(module.weight.T.shape)
+            yield tuple(local(module.weight).T.shape)
 
 
 def _contexts(
@@ -127,30 +116,32 @@ def _contexts(
 
     Args:
         saved: operations whose results are always saved.
-        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Of the
-        other products, every
-            second result is saved. None: recompute all matrix products.
+        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Every
+            second result of the other products is saved. None: recompute all matrix products.
     """
-    matmuls = {False: 0, True: 0}
+    products = {False: 0, True: 0}
+    """Matrix products so far, by `context.is_recompute`."""
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def saves(name: str, is_recompute: bool, inputs: tuple[Any, ...]) -> bool:
+        if recomputed is None or name not in _MATMULS:
+            return name in saved
+        weight = inputs[-1] if name == "aten::addmm" else inputs[1]
+        if weight.dim() == 2 and tuple(weight.shape) in recomputed:
+            return False
+        products[is_recompute] += 1
+        return products[is_recompute] % 2 == 1
+
+    def policy(context: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
         name = operation.name() if callable(getattr(operation, "name", None)) else str(operation)
-        name = name.partition(".")[0]
-        if recomputed is not None and name in _MATMULS:
-            weight = args[-1] if name == "aten::addmm" else args[1]
-            if weight.dim() == 2 and tuple(weight.shape) in recomputed:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            matmuls[context.is_recompute] += 1
-            save = matmuls[context.is_recompute] % 2 == 1
-        else:
-            save = name in saved
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+        if saves(name.partition(".")[0], context.is_recompute, inputs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 def memory_budget(ac: ActivationCheckpoint, folder: str) -> AbstractContextManager[None]:
-    """Within, the compiler chooses what each block saves, if `mode = "memory_budget"`.
+    """A context in which the compiler chooses what blocks save, if `mode = "memory_budget"`.
 
     `torch._functorch`'s partitioner gets `ac.memory_budget`, the fraction of the activations that
     may be saved.

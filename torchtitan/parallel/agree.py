@@ -1,34 +1,33 @@
-"""Agreement of all ranks about what they found. Every function is called by all ranks together."""
+"""Agreement of all ranks on what they have found. All ranks call each function together."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from torchtitan.utils.errors import CheckpointError, DamageError
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
-def from_rank_0(value: Any) -> Any:
+def from_rank_0(value: T) -> T:
     """Rank 0's `value`, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def from_all(value: Any) -> list[Any]:
-    """Every rank's `value`, in their order."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank of `group`, by default the world, in the order of ranks."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def together(action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank. If it raises a CheckpointError on any, every rank raises the
-    first of these.
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank. If it raises a CheckpointError on any, all ranks raise the first.
 
-    One that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
+    An error that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
     """
     result = None
     error = None
@@ -36,9 +35,7 @@ def together(action: Callable[[], Result]) -> Result:
         result = action()
     except CheckpointError as own:
         error = own
-    raised = sorted(
-        (e for e in from_all(error) if e is not None), key=lambda e: isinstance(e, DamageError)
-    )
-    if raised:
-        raise raised[0]
+    errors = [other for other in from_all(error) if other is not None]
+    if errors:
+        raise min(errors, key=lambda other: isinstance(other, DamageError))
     return result  # type: ignore[return-value]

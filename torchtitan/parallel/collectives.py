@@ -1,32 +1,31 @@
-"""Sums and decisions over ranks, and the global gradient norm."""
+"""Sums and decisions over ranks, the global gradient norm, and the local parts of DTensors."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Groups = tuple[dist.ProcessGroup, ...]
+"""Process groups along mesh axes, from outer to inner."""
 
 
 def all_reduce(
     value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce `value` over the group in place and return it. Free in a group of one, which may also
-    be None.
-    """
+    """Reduce `value` over the group in place and return it. Free in a group of one (also None)."""
     if group is not None and group.size() > 1:
         dist.all_reduce(value, op=op, group=group)
     return value
 
 
 class AnyRank:
-    """Whether any rank of the world says yes. The exchange overlaps with work between construction
-    and `answer`.
-    """
+    """Whether any rank of the world says yes. Work before `answer` overlaps with the exchange."""
 
     def __init__(self, yes: bool, device: torch.device):
         self._value = torch.full((), float(yes), device=device)
@@ -35,9 +34,7 @@ class AnyRank:
             self._work = dist.all_reduce(self._value, dist.ReduceOp.MAX, async_op=True)
 
     def answer(self) -> Tensor:
-        """A scalar on the device, above 0 for yes. On CUDA the stream waits for it, not the
-        host.
-        """
+        """A scalar on the device, above 0 for yes. On CUDA, only the stream waits for it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -50,6 +47,15 @@ def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
     return torch.stack(parts).tolist()
+
+
+# ---- DTensors and their local parts
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make a parameter of `module`, on the meta device or the same on all ranks, a DTensor."""
+    weight = distribute_tensor(getattr(module, name), mesh, [placement], src_data_rank=None)
+    setattr(module, name, nn.Parameter(weight))
 
 
 def unsharded(value: Tensor) -> Tensor:
@@ -66,78 +72,82 @@ def storage_of(tensor: Tensor) -> Tensor:
     """`local`, without torchao's wrapper: a plain tensor of the same memory."""
     shard = local(tensor)
     while is_traceable_wrapper_subclass(shard):
-        shard = getattr(shard, shard.__tensor_flatten__()[0][0])
+        inner_names, _ = shard.__tensor_flatten__()
+        shard = getattr(shard, inner_names[0])
     return shard
 
 
 def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's `shard` of a tensor that is sharded like `tensor`, as a DTensor if that is
-    one.
-    """
+    """This rank's `shard` of a tensor laid out like `tensor`, as a DTensor if that is one."""
     if not isinstance(tensor, DTensor):
         return shard
-    layout = {"shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(
-        shard, tensor.device_mesh, tensor.placements, run_check=False, **layout
+        shard,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
-class SquaredNorm:
-    """The 2-norm of all gradients of the model, from this rank's shards: no operation runs on a
-    DTensor.
+# ---- the norm of all gradients
 
-    In fp64, because an fp32 sum of millions of squares is off by 1e-5 on the CPU, differently for
-    each sharding.
+
+class SquaredNorm:
+    """The 2-norm of all gradients of the model, from this rank's shards.
+
+    No operation runs on a DTensor. Sums are in fp64: on the CPU an fp32 sum of millions of squares
+    is off by 1e-5, differently for each sharding.
     """
 
     def __init__(self) -> None:
-        self._norms: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        self._norms: dict[Groups, list[Tensor]] = {}
+        """Norms of this rank's shards, by the groups whose ranks hold the other shards."""
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Take in the norms of gradients, which may then change."""
-        shards: dict[Any, list[Tensor]] = {}
+        """Record the norms of gradients, which may then change."""
+        by_layout: dict[Any, list[Tensor]] = {}
         for gradient in gradients:
-            layout = (
-                (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
-            )
-            shards.setdefault(layout, []).append(local(gradient))
-        for layout, tensors in shards.items():
+            sharded = isinstance(gradient, DTensor)
+            layout = (gradient.device_mesh, gradient.placements) if sharded else ()
+            by_layout.setdefault(layout, []).append(local(gradient))
+        for layout, shards in by_layout.items():
             norms = self._norms.setdefault(_sharded_over(*layout), [])
-            norms.extend(torch._foreach_norm(tensors, 2.0, dtype=torch.float64))
+            norms += torch._foreach_norm(shards, 2.0, dtype=torch.float64)
 
     def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-        """The norm over all ranks, pipeline stages included, a plain scalar on `device`; starts
-        again from zero.
+        """The norm over all ranks and pipeline stages, a scalar on `device`; restarts from zero.
 
-        Replicated gradients count once. One reduction for each mesh axis over which some are
-        sharded.
+        Replicated gradients count once. There is one reduction per mesh axis that shards any.
         """
-        norms = self._norms
+        squares = {}
+        for groups, norms in self._norms.items():
+            square = torch.linalg.vector_norm(torch.stack(norms)) ** 2
+            squares[groups] = square.to(device)
         self._norms = {}
-        squares = {
-            groups: torch.linalg.vector_norm(torch.stack(parts)) ** 2
-            for groups, parts in norms.items()
-        }
-        squares = {groups: square.to(device) for groups, square in squares.items()}
-        while over := max(squares, key=len, default=()):  # the innermost axis first
-            square = all_reduce(squares.pop(over), over[-1])
-            squares[over[:-1]] = squares[over[:-1]] + square if over[:-1] in squares else square
-        total = squares[()] if squares else torch.zeros((), dtype=torch.float64, device=device)
+        # From the innermost axis outward: a sum over one axis is still sharded over the outer ones.
+        while groups := max(squares, key=len, default=()):
+            *outer, innermost = groups
+            square = all_reduce(squares.pop(groups), innermost)
+            rest = squares.get(tuple(outer))
+            squares[tuple(outer)] = square if rest is None else rest + square
+        total = squares.get(())
+        if total is None:
+            total = torch.zeros((), dtype=torch.float64, device=device)
         return all_reduce(total, pp_group).sqrt()
 
 
-def _sharded_over(
-    mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()
-) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups, from outer to inner, whose ranks hold different parts of a tensor of this
-    layout.
-    """
+def _sharded_over(mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()) -> Groups:
+    """The process groups whose ranks hold different parts of a tensor of this layout."""
+    if mesh is None:
+        return ()
     assert not any(placement.is_partial() for placement in placements), (
         "a gradient isn't reduced yet"
     )
     split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    return tuple(mesh.get_group(i) for i in split) if mesh is not None else ()
+    return tuple(mesh.get_group(i) for i in split)
 
 
 @torch.no_grad()

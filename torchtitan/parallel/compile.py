@@ -1,23 +1,21 @@
-"""Regional compilation: each transformer block is compiled separately, and blocks that are alike
-share one graph.
-"""
+"""Regional compilation: blocks are compiled one by one, and those that are alike share a graph."""
 
 import atexit
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.config.features import compiles_blocks
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.protocols import Model
 from torchtitan.parallel.activation_checkpoint import memory_budget
-from torchtitan.parallel.expert import regions
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.regions import regions, replace_method
 from torchtitan.utils.torch_compat import keep_buffers_of_backward, no_shared_autograd_cache
 
 _settings = ExitStack()
@@ -40,14 +38,13 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     folder = os.path.join(config.job.dump_folder, "memory_budget")
     _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
     if config.parallelism.enable_async_tensor_parallel and mesh.tp is not None:
-        from torchtitan.parallel.async_tensor import (
-            fused_collectives,
-        )  # imports inductor: half a second
+        # imports inductor: half a second
+        from torchtitan.parallel.async_tensor import fused_collectives
 
         _settings.enter_context(fused_collectives(mesh.tp))
 
 
-def apply_compile(model: nn.Module, config: Config, *, experts_apart: bool = False) -> None:
+def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) -> None:
     """Compile the regions of each block of `model` in place, if `config` asks for it.
 
     Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run
@@ -59,24 +56,18 @@ def apply_compile(model: nn.Module, config: Config, *, experts_apart: bool = Fal
     """
     if not compiles_blocks(config):
         return
-    compiled: dict[Any, Callable[..., Any]] = {}
+    compiled_once = cache(partial(_compiled, config=config.compile))
     for block in model.layers.values():
-        for owner, name in regions(block, apart=experts_apart):
-            function = getattr(owner, name).__func__
-            if function not in compiled:
-                compiled[function] = _compiled(function, config.compile)
-            setattr(owner, name, MethodType(compiled[function], owner))
+        for owner, name in regions(block, experts_apart=experts_apart):
+            replace_method(owner, name, compiled_once)
 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
     """`loss`, compiled if `config` asks for it."""
-    return _compiled(loss, config) if config.enable and "loss" in config.components else loss
+    if not config.enable or "loss" not in config.components:
+        return loss
+    return _compiled(loss, config)
 
 
 def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    return torch.compile(
-        function,
-        backend=config.backend,
-        fullgraph=True,
-        dynamic=False,
-    )
+    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)

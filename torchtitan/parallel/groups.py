@@ -3,7 +3,6 @@
 import os
 import socket
 from datetime import timedelta
-from functools import partial
 
 import psutil
 import torch
@@ -16,9 +15,9 @@ from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.torch_compat import silence_false_alarms, store_of_this_attempt
 
 CONNECTED_RANKS = 64
-"""Up to this many ranks, gloo connects all pairs of a group when it is created. In larger worlds,
-pairs connect when they first communicate: n ranks would ask the job's store n^2 times, and each
-would hold n - 1 connections.
+"""Largest world in which gloo connects all pairs of a group at once. In larger ones pairs connect
+when they first communicate: else n ranks ask the job's store n^2 times, and each holds n - 1
+connections.
 """
 
 
@@ -29,52 +28,47 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     process alone. If all ranks are on one node, they listen on its loopback interface only.
     """
     silence_false_alarms()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=comm.init_timeout_seconds)
-    device_id = device if device.type == "cuda" else None
-    start = partial(dist.init_process_group, backend, timeout=timeout, device_id=device_id)
     rank, world = rank_and_world()
-    if world > CONNECTED_RANKS:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    on_cuda = device.type == "cuda"
     on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world > CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if on_one_node:
-        for backend_name in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{backend_name}_SOCKET_IFNAME", _loopback())
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", _loopback())
+
+    def start(store: dist.Store | None) -> None:
+        place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            timeout=timeout,
+            device_id=device if on_cuda else None,
+            **place,
+        )
+
     if agent_has_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         with store_of_this_attempt(rank, world, timeout) as store:
-            start(
-                store=store,
-                rank=rank,
-                world_size=world,
-            )
+            start(store)
     elif world == 1:
-        start(
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-        )
+        start(dist.HashStore())
     elif on_one_node and not agent_has_store:
-        start(
-            store=_local_store(rank, world, timeout),
-            rank=rank,
-            world_size=world,
-        )
+        start(_local_store(rank, world, timeout))
     else:
-        start()
+        start(None)
 
 
 def _loopback() -> str:
     """Name of the loopback interface: `lo` on Linux, `lo0` on macOS."""
-    addresses = psutil.net_if_addrs()
-    return next(
-        (name for name, found in addresses.items() if any(a.address == "127.0.0.1" for a in found)),
-        "lo",
-    )
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"
 
 
 def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store of ranks that are all on this node. torch's own would listen on every interface."""
+    """The store of ranks that are all on this node. torch's own would listen on all interfaces."""
     host = "127.0.0.1"
     port = int(os.environ["MASTER_PORT"])
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
@@ -82,14 +76,12 @@ def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 
 def store_of_a_thread(prefix: str) -> dist.Store:
-    """The job's key-value store under a key prefix, over a connection for one thread's exclusive
-    use.
-    """
+    """The job's key-value store below a prefix, over a connection for one thread's use only."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
 
 
 def limit_groups(seconds: int) -> None:
-    """Set the timeout, in seconds, of all existing process groups except that of checkpoint saves.
+    """Set the timeout, in seconds, of all existing process groups but the one that saves.
 
     Groups created later have torch's default, 30 minutes.
     """
@@ -99,9 +91,7 @@ def limit_groups(seconds: int) -> None:
 
 
 def set_timeout(seconds: int) -> None:
-    """Set the timeout, in seconds, of all process groups, after the first step with its compilation
-    and lazy set-up.
-    """
+    """Set the timeout, in seconds, of all process groups once the first, slow step is done."""
     if dist.get_world_size() == 1:
         return
     dist.barrier()  # no rank may still be in its first step when the timeout shrinks

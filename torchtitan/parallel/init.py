@@ -1,26 +1,26 @@
-"""Layout-invariant initialization: a weight's value depends only on the seed, its name and its
-global index.
+"""Layout-invariant initialization: a weight depends only on the seed, its name and global index.
 
 A parameter is cut into blocks of rows. Each block has its own generator on the CPU, seeded by a
-hash of (seed, name, block), and a rank evaluates only the blocks its shard overlaps. Values are
-bitwise equal under every layout, without communication and without any rank holding a whole
-parameter.
+hash of (seed, name, block), and a rank evaluates only the blocks that its shard overlaps. So values
+are bitwise equal under every layout, nothing is communicated, and no rank holds a whole parameter.
 """
 
 import hashlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from torchtitan.models.protocols import Model
 from torchtitan.models.spec import Init
+from torchtitan.parallel.collectives import local
 
 ROWS_PER_BLOCK = 256
 
 
 def materialize(
-    model: nn.Module,
+    model: Model,
     device: torch.device,
     buffer_device: torch.device,
     seed: int,
@@ -43,43 +43,40 @@ def materialize(
             _fill(param, fqn, seed, rule(fqn))
 
 
-def _fill(
-    param: Tensor,
-    fqn: str,
-    seed: int,
-    init: Init,
-) -> None:
-    local = param.to_local() if isinstance(param, DTensor) else param
+def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
+    shard = local(param)
     if init.kind != "normal":
-        local.fill_({"zeros": 0.0, "ones": 1.0}[init.kind])
+        shard.fill_(1.0 if init.kind == "ones" else 0.0)
         return
-    if local.numel() == 0:
+    if shard.numel() == 0:
         return
-    rows = _owned(param, 0)
-    if param.dim() == 3:  # a stack of matrices is their rows
-        rows = (rows[:, None] * param.shape[1] + _owned(param, 1)).flatten()
-        local = local.view(len(rows), -1)
-    count = param.shape[:-1].numel() if param.dim() > 1 else len(param)
-    width = param.shape[1:][-1:]
-    columns = _owned(param, param.dim() - 1) if param.dim() > 1 else None
-    whole = columns is None or len(columns) == param.shape[-1]
-    for block in torch.unique(rows // ROWS_PER_BLOCK).tolist():
+    rows = _owned(param, 0)  # global indices of this rank's rows
+    if param.dim() == 3:  # the rows of a stack are those of its matrices
+        within = _owned(param, 1)
+        rows = (rows[:, None] * param.shape[1] + within).flatten()
+        shard = shard.view(len(rows), -1)
+    count = len(param)
+    row_shape: tuple[int, ...] = ()
+    columns = None
+    if param.dim() > 1:
+        count = param.shape[:-1].numel()
+        row_shape = (param.shape[-1],)
+        columns = _owned(param, param.dim() - 1)
+        if len(columns) == param.shape[-1]:
+            columns = None
+    blocks = rows // ROWS_PER_BLOCK
+    for block in blocks.unique().tolist():
         start = block * ROWS_PER_BLOCK
-        mine = (rows // ROWS_PER_BLOCK == block).nonzero().squeeze(1)
-        values = _block(fqn, seed, block, (min(ROWS_PER_BLOCK, count - start), *width), init.std)
+        shape = (min(ROWS_PER_BLOCK, count - start), *row_shape)
+        values = _block(fqn, seed, block, shape, init.std)
+        mine = (blocks == block).nonzero().squeeze(1)
         values = values[rows[mine] - start]
-        local[mine.to(local.device)] = (values if whole else values[:, columns]).to(
-            local.device, local.dtype
-        )
+        if columns is not None:
+            values = values[:, columns]
+        shard[mine.to(shard.device)] = values.to(shard.device, shard.dtype)
 
 
-def _block(
-    fqn: str,
-    seed: int,
-    block: int,
-    shape: tuple[int, ...],
-    std: float,
-) -> Tensor:
+def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], std: float) -> Tensor:
     """Values of one block of rows: fp32 normal, clamped to three standard deviations.
 
     Unlike `trunc_normal_`, `normal_` produces the same stream in every supported torch release.
@@ -90,24 +87,20 @@ def _block(
 
 
 def _owned(param: Tensor, dim: int) -> Tensor:
-    """Global indices along `dim` that this rank holds, found by sharding the indices like the
-    parameter.
-    """
+    """Global indices along `dim` that this rank holds, from indices sharded like the parameter."""
     index = torch.arange(param.shape[dim])
     if not isinstance(param, DTensor):
         return index
+    mesh = param.device_mesh
     placements = [
-        _along_first(p) if getattr(p, "dim", None) == dim else Replicate() for p in param.placements
+        _along_first(placement) if getattr(placement, "dim", None) == dim else Replicate()
+        for placement in param.placements
     ]
-    index = index.to(param.device_mesh.device_type)
-    return (
-        distribute_tensor(index, param.device_mesh, placements, src_data_rank=None).to_local().cpu()
-    )
+    index = index.to(mesh.device_type)
+    return distribute_tensor(index, mesh, placements, src_data_rank=None).to_local().cpu()
 
 
 def _along_first(placement: Placement) -> Placement:
-    """The same sharding along dim 0. FSDP x TP uses placements with a split factor, which are not
-    `Shard`.
-    """
+    """The same sharding along dim 0. FSDP x TP places with a split factor, which isn't `Shard`."""
     factor = getattr(placement, "split_factor", None)
     return Shard(0) if factor is None else type(placement)(0, split_factor=factor)

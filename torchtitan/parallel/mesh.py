@@ -21,22 +21,18 @@ class Mesh:
     world: DeviceMesh
     """The axes of more than one rank, and those that FSDP needs in any case."""
     fsdp: DeviceMesh
-    """FSDP2's axes, (dp_replicate, dp_shard x cp): weights are sharded over context-parallel ranks
-    too.
-    """
+    """FSDP2's axes: (dp_replicate, dp_shard x cp). Context-parallel ranks also share weights."""
     batch_group: dist.ProcessGroup
-    """Ranks that see different tokens (dp_replicate x dp_shard x cp)."""
+    """Ranks that see different tokens: dp_replicate x dp_shard x cp."""
     loss_group: dist.ProcessGroup
-    """Ranks over which losses are summed (pp x dp_replicate x dp_shard x cp). Only the last
-    pipeline stage has one.
-    """
+    """Ranks over which losses are summed: pp x `batch_group`; only the last stage has a loss."""
     expert_fsdp: DeviceMesh | None = None
-    """FSDP2's axes for experts, if they differ: (dp_replicate, efsdp), with efsdp = dp_shard x cp x
-    tp / ep. The ranks of tensor parallelism hold different tokens, so they don't split an expert's
-    matrices.
+    """FSDP2's axes for experts, if they differ: (dp_replicate, efsdp), where efsdp is
+    dp_shard x cp x tp / ep. Tensor-parallel ranks hold different tokens, so they don't split the
+    matrices of an expert.
     """
     ep: DeviceMesh | None = None
-    """The ranks that share all experts; None: each rank computes all of them."""
+    """The ranks that share all experts. None: each rank computes all of them."""
 
     def size(self, axis: str) -> int:
         return self.degrees[axis]
@@ -64,12 +60,11 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
-_meshes: dict[tuple[dist.ProcessGroup, str, tuple[int, ...], bool, int], Mesh] = {}
+_meshes: dict[tuple[object, ...], Mesh] = {}
 
 
 def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Mesh:
-    """Arrange all ranks of the default process group by the degrees of a derived and validated
-    configuration.
+    """Arrange all ranks of the default process group by the degrees of a validated configuration.
 
     The same degrees get the same mesh: process groups are expensive, and DTensor caches the first
     mesh it sees.
@@ -80,47 +75,52 @@ def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Me
     degrees = axis_degrees(config.parallelism)
     replicas = degrees["dp_replicate"] > 1 or needs_replica_axis(config)
     ep = config.parallelism.expert_parallel_degree
-    ep = ep if experts and (ep > 1 or degrees["tp"] > 1) else 0
-    key = dist.group.WORLD, device_type, tuple(degrees.values()), replicas, ep
+    if not experts or ep == degrees["tp"] == 1:
+        ep = 0
+    key = (dist.group.WORLD, device_type, *degrees.values(), replicas, ep)
     if key not in _meshes:
         _meshes[key] = _build(degrees, device_type, replicas, ep)
     return _meshes[key]
 
 
-def _build(
-    degrees: dict[str, int],
-    device_type: str,
-    replicas: bool,
-    ep: int,
-) -> Mesh:
-    """Every distinct set of ranks gets one process group: each costs a communicator, and on NCCL
-    its buffers.
+def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
+    """Each distinct set of ranks gets one process group: a communicator, and on NCCL its buffers.
 
     Args:
-        replicas: FSDP has an axis of replicas. Without need it doesn't, because it all-reduces even
-        in a group of one.
-        ep: ranks that share all experts; 0: experts need no view of the ranks of their own.
+        replicas: FSDP has an axis of replicas. It would all-reduce even in a group of one, so there
+            is none without need.
+        ep: number of ranks that share all experts; 0: experts see the same axes as other weights.
     """
     needed = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
-    axes = {axis: n for axis, n in degrees.items() if n > 1 or needed.get(axis)}
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or needed.get(axis)}
     world = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def across(*names: str) -> DeviceMesh:
-        kept = [name for name in names if degrees[name] > 1] or ["dp_shard"]
-        return world[kept[0]] if len(kept) == 1 else world[tuple(kept)]._flatten("_".join(kept))
+        """One axis in place of several."""
+        split = [name for name in names if degrees[name] > 1] or ["dp_shard"]
+        if len(split) == 1:
+            return world[split[0]]
+        return world[tuple(split)]._flatten("_".join(split))
 
     def replicated(shards: DeviceMesh) -> DeviceMesh:
-        return DeviceMesh._concatenate([world["dp_replicate"], shards]) if replicas else shards
+        if not replicas:
+            return shards
+        return DeviceMesh._concatenate([world["dp_replicate"], shards])
 
     fsdp = replicated(across("dp_shard", "cp"))
-    expert_fsdp = expert_ranks = None
+    expert_fsdp = None
+    expert_ranks = None
     if ep:
-        expert_world = across("dp_shard", "cp", "tp")
-        expert_world = expert_world._unflatten(0, (expert_world.size() // ep, ep), ("efsdp", "ep"))
-        expert_fsdp = replicated(expert_world["efsdp"])
-        expert_ranks = expert_world["ep"] if ep > 1 else None
-    batch = across("dp_replicate", "dp_shard", "cp")
-    loss = across("pp", "dp_replicate", "dp_shard", "cp")
+        flat = across("dp_shard", "cp", "tp")
+        split = flat._unflatten(0, (flat.size() // ep, ep), ("efsdp", "ep"))
+        expert_fsdp = replicated(split["efsdp"])
+        expert_ranks = split["ep"] if ep > 1 else None
     return Mesh(
-        degrees, world, fsdp, batch.get_group(), loss.get_group(), expert_fsdp, expert_ranks
+        degrees=degrees,
+        world=world,
+        fsdp=fsdp,
+        batch_group=across("dp_replicate", "dp_shard", "cp").get_group(),
+        loss_group=across("pp", "dp_replicate", "dp_shard", "cp").get_group(),
+        expert_fsdp=expert_fsdp,
+        ep=expert_ranks,
     )

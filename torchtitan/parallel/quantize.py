@@ -1,12 +1,13 @@
-"""Linear layers in 8-bit floating point, by torchao: Float8 (Micikevicius et al., arXiv:2209.05433)
-and MXFP8 (OCP Microscaling Formats, v1.0). Only the operands of matrix products change; weights and
-optimizer state keep their type.
+"""Linear layers in 8-bit floating point, by torchao.
+
+Float8 (Micikevicius et al., arXiv:2209.05433) and MXFP8 (OCP Microscaling Formats, v1.0) change
+only the operands of matrix products; weights and optimizer state keep their type.
 
 Emulation rounds the operands to 8 bits and multiplies them in their original type: the same numbers
 on any device, but no faster.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,9 +47,7 @@ def check_hardware(config: Config, device: torch.device) -> None:
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
-    """Convert layers of `model`, on the meta device and not yet sharded, according to
-    `model.converters`.
-    """
+    """Convert layers of `model`, on the meta device and unsharded, as `model.converters` asks."""
     silence_false_alarms()
     if uses(config, FLOAT8):
         _to_float8(model, config.quantize.linear.float8, tp_degree)
@@ -59,32 +58,29 @@ def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
         logger.info(f"Model after conversion:\n{model}")
 
 
-def _fits(excluded: Sequence[str], unit: int) -> Callable[[nn.Module, str], bool]:
-    """A test whether to convert a layer: it is not excluded by name, and `unit` divides its
-    sizes.
-    """
-
-    def fits(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
-            return False
-        return module.in_features % unit == 0 and module.out_features % unit == 0
-
-    return fits
+def _fits(module: nn.Module, fqn: str, excluded: Sequence[str], unit: int) -> bool:
+    """Whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
+    if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
+        return False
+    return module.in_features % unit == 0 and module.out_features % unit == 0
 
 
 def _report(model: nn.Module, kind: type, what: str) -> None:
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    kept = [name for name, module in linear.items() if not isinstance(module, kind)]
-    if len(kept) == len(linear):
-        if set(linear) - {"output"}:  # else it is a pipeline stage without blocks
-            logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
-        return
-    names = f", all but {', '.join(kept[:6])}{', ...' if len(kept) > 6 else ''}" if kept else ""
-    logger.info(
-        f"{what}: converted {len(linear) - len(kept)} of {len(linear)} linear layers{names}"
-    )
+    """Log which linear layers are of the class `kind`."""
+    kept = []
+    count = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            count += 1
+            if not isinstance(module, kind):
+                kept.append(name)
+    if len(kept) < count:
+        others = f", all but {', '.join(kept[:6])}" if kept else ""
+        more = ", ..." if len(kept) > 6 else ""
+        converted = count - len(kept)
+        logger.info(f"{what}: converted {converted} of {count} linear layers{others}{more}")
+    elif kept not in ([], ["output"]):  # not a pipeline stage without blocks
+        logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
 
 
 # ---- Float8
@@ -95,20 +91,19 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
     recipe = float8.recipe_name or "tensorwise"
+    excluded = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
+    skips_small = SMALL_LAYERS in float8.filter_fqns
+
+    def converts(module: Any, fqn: str) -> bool:
+        if not _fits(module, fqn, excluded, unit=16 * tp_degree):
+            return False
+        return not skips_small or gains_by_float8(recipe, module.in_features, module.out_features)
+
     config = replace(
         Float8LinearConfig.from_recipe_name(recipe),
         emulate=float8.emulate,
         enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
     )
-    names = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
-    fits = _fits(names, 16 * tp_degree)
-
-    def converts(module: Any, fqn: str) -> bool:
-        large = SMALL_LAYERS not in float8.filter_fqns
-        return fits(module, fqn) and (
-            large or gains_by_float8(recipe, module.in_features, module.out_features)
-        )
-
     convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if float8.emulate:
         gather_float8_as_bytes()
@@ -118,9 +113,7 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
 
 
 def refresh_scales(models: Sequence[nn.Module]) -> None:
-    """Compute the scales of all weights for the next step in one reduction, instead of one per
-    weight.
-    """
+    """Compute the scales of all weights for the next step in one reduction, not one per weight."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     with rows_for_empty_float8_shards(models):
@@ -128,38 +121,45 @@ def refresh_scales(models: Sequence[nn.Module]) -> None:
             precompute_float8_dynamic_scale_for_fsdp(model)
 
 
+SEQUENCE = Shard(1)
+
+
+def as_sequence_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor `[b, s, ...]` of which each rank has a part of the sequence, as a DTensor."""
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
+
+
 class GatherSequenceInFloat8(ParallelStyle):
-    """Rounds the first input to Float8 before all-gathering it along the sequence: half the bytes
-    of bf16.
-    """
+    """Rounds the first input to Float8 before all-gathering it: half the bytes of bf16."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         from torchao.float8.config import e4m3_dtype
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole
 
-        layers: list[Any] = [child for child in module.children() if isinstance(child, nn.Linear)]
+        linear = _linear_layers(module)[0]
 
-        def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = inputs[0]
-            x = (
-                x
-                if isinstance(x, DTensor)
-                else DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
-            )
-            role = GemmInputRole.INPUT
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = hp_tensor_to_float8_dynamic(
-                x, e4m3_dtype, layers[0].linear_mm_config, gemm_input_role=role
+                as_sequence_shard(inputs[0], device_mesh),
+                e4m3_dtype,
+                linear.linear_mm_config,
+                gemm_input_role=GemmInputRole.INPUT,
             )
             return x.redistribute(placements=[Replicate()]), *inputs[1:]
 
-        module.register_forward_pre_hook(gathered)
+        module.register_forward_pre_hook(gather)
         return module
 
 
+def _linear_layers(module: nn.Module) -> list[nn.Module]:
+    """The module itself, or its children, as far as they are linear layers."""
+    modules = [module] if isinstance(module, nn.Linear) else module.children()
+    return [each for each in modules if isinstance(each, nn.Linear)]
+
+
 def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
-    """The style that communicates in Float8; None if a layer isn't Float8 or has more than one
-    scale per tensor.
+    """The style that communicates in Float8; None if a layer has not one Float8 scale per tensor.
 
     Scales of rows or columns would have to be gathered too, so those recipes communicate in bf16.
     """
@@ -167,34 +167,32 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-    layers = (
-        [module]
-        if isinstance(module, nn.Linear)
-        else [m for m in module.children() if isinstance(m, nn.Linear)]
-    )
-    granularity = ScalingGranularity.TENSORWISE
-    if not layers or not all(
-        isinstance(layer, Float8Linear)
-        and layer.config.cast_config_input.scaling_granularity == granularity
-        for layer in layers
-    ):
-        return None
-    if name == "columns":
+    layers = _linear_layers(module)
+    for layer in layers:
+        if not isinstance(layer, Float8Linear):
+            return None
+        scaling = layer.config.cast_config_input.scaling_granularity
+        if scaling != ScalingGranularity.TENSORWISE:
+            return None
+    if layers and name == "columns":
         return Float8ColwiseParallel()
-    if name == "rows":
-        return Float8RowwiseParallel(output_layouts=Shard(1))
-    return GatherSequenceInFloat8() if name == "gather_sequence" else None
+    if layers and name == "rows":
+        return Float8RowwiseParallel(output_layouts=SEQUENCE)
+    if layers and name == "gather_sequence":
+        return GatherSequenceInFloat8()
+    return None
 
 
 # ---- MXFP8
 
 
 class MXLinear(nn.Linear):
-    """A linear layer with MXFP8 operands: every 32 elements along the summed dimension share a
-    power-of-two scale.
+    """A linear layer with MXFP8 operands.
+
+    Each 32 elements along the summed dimension share a scale, a power of two.
     """
 
-    kernels: tuple[Any, ...]
+    kernels: tuple[object, ...]
 
     def forward(self, x: Tensor) -> Tensor:
         from torchao.prototype.moe_training.mxfp8_linear import mx_mm
@@ -207,17 +205,20 @@ def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
     from torchao.prototype.mx_formats import config
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    emulate = mx.recipe_name == "mxfp8_emulated"
-    cast = "torch" if emulate else mx.mxfp8_dim1_cast_kernel_choice
+    rounding = "rceil" if mx.recipe_name.endswith("rceil") else "floor"
+    preference = KernelPreference.AUTO
+    casts = ["triton", mx.mxfp8_dim1_cast_kernel_choice]
+    if mx.recipe_name == "mxfp8_emulated":
+        preference = KernelPreference.EMULATED
+        casts = ["torch", "torch"]
     kernels = (
-        KernelPreference.EMULATED if emulate else KernelPreference.AUTO,
-        config.MXFP8Dim0CastKernelChoice("torch" if emulate else "triton"),
-        config.MXFP8Dim1CastKernelChoice(cast),
-        config.ScaleCalculationMode("rceil" if mx.recipe_name.endswith("rceil") else "floor"),
+        preference,
+        config.MXFP8Dim0CastKernelChoice(casts[0]),
+        config.MXFP8Dim1CastKernelChoice(casts[1]),
+        config.ScaleCalculationMode(rounding),
     )
-    fits = _fits(mx.filter_fqns, 32 * tp_degree)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and fits(module, name):
+        if type(module) is nn.Linear and _fits(module, name, mx.filter_fqns, unit=32 * tp_degree):
             module.__class__ = MXLinear
             module.kernels = kernels
     _report(model, MXLinear, f"MXFP8 ({mx.recipe_name})")

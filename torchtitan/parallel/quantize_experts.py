@@ -1,5 +1,4 @@
-"""Grouped products of experts in 8-bit floating point, by torchao: Float8 with a scale per row, and
-MXFP8.
+"""Grouped products of experts in 8-bit floating point, by torchao: rowwise Float8, and MXFP8.
 
 The operands of all three products are rounded: in the forward, and in the backward for the inputs
 and the weights. The scales are along the summed dimension; for the weights' gradients that is the
@@ -24,60 +23,52 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def quantize_experts(model: nn.Module, config: Config) -> None:
     """Replace the products of experts of `model` according to `model.converters`."""
-    grouped = config.quantize.grouped_mm
+    float8 = config.quantize.grouped_mm.float8
+    mx = config.quantize.grouped_mm.mx
     if uses(config, GROUPED_FLOAT8):
-        emulate = grouped.float8.emulate
-        product = emulated_float8 if emulate else padded(_float8, 16)
-        _convert(
-            model, grouped.float8.fqns, product, f"Float8 rowwise{' (emulated)' if emulate else ''}"
-        )
+        product = emulated_float8 if float8.emulate else padded(_float8, 16)
+        emulated = " (emulated)" if float8.emulate else ""
+        _convert(model, float8.fqns, product, f"Float8 rowwise{emulated}")
     if uses(config, GROUPED_MX):
-        emulate = grouped.mx.recipe_name == "mxfp8_emulated"
-        _convert(
-            model,
-            grouped.mx.fqns,
-            padded(mxfp8(emulate=emulate), 32),
-            f"MXFP8 ({grouped.mx.recipe_name})",
-        )
+        product = mxfp8(emulate=mx.recipe_name == "mxfp8_emulated")
+        _convert(model, mx.fqns, padded(product, 32), f"MXFP8 ({mx.recipe_name})")
 
 
-def _convert(
-    model: nn.Module,
-    fqns: list[str],
-    product: Product,
-    what: str,
-) -> None:
-    experts = {
-        name: module for name, module in model.named_modules() if isinstance(module, Experts)
-    }
-    converted = [name for name in experts if names_any(fqns, name)]
-    for name in converted:
-        experts[name].product = product
-    if experts:
-        logger.info(f"{what}: converted the experts of {len(converted)} of {len(experts)} blocks")
+def _convert(model: nn.Module, fqns: list[str], product: Product, what: str) -> None:
+    blocks = 0
+    converted = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            blocks += 1
+            if names_any(fqns, name):
+                module.product = product
+                converted += 1
+    if blocks:
+        logger.info(f"{what}: converted the experts of {converted} of {blocks} blocks")
 
 
 def padded(product: Product, multiple: int) -> Product:
-    """`product` of groups whose numbers of rows are multiples of `multiple`, which its kernels
-    need.
+    """`product` with each group's rows padded to a multiple of `multiple`, which its kernels need.
 
-    Rows of zeros are appended to each group. How many in all doesn't depend on the groups, so the
-    host needn't wait for the device; the last group gets the rest.
+    Rows of zeros are appended to each group. Their total doesn't depend on the groups, so the host
+    needn't wait for the device; the last group gets the rest.
     """
 
+    def rounded_up(size: Any) -> Any:
+        return (size + multiple - 1) // multiple * multiple
+
     def padded_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        total = (len(rows) + len(ends) * (multiple - 1) + multiple - 1) // multiple * multiple
+        total = rounded_up(len(rows) + len(ends) * (multiple - 1))
         sizes = ends.diff(prepend=ends.new_zeros(1))
-        longer = (sizes + multiple - 1) // multiple * multiple
+        longer = rounded_up(sizes)
         new_ends = longer.cumsum(0, dtype=ends.dtype)
         shifts = new_ends - longer - (ends - sizes)
         index = torch.arange(len(rows), device=rows.device)
-        place = index + shifts[torch.searchsorted(ends, index, right=True, out_int32=True)]
+        group = torch.searchsorted(ends, index, right=True, out_int32=True)
+        place = index + shifts[group]
         new_ends[-1] = total
-        out = product(
-            rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows), weight, new_ends
-        )
-        return out.index_select(0, place)
+        spread = rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows)
+        return product(spread, weight, new_ends).index_select(0, place)
 
     return padded_product
 
@@ -95,36 +86,27 @@ def _float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` of operands rounded to e4m3 (Micikevicius et al., arXiv:2209.05433), in their
-    original type.
+    """`grouped_mm` of operands rounded to e4m3 (arXiv:2209.05433), in their original type.
 
-    As in torchao, scales are powers of two: rounding changes the mantissa alone.
+    As in torchao, scales are powers of two, so rounding changes the mantissa alone.
     """
     return _EmulatedFloat8.apply(rows, weight, ends)
 
 
 class _EmulatedFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         return grouped_mm(_rounded(rows, -1), _rounded(weight, -1), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, ends = ctx.saved_tensors
-        mm = torch.ops.torchtitan.grouped_mm
-        outer = torch.ops.torchtitan.grouped_outer
-        of_rows = mm(_rounded(gradient, -1), _rounded(weight, 1), ends, True)
-        return (
-            of_rows,
-            outer(_rounded_in_groups(gradient, ends), _rounded_in_groups(rows, ends), ends),
-            None,
-        )
+        ops = torch.ops.torchtitan
+        of_rows = ops.grouped_mm(_rounded(gradient, -1), _rounded(weight, 1), ends, True)
+        left = _rounded_in_groups(gradient, ends)
+        right = _rounded_in_groups(rows, ends)
+        return of_rows, ops.grouped_outer(left, right, ends), None
 
 
 def _rounded(x: Tensor, dim: int) -> Tensor:

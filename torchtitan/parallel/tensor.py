@@ -1,5 +1,4 @@
-"""Tensor parallelism with sequence and loss parallelism, from the sharding styles that a model
-declares.
+"""Tensor parallelism with sequence and loss parallelism, from the styles that a model declares.
 
 Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Activations outside
 attention and feed-forward are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and
@@ -14,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,11 +25,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan.models.moe import Gate
+from torchtitan.models.protocols import Model
 from torchtitan.models.spec import ShardingStyle
-from torchtitan.parallel.quantize import float8_style
+from torchtitan.parallel.collectives import distribute
+from torchtitan.parallel.quantize import SEQUENCE, as_sequence_shard, float8_style
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
-SEQUENCE = Shard(1)
 VOCABULARY = Shard(-1)
 
 
@@ -46,25 +46,23 @@ class _OwnRows(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         assert isinstance(self.weight, DTensor)
-        mesh = self.weight.device_mesh
         weight = self.weight.to_local()
         row = tokens - self.first_row
-        own = row % len(weight)  # spread over all rows, as the backward adds up by row
-        rows = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
-        partial = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+        own = row % len(weight)  # other ranks' tokens, too, because the backward adds up by row
+        found = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
+        partial = DTensor.from_local(found, self.weight.device_mesh, [Partial()], run_check=False)
         return redistribute_and_wait(partial, [SEQUENCE]).to_local()
 
 
 class _Embedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is nn.Embedding, type(module)
-        module.weight = nn.Parameter(
-            distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        )
-        module.__class__ = _OwnRows
-        _, (module.first_row, _) = compute_local_shape_and_global_offset(
+        distribute(module, "weight", device_mesh, Shard(0))
+        _, offsets = compute_local_shape_and_global_offset(
             module.weight.shape, device_mesh, [Shard(0)]
         )
+        module.__class__ = _OwnRows
+        module.first_row = offsets[0]
         return module
 
 
@@ -72,9 +70,11 @@ class _GatherSequence(ParallelStyle):
     """All-gathers the first input along the sequence, once for all linear layers in the module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(
-            lambda _, inputs: (_gathered(inputs[0], device_mesh), *inputs[1:])
-        )
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = as_sequence_shard(inputs[0], device_mesh)
+            return x.redistribute(placements=[Replicate()]), *inputs[1:]
+
+        module.register_forward_pre_hook(gather)
         return module
 
 
@@ -87,9 +87,7 @@ class _TiedOutput(_GatherSequence):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         if not self.keep_sharded:
-            module.register_forward_hook(
-                lambda _, inputs, out: out.redistribute(placements=[Replicate()]).to_local()
-            )
+            module.register_forward_hook(lambda _, inputs, logits: logits.full_tensor())
         return module
 
 
@@ -109,46 +107,39 @@ class _Router(ParallelStyle):
 
 
 class _OwnTokens(Gate):
-    """A gate with a replicated weight, for this rank's part of the sequence. DTensor's linear layer
-    gathers it first on torch 2.11.
+    """A gate with a replicated weight, for this rank's part of the sequence.
+
+    DTensor's linear layer gathers the sequence first on torch 2.11.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.weight, DTensor)
-        weight = self.weight.to_local(grad_placements=[Partial()])  # of its own tokens
+        # The gradient on this rank is that of its own tokens.
+        weight = self.weight.to_local(grad_placements=[Partial()])
         return self.scores(x, weight)
 
 
 class _Gate(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is Gate, type(module)
-        module.weight = nn.Parameter(
-            distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None)
-        )
+        distribute(module, "weight", device_mesh, Replicate())
         module.__class__ = _OwnTokens
         return module
 
 
 class _Whole(ParallelStyle):
-    """Leaves a module alone."""
+    """Leaves a module as it is."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
-def _gathered(x: Any, mesh: DeviceMesh) -> DTensor:
-    x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
-    return x.redistribute(placements=[Replicate()])
-
-
 def _style(
-    name: ShardingStyle,
-    module: nn.Module,
-    sharded_loss: bool,
-    float8: bool,
+    name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: bool
 ) -> ParallelStyle:
-    if float8 and (style := float8_style(name, module)):
-        return style
+    in_float8 = float8_style(name, module) if float8 else None
+    if in_float8 is not None:
+        return in_float8
     if name == "output" and not isinstance(module, nn.Linear):
         return _TiedOutput(sharded_loss)
     styles: dict[ShardingStyle, ParallelStyle] = {
@@ -171,7 +162,7 @@ def _style(
 
 
 def apply_tensor_parallel(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh | None,
     styles: Mapping[str, ShardingStyle],
     *,
@@ -182,8 +173,8 @@ def apply_tensor_parallel(
 
     Args:
         styles: `ModelSpec.tensor_parallel_styles`.
-        sharded_loss: leave the logits sharded over the vocabulary, as a DTensor, for a loss under
-        `loss_context`.
+        sharded_loss: leave the logits a DTensor, sharded over the vocabulary, for a loss under
+            `loss_context`.
         float8: communicate in Float8 where torchao's layers can.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Gloo ranks on this machine, forked from a server that has already imported torch: for tests,
-parity and the matrix.
+"""Gloo ranks on this machine, forked from a server that has already imported torch: for tests
+and parity.
 
 A pool keeps its ranks between tasks; a task is a module-level function that every rank calls. After
 a failure or time-out the ranks are killed, and the next task forks new ones, which takes well under

@@ -18,15 +18,14 @@ from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config, Training, Validation
-from torchtitan.data.text.files import path_problem
+from torchtitan.data.text.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_names
 from torchtitan.models.decoder_spec import is_decoder
 from torchtitan.parallel.pipeline_csv import schedule_file
 from torchtitan.parallel.pipeline_stages import StagePlan, assign_stages
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.limits import DATA_ENTRIES
-from torchtitan.utils.patterns import TooManyEntriesError, matching_files
+from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 from torchtitan.utils.torch_versions import installed_torch
@@ -187,9 +186,9 @@ def _path_problem(path: str) -> str | None:
     if os.path.exists(path):
         return path_problem(path)
     try:
-        if next(matching_files(path, DATA_ENTRIES, skipped=[]), None) is None:
+        if next(matching_files(path, SEARCHED_AT_CHECK, skipped=[]), None) is None:
             return f"no file matches {path!r} (relative to {Path.cwd()})"
-    except TooManyEntriesError as error:
+    except TooManyFilesError as error:
         return f"{error} and finds no file; name a folder closer to the files"
     return None
 

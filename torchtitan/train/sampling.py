@@ -7,8 +7,7 @@ import torch
 from torchtitan.config.sections.evals import Sampling
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.inference import generator
-from torchtitan.inference.generator import Continuation
-from torchtitan.inference.uncached import continue_prompts
+from torchtitan.inference.generator import Continuation, continue_prompts
 from torchtitan.train.logits import Probe
 
 

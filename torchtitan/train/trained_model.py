@@ -11,7 +11,7 @@ from torchtitan.config.load.decode import load_config
 from torchtitan.config.rules import check
 from torchtitan.config.sections.schema import Comm
 from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.inference.model_source import Source, load_weights
+from torchtitan.inference.load import ModelSource, load_weights
 from torchtitan.models.spec import Init
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.init import materialize
@@ -38,7 +38,7 @@ def process_group() -> Iterator[None]:
 
 
 def load_probe(
-    source: Source,
+    source: ModelSource,
     tokenizer: Tokenizer,
     layout: list[str],
     *,

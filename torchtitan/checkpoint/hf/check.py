@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_own
-from torchtitan.checkpoint.hf.weights import check_hf
+from torchtitan.checkpoint.hf.weights import check_hf, on_meta
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
 from torchtitan.models.layers import attention_backend
@@ -21,16 +21,13 @@ from torchtitan.utils.torch_compat import silence_false_alarms
 PROMPT = 64
 """Tokens in the prompt that an export and the original are compared on."""
 MOST_IN_A_RUN = 3 * 10**9
-"""Parameters of the largest model whose logits are compared at the end of a run, where all ranks
-wait for it.
-"""
+"""Parameters of the largest model whose logits a run compares at its end, while all ranks wait."""
 _LOGITS_AGREE = 1e-3
 """Largest difference of logits that rounding explains, relative to the largest logit."""
 
 
 def check_description(folder: Path, spec: ModelSpec, args: Any) -> None:
-    """Compare `config.json`, and the names and shapes of the weights, with the model, as `ckpt
-    from-hf` reads them.
+    """Compare the model with `config.json` and the weights' names and shapes, read by `from-hf`.
 
     Raises:
         CheckpointError, ConfigError: they describe another model.
@@ -83,49 +80,37 @@ def compare(
         import transformers
         from transformers.utils import logging
     except Exception as error:  # it doesn't fit the other packages that are installed
-        return [
-            "Not compared with transformers, which can't be imported: "
-            f"{type(error).__name__}: {error}"
-        ]
+        problem = f"{type(error).__name__}: {error}"
+        return [f"Not compared with transformers, which can't be imported: {problem}"]
     silence_false_alarms()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     kind = hf_map(spec).model_type
     notes = [_tokenizer_note(folder, kind, tokenizer)]
+    reason = None
     if kind not in transformers.CONFIG_MAPPING:
-        return [
-            *notes,
-            f"Logits not compared: transformers {transformers.__version__} has no {kind}",
-        ]
-    if not anyway and (reason := _too_large(spec, args, most)):
+        reason = f"transformers {transformers.__version__} has no {kind}"
+    elif not anyway:
+        reason = _too_large(spec, args, most)
+    if reason:
         return [*notes, f"Logits not compared: {reason}"]
     return [*notes, _logits_note(folder, spec, args, read)]
 
 
 def _too_large(spec: ModelSpec, args: Any, most: float) -> str | None:
-    with torch.device("meta"):
-        count = sum(param.numel() for param in spec.build(args, None).parameters())
+    count = sum(param.numel() for param in on_meta(spec, args).parameters())
     if count > most:
         return (
-            f"{count / 1e9:.1f} billion parameters, at the end of a run up to "
-            f"{most / 1e9:g} are compared; "
-            "`torchtitan ckpt to-hf` compares larger models"
+            f"{count / 1e9:.1f} billion parameters, at the end of a run up to {most / 1e9:g} are "
+            "compared; `torchtitan ckpt to-hf` compares larger models"
         )
     needed = 5 * count  # one model in float32 at a time
-    free = psutil.virtual_memory().available
-    return (
-        f"needs {needed / 1e9:.0f} GB of memory (--check compares anyway)"
-        if needed > free
-        else None
-    )
+    if needed > psutil.virtual_memory().available:
+        return f"needs {needed / 1e9:.0f} GB of memory (--check compares anyway)"
+    return None
 
 
-def _logits_note(
-    folder: Path,
-    spec: ModelSpec,
-    args: Any,
-    read: Callable[[str], Tensor],
-) -> str:
+def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str], Tensor]) -> str:
     """Both models compute in float32 with the exported weights."""
     from transformers import AutoModelForCausalLM
 
@@ -136,16 +121,14 @@ def _logits_note(
         theirs, info = load(folder, dtype=torch.float32, output_loading_info=True)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys := sorted(map(str, info[problem])):
-                raise CheckpointError(
-                    f"transformers finds {problem.replace('_', ' ')}: {', '.join(keys[:3])}"
-                )
+                words = problem.replace("_", " ")
+                raise CheckpointError(f"transformers finds {words}: {', '.join(keys[:3])}")
         gap = (theirs(tokens).logits - expected).abs().max().item()
     size = expected.abs().max().item()
     if not gap <= _LOGITS_AGREE * size:
         raise CheckpointError(
-            "transformers computes other logits than this project's model: they differ "
-            f"by up to {gap:.2g} "
-            f"(logits up to {size:.3g})"
+            "transformers computes other logits than this project's model: they differ by up to "
+            f"{gap:.2g} (logits up to {size:.3g})"
         )
     return f"Largest logit difference to transformers: {gap:.2g} (logits up to {size:.3g})"
 
@@ -156,10 +139,9 @@ def _our_logits(
     read: Callable[[str], Tensor],
     tokens: Tensor,
 ) -> Tensor:
+    short = args.model_copy(update={"max_seq_len": PROMPT})
     with torch.device("meta"):
-        model = spec.build(
-            args.model_copy(update={"max_seq_len": PROMPT}), attention_backend("cpu")
-        )
+        model = spec.build(short, attention_backend("cpu"))
     model.to_empty(device="cpu")
     model.init_buffers()
     for name, param in model.named_parameters():
@@ -183,9 +165,8 @@ def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str
         # transformers 5 has types of models, such as qwen2, whose tokenizer it builds without
         # asking the folder.
         return (
-            f"Warning: AutoTokenizer takes {type(loaded).__name__} for every model of "
-            f"type {kind}, whatever its files "
-            "say, and gives other token ids than training; load it with "
+            f"Warning: AutoTokenizer takes {type(loaded).__name__} for every model of type {kind}, "
+            "whatever its files say, and gives other token ids than training; load it with "
             "PreTrainedTokenizerFast.from_pretrained"
         )
     raise CheckpointError(f"transformers' tokenizer gives other ids than training: {problem}")

@@ -28,8 +28,7 @@ _PIECE = 16 * 2**20
 
 
 class HFExport:
-    """An export of a checkpoint's weights as Hugging Face safetensors with `config.json` and
-    tokenizer.
+    """A checkpoint's weights as Hugging Face safetensors, with `config.json` and tokenizer.
 
     Called by one process, or by all ranks together, which divide the files among them. Atomic: what
     was written is compared with the checkpoint, and with transformers if that is installed, before
@@ -56,18 +55,16 @@ class HFExport:
             dtype: of the written weights; None: as stored.
             averaged: write the average of the weights.
             check: whether to read the files back, and compare logits and token ids with those of
-            transformers; None: as
-                far as transformers is installed and memory suffices.
+                transformers; None: as far as transformers is installed and memory suffices.
             most_compared: compare the logits of models of up to this many parameters.
 
         Raises:
             CheckpointError: Hugging Face's class can't express the model, or the checkpoint is of
-            another one.
+                another one.
         """
         if problems := export_problems(spec, args):
-            raise CheckpointError(
-                "\n".join(f"can't export to Hugging Face: {problem}" for problem in problems)
-            )
+            lines = [f"can't export to Hugging Face: {problem}" for problem in problems]
+            raise CheckpointError("\n".join(lines))
         self.folder = folder
         self.spec = spec
         self.args = args
@@ -76,7 +73,7 @@ class HFExport:
         self.check = check
         self.most_compared = most_compared
         self.notes: list[str] = []
-        """What was compared and what was not, for people; on rank 0, after `write`."""
+        """What was compared and what wasn't, in words; on rank 0, after `write`."""
         self.rank = 0
         self.world = 1
         if dist.is_initialized():
@@ -85,14 +82,13 @@ class HFExport:
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata
-        names = self.hf.names(args)
-        self.names = names
-        self._check(names, averaged)
+        self.names = self.hf.names(args)
+        self._check(self.names, averaged)
         self.tensors: dict[str, Tensor] = {}
         """What is written, on the meta device."""
         self.places: dict[str, tuple[str, int | None]] = {}
         """Where it is in the checkpoint: a key, and the index in a stack."""
-        for ours, theirs in names.items():
+        for ours, theirs in self.names.items():
             key = f"ema.{ours}" if averaged else f"model.{ours}"
             about = stored[key]
             value = torch.empty(about.size, dtype=dtype or about.properties.dtype, device="meta")
@@ -102,17 +98,15 @@ class HFExport:
                 self.places[part] = key, None if whole else i
         self._stack: tuple[str, Tensor] | None = None
         self.dtype = next(iter(self.tensors.values())).dtype
-        """Of the first of the written weights."""
-        groups = list(
-            batches(((name, value.nbytes) for name, value in self.tensors.items()), max_file_bytes)
-        )
+        """The dtype of the first written weight."""
+        sizes = ((name, value.nbytes) for name, value in self.tensors.items())
+        groups = list(batches(sizes, max_file_bytes))
         count = len(groups)
-        files = (
-            [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else ["model"]
-        )
-        self.files = {
-            f"{name}.safetensors": group for name, group in zip(files, groups, strict=True)
-        }
+        self.files = {"model.safetensors": groups[0]}
+        """The weights in each file."""
+        if count > 1:
+            numbered = enumerate(groups, 1)
+            self.files = {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in numbered}
 
     def _check(self, ours: Mapping[str, Any], averaged: bool) -> None:
         """
@@ -124,26 +118,20 @@ class HFExport:
         wanted = [f"ema.{name}" for name in ours] if averaged else list(names)
         source = self.reader.path
         stored = self.reader.read_metadata().state_dict_metadata
+        other = f"{source} is not of the model in its manifest"
         if missing := [key for key in wanted if key not in stored]:
-            raise CheckpointError(
-                f"{source} is not of the model in its manifest: {missing[0]} is missing"
-            )
+            raise CheckpointError(f"{other}: {missing[0]} is missing")
         buffers = {f"model.{name}" for name, _ in on_meta(self.spec, self.args).named_buffers()}
         for key in sorted(key for key in stored if key.startswith("model.") and key not in names):
             if key not in buffers:
+                raise CheckpointError(f"{other}: {key} is unknown")
+            matters = stored[key].properties.dtype.is_floating_point
+            if matters and read_tensor(self.reader, key).any():
                 raise CheckpointError(
-                    f"{source} is not of the model in its manifest: {key} is unknown"
-                )
-            if (
-                stored[key].properties.dtype.is_floating_point
-                and read_tensor(self.reader, key).any()
-            ):
-                raise CheckpointError(
-                    f"{source}: {key.removeprefix('model.')} is not zero, and Hugging "
-                    f"Face's {self.hf.model_type} "
-                    "has no place for it: the exported model would choose other experts. "
-                    "To export, train with "
-                    "moe.balance_bias_rate = 0, and balance by moe.global_balance_loss"
+                    f"{source}: {key.removeprefix('model.')} is not zero, and Hugging Face's "
+                    f"{self.hf.model_type} has no place for it: the exported model would choose "
+                    "other experts. To export, train with moe.balance_bias_rate = 0, and balance "
+                    "by moe.global_balance_loss"
                 )
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
@@ -166,19 +154,18 @@ class HFExport:
         problem = None
         try:
             phase()
+        except UserError as error:
+            problem = str(error)
         except Exception as error:
-            problem = (
-                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            )
+            problem = f"{type(error).__name__}: {error}"
         problems = [problem] * self.world
         if dist.is_initialized():
             dist.all_gather_object(problems, problem, group=group)
         for rank, text in enumerate(problems):
             if text:
                 raise CheckpointError(
-                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left "
-                    "of the export; "
-                    f"{self.reader.path} stays"
+                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left of the "
+                    f"export; {self.reader.path} stays"
                 )
 
     def _prepare(self) -> None:
@@ -198,19 +185,13 @@ class HFExport:
         if len(self.files) > 1:
             total = {"total_size": sum(value.nbytes for value in self.tensors.values())}
             places = {name: file for file, names in self.files.items() for name in names}
-            write_json(
-                self.target / "model.safetensors.index.json",
-                {"metadata": total, "weight_map": places},
-            )
+            index = {"metadata": total, "weight_map": places}
+            write_json(self.target / "model.safetensors.index.json", index)
         special: dict[str, int | None] = {}
         if tokenizer := self.tokenizer:
             special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             write_tokenizer(tokenizer, self.target)
-        sampling = {
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.9,
-        }
+        sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_json(self.target / "generation_config.json", sampling | special)
         about = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
         write_json(self.target / "config.json", about | special)
@@ -220,16 +201,18 @@ class HFExport:
         if self.check is False or is_remote(self.target):
             return
         for file, names in list(self.files.items())[self.rank :: self.world]:
+            sizes = ((name, self.tensors[name].nbytes) for name in names)
             # The pages that are read of a mapped file are this process's memory until it is closed.
-            for batch in batches(
-                ((name, self.tensors[name].nbytes) for name in names), MAPPED_BYTES
-            ):
-                with safe_open(self.target / file, framework="pt") as content:
-                    for name in batch:
-                        if not _same_bits(content.get_tensor(name), self._read(name)):
-                            raise CheckpointError(
-                                f"{file}: {name} is not what was written; the storage is faulty"
-                            )
+            for batch in batches(sizes, MAPPED_BYTES):
+                self._compare_bits(file, batch)
+
+    def _compare_bits(self, file: str, names: list[str]) -> None:
+        with safe_open(self.target / file, framework="pt") as content:
+            for name in names:
+                if not _same_bits(content.get_tensor(name), self._read(name)):
+                    raise CheckpointError(
+                        f"{file}: {name} is not what was written; the storage is faulty"
+                    )
 
     def _compare(self) -> None:
         if self.rank != 0:
@@ -271,15 +254,15 @@ class HFExport:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    same = a.dtype == b.dtype and a.shape == b.shape
-    return same and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def _write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> None:
-    """Write a safetensors file with one tensor in memory at a time; torch's and safetensors'
-    writers hold whole files.
+    """Write a safetensors file with one tensor in memory at a time; other writers hold whole files.
 
     The format is 8 bytes with the header's length, the header (JSON), and the tensors' bytes
     (https://github.com/huggingface/safetensors#format).

@@ -1,5 +1,4 @@
-"""Reading the folder of a Hugging Face model, which may hold anything: `config.json` and
-safetensors.
+"""Reading a Hugging Face model's folder, which may hold anything: `config.json` and safetensors.
 
 Only regular files are opened, and nothing is unpickled. The library `safetensors` checks the
 headers.
@@ -84,23 +83,20 @@ def _weight_files(folder: Path) -> list[Path]:
             return found
         if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
             raise CheckpointError(
-                f"no .safetensors files in {folder}, but {pickles[0]}: a pickle, which "
-                "runs code when it is read. If "
-                "you trust it, convert it with transformers: "
+                f"no .safetensors files in {folder}, but {pickles[0]}: a pickle, which runs code "
+                "when it is read. If you trust it, convert it with transformers: "
                 "from_pretrained(...).save_pretrained(...)"
             )
         raise CheckpointError(
             f"no .safetensors files in {folder}, the folder of a Hugging Face model "
-            "(checkpoint.initial_load_path, or "
-            "model.hf_assets_path without it)"
+            "(checkpoint.initial_load_path, or model.hf_assets_path without it)"
         )
     try:
         names = sorted(set(_Index.model_validate(read_json_object(index)).weight_map.values()))
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(
-            f"{index}: {'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
-        ) from None
+        place = ".".join(map(str, first["loc"]))[:200]
+        raise CheckpointError(f"{index}: {place}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from None
     for name in names:
@@ -168,30 +164,25 @@ class SafetensorsReader(HuggingFaceStorageReader):
             first = entries[0]
             if first is None or None in entries or first.dtype not in _NAMED:
                 continue
-            whole = theirs is not parts
-            shape = first.shape
+            stack = () if isinstance(theirs, str) else (len(parts),)
+            size = torch.Size((*stack, *first.shape))
+            part_size = torch.Size((*(1 for _ in stack), *first.shape))
             zeros = (0,) * len(first.shape)
-            offsets = [torch.Size(zeros if whole else (i, *zeros)) for i in range(len(parts))]
-            size = torch.Size(shape if whole else (1, *shape))
-            chunks = [ChunkStorageMetadata(offset, size) for offset in offsets]
-            full = size if whole else torch.Size((len(parts), *shape))
-            tensors[ours] = TensorStorageMetadata(
-                TensorProperties(dtype=_NAMED[first.dtype]), full, chunks
-            )
-            places |= {
-                MetadataIndex(ours, offset): part
-                for offset, part in zip(offsets, parts, strict=True)
-            }
-        return Metadata(
-            tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id)
-        )
+            chunks = []
+            for i, part in enumerate(parts):
+                offset = torch.Size((i, *zeros) if stack else zeros)
+                chunks.append(ChunkStorageMetadata(offset, part_size))
+                places[MetadataIndex(ours, offset)] = part
+            properties = TensorProperties(dtype=_NAMED[first.dtype])
+            tensors[ours] = TensorStorageMetadata(properties, size, chunks)
+        about = StorageMeta(load_id=self.load_id)
+        return Metadata(tensors, storage_data=places, storage_meta=about)
 
     def read_metadata(self) -> Metadata:
         return self._metadata
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded ones too, in place. They may have other dtypes than the stored
-        ones.
+        """Fill tensors in place, sharded ones too, and of other dtypes than the stored ones.
 
         Raises:
             CheckpointError: one can't be read, or holds NaN or infinity.
@@ -223,12 +214,8 @@ class SafetensorsReader(HuggingFaceStorageReader):
         theirs = self.names[name]
         out = torch.empty(about.size, dtype=about.properties.dtype)
         targets = [out] if isinstance(theirs, str) else out.unbind()
-        self._fill(
-            [
-                _Piece(part, (), target)
-                for part, target in zip(parts_of(theirs), targets, strict=True)
-            ]
-        )
+        pairs = zip(parts_of(theirs), targets, strict=True)
+        self._fill([_Piece(part, (), target) for part, target in pairs])
         return out
 
     def _fill(self, pieces: Iterable[_Piece]) -> None:
@@ -254,57 +241,45 @@ class SafetensorsReader(HuggingFaceStorageReader):
             raise CheckpointError(f"can't read {part} of {file}: {error}") from None
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """What is missing for our weights of these names and shapes, or of the wrong shape or
-        dtype.
-        """
-        if nameless := [
-            f"{ours} has no name in Hugging Face's format"
-            for ours in shapes
-            if ours not in self.names
-        ]:
-            return nameless
-        out = [
-            f"{part} is missing"
-            for ours in shapes
-            for part in parts_of(self.names[ours])
-            if part not in self.entries
-        ]
-        for ours, shape in shapes.items() if not out else ():
-            theirs = self.names[ours]
-            parts = parts_of(theirs)
-            wanted = tuple(shape if theirs is not parts else shape[1:])
+        """Why the folder can't fill our weights of these names and shapes."""
+        nameless = [ours for ours in shapes if ours not in self.names]
+        if nameless:
+            return [f"{ours} has no name in Hugging Face's format" for ours in nameless]
+        theirs = {ours: parts_of(self.names[ours]) for ours in shapes}
+        missing = [p for parts in theirs.values() for p in parts if p not in self.entries]
+        if missing:
+            return [f"{part} is missing" for part in missing]
+        out = []
+        for ours, parts in theirs.items():
+            stacked = not isinstance(self.names[ours], str)
+            wanted = tuple(shapes[ours])[1 if stacked else 0 :]
             first = self.entries[parts[0]]
             for part in parts:
                 entry = self.entries[part]
+                kind = f"{part} has dtype {entry.dtype}"
                 if entry.shape != wanted:
                     out.append(f"{part} is {list(entry.shape)}, should be {list(wanted)}")
                 elif entry.dtype not in _NAMED:
-                    out.append(
-                        f"{part} has dtype {entry.dtype}, must be one of {', '.join(_NAMED)}"
-                    )
+                    out.append(f"{kind}, must be one of {', '.join(_NAMED)}")
                 elif entry.dtype != first.dtype:
-                    out.append(
-                        f"{part} has dtype {entry.dtype}, {parts[0]} of the same stack "
-                        f"{first.dtype}"
-                    )
+                    out.append(f"{kind}, {parts[0]} of the same stack {first.dtype}")
         return out
 
     def _checked(self, name: str, value: Tensor) -> Tensor:
         if value.numel():
             # The reductions need no copy; NaN prevails in both.
-            extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))
+            comparable = value.float() if value.itemsize == 1 else value
+            extremes = torch.stack(torch.aminmax(comparable))
             if not extremes.isfinite().all():
+                file = self.entries[name].file
                 raise CheckpointError(
-                    f"{self.entries[name].file}: {name} holds NaN or infinity; download "
-                    "the model again"
+                    f"{file}: {name} holds NaN or infinity; download the model again"
                 )
         return value
 
 
 def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Items in order, in lists whose sizes sum to at most `limit`; a larger item is a list of its
-    own.
-    """
+    """Items in order, in lists whose sizes sum to at most `limit`; larger items are alone."""
     batch: list[T] = []
     total = 0
     for item, size in sizes:
@@ -325,15 +300,14 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         CheckpointError: it is not a regular file, or not sound.
     """
     if not file.is_file():
-        raise CheckpointError(
-            f"{file} {'is not a regular file' if file.exists() else 'is missing'}"
-        )
+        problem = "is not a regular file" if file.exists() else "is missing"
+        raise CheckpointError(f"{file} {problem}")
     try:
         with safe_open(file, framework="pt") as content:
             if "DCP_SHARDING_INFO" in (content.metadata() or {}):
                 raise CheckpointError(
-                    f"{file} holds shards of torch's writer; consolidate them into whole "
-                    "tensors first"
+                    f"{file} holds shards of torch's writer; "
+                    "consolidate them into whole tensors first"
                 )
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - not a dictionary
             return {

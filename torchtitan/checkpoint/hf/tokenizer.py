@@ -24,15 +24,12 @@ _MADE = (HuggingFaceTokenizer, TiktokenTokenizer)
 
 
 def is_own(tokenizer: Tokenizer) -> bool:
-    """Whether `write_tokenizer` makes the files, so that they must give the ids. Registered ones
-    bring files of their own, or none.
-    """
+    """Whether `write_tokenizer` writes the files itself; registered tokenizers bring theirs."""
     return type(tokenizer) in _MADE
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files of a tokenizer. A text gets the ids that it has in training, begin-of-text
-    first.
+    """Write the files of a tokenizer: a text gets its ids in training, begin-of-text first.
 
     Raises:
         OSError, ValueError, UserError: its own files can't be read any more.
@@ -78,9 +75,7 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
-    """A post-processor that adds begin-of-text alone, as training does where the tokenizer has
-    it.
-    """
+    """A post-processor that adds only begin-of-text, as training does if the tokenizer has it."""
     if bos is None:
         return None
     parts: list[dict[str, Any]] = []
@@ -91,20 +86,12 @@ def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
         "type": "TemplateProcessing",
         "single": parts[:2],
         "pair": parts,
-        "special_tokens": {
-            bos: {
-                "id": bos,
-                "ids": [bos_id],
-                "tokens": [bos],
-            }
-        },
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
     }
 
 
 def _settings(given: Mapping[str, Any], bos: str | None, eos: str) -> dict[str, Any]:
-    """`tokenizer_config.json`. The class is the one that takes `tokenizer.json` as it is; others
-    build their own.
-    """
+    """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is."""
     own = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bos is not None,
@@ -115,9 +102,7 @@ def _settings(given: Mapping[str, Any], bos: str | None, eos: str) -> dict[str, 
 
 
 def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """`tokenizer.json` of Llama 3's tiktoken file. Every way to merge two tokens into a third is a
-    merge of BPE.
-    """
+    """`tokenizer.json` of Llama 3's tiktoken file: each way to split a token in two is a merge."""
     characters = _byte_characters()
     ranks = tokenizer.ranks
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -157,11 +142,7 @@ def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": id,
-                "content": name,
-                **flags,
-            }
+            {"id": id, "content": name, **flags}
             for name, id in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
@@ -191,9 +172,7 @@ def _byte_characters() -> list[str]:
 
 
 def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | None:
-    """What is wrong with the first text that `encode` gives other ids than training; None if there
-    is none.
-    """
+    """The first text that `encode` gives other ids than training, in words; None if none."""
     for text in TEXTS:
         try:
             wanted = tokenizer.encode(text, bos=True)
@@ -206,9 +185,7 @@ def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> 
 
 
 def file_problem(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """What differs between `tokenizer.json`, read by the `tokenizers` library, and training; None
-    if nothing does.
-    """
+    """How `tokenizer.json`, read by the library `tokenizers`, differs from training, if it does."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(folder / "tokenizer.json"))

@@ -21,13 +21,13 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
 
     Raises:
         CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing,
-        has another shape, or
-            holds NaN or infinity.
+            has another shape, or holds NaN or infinity.
     """
     reader = SafetensorsReader(folder, names)
     buffers = {name for model in models for name, _ in model.named_buffers()}
     ours = {name: value for name, value in model_state(models).items() if name not in buffers}
-    if problems := reader.problems({name: value.shape for name, value in ours.items()}):
+    shapes = {name: value.shape for name, value in ours.items()}
+    if problems := reader.problems(shapes):
         raise CheckpointError(
             f"{folder} holds another model than this configuration builds: {problems[0]}.\n"
             "Set model.flavor and [model.overrides] to the sizes in its config.json."
@@ -38,21 +38,18 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
 def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> None:
     """
     Raises:
-        CheckpointError: the weights are not those of a model of these hyper-parameters, which came
-        with them.
+        CheckpointError: the weights aren't those of a model of `args`, which came with them.
     """
     known = {part: None for theirs in reader.names.values() for part in parts_of(theirs)}
     unused = reader.entries.keys() - known - {"lm_head.weight"}
     wrong = [f"{theirs} is missing" for theirs in known if theirs not in reader.entries]
-    wrong += [
-        f"{theirs} is unknown"
-        for theirs in sorted(unused)
-        if not theirs.endswith("rotary_emb.inv_freq")
-    ]
+    for theirs in sorted(unused):
+        if not theirs.endswith("rotary_emb.inv_freq"):
+            wrong.append(f"{theirs} is unknown")
     if not wrong:  # else the model could be of any size
-        wrong = reader.problems(
-            {name: weight.shape for name, weight in on_meta(spec, args).named_parameters()}
-        )
+        model = on_meta(spec, args)
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        wrong = reader.problems(shapes)
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
@@ -67,11 +64,7 @@ def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
 
 
 def import_hf(
-    source: Path,
-    target: Path,
-    spec: ModelSpec,
-    args: Any,
-    manifest: dict[str, Any],
+    source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]
 ) -> int:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes.
 
@@ -83,8 +76,8 @@ def import_hf(
         The number of parameters.
 
     Raises:
-        CheckpointError: a weight is missing or unknown, holds NaN or infinity, or its shape doesn't
-        follow from `args`.
+        CheckpointError: a weight is missing, unknown, not finite, or of another shape than `args`
+            say.
     """
     reader = SafetensorsReader(source, hf_map(spec).names(args))
     check_hf(reader, spec, args)

@@ -1,4 +1,6 @@
-"""Which source each row of each step comes from: a function of (seed, weights, step, row) alone.
+"""Which source each row of each step comes from, and each epoch's shuffle: functions of the seed.
+
+The source of a row is a function of (seed, weights, step, row) alone.
 
 At every step, each source has had its share of the rows since its weights last changed, to within
 one row. That is the chairman assignment problem (Tijdeman, "The chairman assignment problem",
@@ -17,11 +19,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.shuffle import mixed
 from torchtitan.data.positions import SharesState
 
 Slots = NDArray[np.int64]
-"""Rows of a step, by their index in it, ascending."""
+"""Rows of a step by their index in it, ascending."""
+
+_ROUNDS = 4
+_GOLDEN = 0x9E3779B97F4A7C15
+_64_BITS = 2**64 - 1
 
 
 @dataclass
@@ -140,7 +145,7 @@ def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
     return {name: np.sort(part) for name, part in zip(counts, np.split(order, cuts), strict=True)}
 
 
-class Phase(NamedTuple):
+class StagePlan(NamedTuple):
     """Steps between two changes of the configuration."""
 
     first: int
@@ -150,12 +155,12 @@ class Phase(NamedTuple):
     weights: Mapping[str, Fraction]
 
 
-def _with_ends(phases: Sequence[Phase]) -> Iterator[tuple[Phase, int]]:
-    """Each phase, and the step after it."""
-    return zip(phases, [*(phase.first for phase in phases[1:]), sys.maxsize], strict=True)
+def _with_ends(plans: Sequence[StagePlan]) -> Iterator[tuple[StagePlan, int]]:
+    """Each plan, and the step after it."""
+    return zip(plans, [*(plan.first for plan in plans[1:]), sys.maxsize], strict=True)
 
 
-def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> dict[str, int]:
+def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -> dict[str, int]:
     """In which of `steps` each source that ends gives its last row, to within a row; both counted
     from 0.
 
@@ -165,19 +170,18 @@ def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> d
     rest = {name: Fraction(rows) for name, rows in left.items()}
     ended: dict[str, int] = {}
     now = Fraction(steps.start)
-    for phase, after in _with_ends(phases):
+    for plan, after in _with_ends(plans):
         end = min(after, steps.stop)
         while now < end:
             weights = {
                 name: weight
-                for name, weight in phase.weights.items()
+                for name, weight in plan.weights.items()
                 if weight > 0 and name not in ended
             }
             if not weights:
                 return ended
             per_step = {
-                name: phase.rows * weight / sum(weights.values())
-                for name, weight in weights.items()
+                name: plan.rows * weight / sum(weights.values()) for name, weight in weights.items()
             }
             until = {
                 name: now + rest[name] / rate for name, rate in per_step.items() if name in rest
@@ -192,14 +196,64 @@ def run_dry(phases: Sequence[Phase], left: Mapping[str, int], steps: range) -> d
     return ended
 
 
-def whole_steps(phases: Sequence[Phase], rows: int, first: int) -> int:
+def whole_steps(plans: Sequence[StagePlan], rows: int, first: int) -> int:
     """How many steps, from `first` on, `rows` rows are enough for."""
     step = first
-    for phase, after in _with_ends(phases):
+    for plan, after in _with_ends(plans):
         if step < after:
-            steps = min(rows // phase.rows, after - step)
+            steps = min(rows // plan.rows, after - step)
             step = step + steps
-            rows = rows - steps * phase.rows
+            rows = rows - steps * plan.rows
             if step < after:
                 break
     return step - first
+
+
+def _mix(x: int, key: int) -> int:
+    """splitmix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators",
+    2014).
+    """
+    x = (x + key) * _GOLDEN & _64_BITS
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _64_BITS
+    return x ^ (x >> 31)
+
+
+def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
+    """A hash of each of `values`, another one for other `keys`."""
+    key = 0
+    for part in keys:
+        key = _mix(part & _64_BITS, key)
+    x = (values.astype(np.uint64) + np.uint64(key)) * np.uint64(_GOLDEN)  # as _mix, modulo 2^64
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(
+    index: int,
+    size: int,
+    seed: int,
+    epoch: int,
+) -> int:
+    """Where position `index` of epoch `epoch` lies in a data set of `size` items: a bijection of
+    `[0, size)`.
+
+    A balanced Feistel network over the smallest even number of bits that holds `size`, applied
+    again while the result lies outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
+    finite domains", 2002).
+    """
+    if size <= 1:
+        return 0
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    base = (seed * 0x10001 + epoch * 0x9E3779B1 + 1) & _64_BITS
+    keys = [_mix(number, base) for number in range(_ROUNDS)]
+    while True:
+        left = index >> half
+        right = index & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right, key) & mask)
+        index = (left << half) | right
+        if index < size:
+            return index

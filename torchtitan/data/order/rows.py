@@ -8,30 +8,24 @@ rank reads nor on the layout.
 
     token files   the source's k-th row is window permutation(k); the position is one number
     text          the source has L lanes; a lane reads its own documents, one after another, and
-    cuts rows from
-                  [bos] text [eos] [bos] text [eos] ...; the position is one small record per lane
+                  cuts rows from [bos] text [eos] [bos] text [eos] ...; the position is one small
+                  record per lane
 
-The place of a row in its step decides its lane, so a rank needs only the lanes of its own places;
-of a lane that it shares with another rank, it reads past the other's rows. Random-access text has
-as many lanes as the batch has rows, a stream as many as its shards allow.
+The place of a row in its step decides its lane, so a rank needs only the lanes of its own places.
+Where ranks share a lane, each reads past the other's rows. Random-access text has as many lanes as
+the batch has rows, a stream as many as its shards allow.
 """
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.mixture import Slots
-from torchtitan.data.order.shuffle import permute
+from torchtitan.data.order.mixture import Slots, permute
 from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
-from torchtitan.data.text.documents import Documents
-from torchtitan.data.text.records import FileText
 from torchtitan.data.text.retry import Retry
 from torchtitan.data.text.texts import Text
 from torchtitan.data.text.tokenizer import Tokenizer
@@ -41,33 +35,23 @@ IGNORE_INDEX = -100
 """Label of positions that are not predicted."""
 
 Row = NDArray[np.int64]
+"""`[seq_len + 1]` token ids."""
 Share = tuple[tuple[int, int], ...]
-"""Which rows of a step a reader delivers: part `index` of `count` equal ones, and of that part,
-again, a part.
+"""The rows of a step that a reader delivers: part `index` of `count` equal parts, of which the next
+pair takes a part, and so on.
 """
 
 
-@dataclass(frozen=True)
-class StepRows:
-    """A step, as the reader of a share sees it."""
-
-    index: int
-    """From 0."""
-    count: int
-    """Rows of the step, over all ranks."""
-    own: range
-    """Those of this reader."""
-
-
 class SourceReader(ABC):
-    """Reads the rows of one source."""
+    """Reads a share of the rows of one source."""
 
     @abstractmethod
-    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
-        """The step's rows at those of the places `slots` that this reader delivers; without those
-        after the end.
+    def read(self, step: int, count: int, slots: Slots) -> dict[int, Row]:
+        """This reader's rows of a step by their places. After the source's end, rows are missing.
 
         Args:
+            step: counted from 0.
+            count: rows of the step, over all sources and ranks.
             slots: all places of the step whose rows come from this source.
         """
 
@@ -79,7 +63,7 @@ class SourceReader(ABC):
     @property
     @abstractmethod
     def epochs(self) -> float:
-        """How often the source has been read; of text, the mean over this reader's lanes."""
+        """How often the source has been read; for text, the mean over this reader's lanes."""
 
     @abstractmethod
     def position(self) -> SourcePosition:
@@ -96,25 +80,26 @@ class TokenReader(SourceReader):
     def __init__(
         self,
         files: TokenFiles,
-        seed: int,
+        share: Share,
+        seed: int | None,
         epochs: int | None,
         retry: Retry,
-        *,
-        shuffled: bool,
     ):
         """
         Args:
-            epochs: read the files this often; None: without end.
+            seed: shuffles the windows of each epoch; None keeps their order.
+            epochs: how often to read the files; None reads them without end.
         """
         self.files = files
+        self.share = share
         self.seed = seed
         self.retry = retry
-        self.shuffled = shuffled
         self.limit = None if epochs is None else epochs * len(files)
         self.consumed = 0
 
-    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
-        first, after = np.searchsorted(slots, [step.own.start, step.own.stop])
+    def read(self, step: int, count: int, slots: Slots) -> dict[int, Row]:
+        own = own_rows(count, self.share)
+        first, after = np.searchsorted(slots, [own.start, own.stop])
         rows = {}
         for i in range(first, after):
             if self.limit is None or self.consumed + i < self.limit:
@@ -123,11 +108,11 @@ class TokenReader(SourceReader):
         return rows
 
     def _row(self, index: int) -> Row:
-        epoch, slot = divmod(index, len(self.files))
-        window = permute(slot, len(self.files), self.seed, epoch) if self.shuffled else slot
-        return _padded(
-            self.retry(f"window {window}", lambda: self.files.window(window)), self.files.seq_len
-        )
+        epoch, window = divmod(index, len(self.files))
+        if self.seed is not None:
+            window = permute(window, len(self.files), self.seed, epoch)
+        ids = self.retry(f"window {window}", lambda: self.files.window(window))
+        return _padded(ids, self.files.seq_len)
 
     @property
     def left(self) -> int | None:
@@ -151,7 +136,8 @@ class Cursor(Protocol):
     def epochs(self) -> float:
         """How often the lane's documents have been read."""
 
-    def next(self) -> Text | None: ...
+    def next(self) -> Text | None:
+        """The next document; None at the end of a finite pass."""
 
     def position(self) -> DocumentPosition | StreamPosition: ...
 
@@ -159,58 +145,12 @@ class Cursor(Protocol):
         """Continue from what `position` of such a cursor returned."""
 
 
-class DocumentCursor:
-    """Documents lane, lane + L, lane + 2L, ... of the concatenated epochs, each shuffled
-    differently.
-    """
-
-    def __init__(
-        self,
-        documents: Documents,
-        lane: int,
-        lanes: int,
-        seed: int,
-        infinite: bool,
-        retry: Retry,
-    ):
-        self.documents = documents
-        self.lane = lane
-        self.lanes = lanes
-        self.seed = seed
-        self.infinite = infinite
-        self.retry = retry
-        self.upcoming = lane
-        """The next document, counted over all epochs."""
-
-    def next(self) -> Text | None:
-        epoch, slot = divmod(self.upcoming, len(self.documents))
-        if epoch and not self.infinite:
-            return None
-        self.upcoming += self.lanes
-        index = permute(slot, len(self.documents), self.seed, epoch) if self.infinite else slot
-        what = f"document {index}"
-        text = self.retry(what, lambda: self.documents[index])
-        if isinstance(text, FileText):
-            text.attempt = partial(self.retry, what)
-        return text
-
-    @property
-    def epochs(self) -> float:
-        return (self.upcoming - self.lane) / len(self.documents)
-
-    def position(self) -> DocumentPosition:
-        return DocumentPosition(position=self.upcoming)
-
-    def seek(self, position: DocumentPosition) -> None:
-        self.upcoming = position.position
-
-
 class Lane:
     """Cuts rows from a cursor's documents.
 
     Its position is the cursor's before the current document and the offset in that document, which
-    is tokenized again. A long document is tokenized in pieces: then the offset counts from the
-    current piece, and where that starts is part of the position, too.
+    is tokenized again. A long document is tokenized in pieces; the offset then counts from the
+    current piece, whose start is part of the position.
     """
 
     def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
@@ -219,8 +159,8 @@ class Lane:
         self.seq_len = seq_len
         self.before = cursor.position()
         """The cursor's position before the current document."""
-        self.document: Row | None = None
-        """The ids of the current document, or of a piece of it."""
+        self.ids: Row | None = None
+        """The current document, or the current piece of it; None between two documents."""
         self.start = 0
         """Where the current piece starts in its document."""
         self.offset = 0
@@ -231,15 +171,15 @@ class Lane:
         parts: list[Row] = []
         missing = self.seq_len + 1
         while missing:
-            if self.document is None and not self._read():
+            if self.ids is None and not self._read():
                 break
-            assert self.document is not None
-            part = self.document[self.offset : self.offset + missing]
+            assert self.ids is not None
+            part = self.ids[self.offset : self.offset + missing]
             parts.append(part)
             missing -= len(part)
             self.offset += len(part)
             if missing:
-                self.document = None
+                self.ids = None
         if missing >= self.seq_len:  # only the last row's last id is left
             return None
         # The next row begins with this row's last id.
@@ -248,30 +188,28 @@ class Lane:
 
     def _read(self, start: int = 0) -> bool:
         """Get the next piece, or else the next document from position `start` on."""
-        if (piece := next(self.pieces, None)) is None:
+        piece = next(self.pieces, None)
+        if piece is None:
             before = self.cursor.position()
             text = self.cursor.next()
             if text is None:
                 return False
-            self.before, self.pieces = before, self.tokenizer.encode_in_pieces(text, start)
+            self.before = before
+            self.pieces = self.tokenizer.encode_in_pieces(text, start)
             piece = next(self.pieces)
-        self.start, self.document = piece
+        self.start, self.ids = piece
         self.offset = 0
         return True
 
     def position(self) -> LanePosition:
-        if self.document is None:
+        if self.ids is None:
             return LanePosition(cursor=self.before, offset=-1)
-        return LanePosition(
-            cursor=self.before,
-            offset=self.offset,
-            position=self.start,
-        )
+        return LanePosition(cursor=self.before, offset=self.offset, position=self.start)
 
     def seek(self, position: LanePosition) -> None:
         self.cursor.seek(position.cursor)
         self.before = position.cursor
-        self.document = None
+        self.ids = None
         self.pieces = iter(())
         if position.offset >= 0 and self._read(position.position):
             self.offset = position.offset
@@ -280,25 +218,27 @@ class Lane:
 class LaneReader(SourceReader):
     """Rows of text, cut from lanes."""
 
-    def __init__(self, contents: str, lanes: dict[int, Lane], count: int):
+    def __init__(self, contents: str, share: Share, lanes: dict[int, Lane], count: int):
         """
         Args:
             contents: fingerprint of the source.
-            lanes: those that this reader delivers any row of.
-            count: of the source's lanes.
+            lanes: those with any row of the share.
+            count: number of lanes of the source.
         """
         self.contents = contents
+        self.share = share
         self.lanes = lanes
         self.count = count
         self.consumed = 0
 
-    def read(self, step: StepRows, slots: Slots) -> dict[int, Row]:
-        lanes = lanes_of(slots, step, self.count)
+    def read(self, step: int, count: int, slots: Slots) -> dict[int, Row]:
+        own = own_rows(count, self.share)
+        lanes = lanes_of(slots, step, count, self.count)
         rows = {}
         for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
                 row = self.lanes[lane].row()
-                if slot in step.own and row is not None:
+                if slot in own and row is not None:
                     rows[slot] = row
         self.consumed += len(slots)
         return rows
@@ -308,12 +248,11 @@ class LaneReader(SourceReader):
         return sum(lane.cursor.epochs for lane in self.lanes.values()) / max(len(self.lanes), 1)
 
     def position(self) -> SourcePosition:
-        lanes = {str(index): lane.position() for index, lane in self.lanes.items()}
         return SourcePosition(
             contents=self.contents,
             rows=self.consumed,
             lane_count=self.count,
-            lanes=lanes,
+            lanes={str(index): lane.position() for index, lane in self.lanes.items()},
         )
 
     def seek(self, position: SourcePosition) -> None:
@@ -323,40 +262,35 @@ class LaneReader(SourceReader):
             lane.seek(saved[str(index)])
 
 
-def lanes_of(slots: Slots, step: StepRows, lanes: int) -> Slots:
-    """The lane of each place of a step.
+def lanes_of(slots: Slots, step: int, count: int, lanes: int) -> Slots:
+    """The lane of each place of a step of `count` rows.
 
-    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If the
-    number of rows isn't a multiple of that of lanes, the lanes take turns, and over some steps all
-    give the same number of rows.
+    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If
+    `count` isn't a multiple of the number of lanes, the lanes take turns; over some steps all give
+    the same number of rows.
     """
-    unit = math.gcd(step.count, lanes)
-    turn = step.index % (lanes // unit) * unit
-    return (slots * lanes + turn) // step.count
+    unit = math.gcd(count, lanes)
+    turn = step % (lanes // unit) * unit
+    return (slots * lanes + turn) // count
 
 
 def lanes_within(own: range, count: int, lanes: int) -> range:
     """Lanes that any of the places `own` of steps of `count` rows may have."""
     if not own:
         return range(0)
-    return range(
-        own.start * lanes // count,
-        ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count + 1,
-    )
+    first = own.start * lanes // count
+    last = ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count
+    return range(first, last + 1)
 
 
 def own_rows(count: int, share: Share) -> range:
     """The rows of a step of `count` that a share delivers."""
     rows = range(count)
     for index, of in share:
-        rows = split_rows(rows, of)[index]
+        first = rows.start + len(rows) * index // of
+        after = rows.start + len(rows) * (index + 1) // of
+        rows = range(first, after)
     return rows
-
-
-def split_rows(rows: range, count: int) -> list[range]:
-    """`rows` in `count` consecutive parts, as even as possible."""
-    cuts = [rows.start + len(rows) * i // count for i in range(count + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def blank_row(seq_len: int) -> Row:

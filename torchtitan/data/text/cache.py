@@ -1,19 +1,16 @@
-"""The cache folder of local files: what `index` finds out about each, kept from run to run.
+"""The cache folder of local files: the index of each, kept from run to run.
 
-<key>.ranges        first byte of each sound document and the one after its last, two int64 each
-<key>.texts         a copy of the texts, only of a file that can't be read at any place
-<key>.json          what the file holds (`FileIndex`); written last, so the others are complete if
-it exists
-<key>.corpus.json   the same of all files of a source, so that a run opens thousands of files by
-reading one
+    <key>.ranges        first byte of each sound document and the one after its last, two int64
+    <key>.texts         a copy of the texts, only of a file that can't be read at any place
+    <key>.json          the `FileIndex`; written last: if it exists, the others are complete
+    <key>.corpus.json   the indexes of all files of a source, to open thousands by reading one
 
 Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes
-share a folder: each makes the index of a file that no other is making, and waits for those of the
-others.
+share a folder: each makes the index of a file that no other is making, and waits for the others.
 
-`<key>.json` has the size, time, inode and hash of the other two. While these keep time and inode,
-they are taken for what was written; else their contents are compared with the hash: all of
-`.ranges`, samples of `.texts`. A file is indexed again if they differ.
+`<key>.json` has the size, time, inode and hash of the first two. If their time or inode differs,
+their contents are compared with the hash: all of `.ranges`, samples of `.texts`. A file is indexed
+again if the hash differs.
 """
 
 import errno
@@ -25,27 +22,31 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torchtitan.data.text.files import FileStamp, changed, data_handle, is_compressed, open_data
-from torchtitan.data.text.identity import sample, whole
 from torchtitan.data.text.index import RANGE, FileIndex, KeptFile, find_documents, key_of, new_index
+from torchtitan.data.text.opening import FileStamp, is_compressed, open_data, sample, whole
 from torchtitan.data.text.retry import DataError
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, write_whole
+from torchtitan.utils.limits import CACHE_RECORD_BYTES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import listed, plural, show_size
 
+_CANT_WRITE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+)
 _REPORT_SECONDS = 10.0
 _WAIT_SECONDS = 0.2
-_LARGEST = 2**32
-"""Bytes of a record; that of a million files is smaller."""
 _DOCUMENT = 2000
-"""Bytes of a usual document in a file, and ..."""
+"""Assumed mean size of a document in bytes (for the disk estimate)."""
 _COMPRESSION = 4
-"""... how much smaller compression makes it, for the estimate of what will be written."""
+"""Assumed compression ratio (for the disk estimate)."""
 
 
 def default_folder() -> Path:
@@ -67,19 +68,11 @@ class Cache:
         self.key = key
         self._reported = time.monotonic()
 
-    def ranges(self, index: FileIndex) -> "Kept":
-        assert index.ranges is not None
-        return Kept(str(self._path(index, "ranges")), index.ranges, whole)
-
-    def texts(self, index: FileIndex) -> "Kept":
-        assert index.texts is not None
-        return Kept(str(self._path(index, "texts")), index.texts, sample)
-
     def _path(self, index: FileIndex, ending: str) -> Path:
         return self.folder / f"{index.key}.{ending}"
 
     def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
-        """The indexes of files, made where they are missing.
+        """The indexes of files; the missing ones are made.
 
         Raises:
             UserError: the folder can't be written to, or has too little space.
@@ -100,41 +93,43 @@ class Cache:
             found = [done[index.key] for index in new]
             with _locked(corpus.with_suffix(".lock")) as ending:
                 if ending is not None:  # else another writes the same
-                    write_whole(corpus, _record([index.model_dump() for index in found]))
+                    content = [index.model_dump() for index in found]
+                    write_whole(corpus, json.dumps(content).encode())
         return found
 
     def _read_corpus(
         self, corpus: Path, stamps: Sequence[FileStamp], column: str
     ) -> list[FileIndex] | None:
         try:
-            entries = json.loads(read_regular(corpus, _LARGEST))
+            entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
             found = [FileIndex.model_validate(entry) for entry in entries]
         except (OSError, ValueError, TypeError, RecursionError):
             return None
         by_key = {index.key: index for index in found}
-        known = [self._sound(by_key.get(key_of([stamp], column)), stamp) for stamp in stamps]
-        return [index for index in known if index is not None] if None not in known else None
+        known = []
+        for stamp in stamps:
+            index = self._sound(by_key.get(key_of([stamp], column)), stamp)
+            if index is None:
+                return None
+            known.append(index)
+        return known
 
     def _read(self, new: FileIndex) -> FileIndex | None:
         """The index of a file, if it was made."""
         try:
-            index = FileIndex.model_validate(
-                json.loads(read_regular(self._path(new, "json"), _LARGEST))
-            )
+            # Not by pydantic's parser, which refuses paths that are not UTF-8.
+            content = json.loads(read_regular(self._path(new, "json"), CACHE_RECORD_BYTES))
+            index = FileIndex.model_validate(content)
         except (OSError, ValueError, RecursionError):
             return None
         return self._sound(index, new.stamp)
 
     def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
-        """An index that was read; None if it isn't of this file, or its files aren't as they were
-        written.
-        """
+        """An index that was read; None if it is of another file, or its files have changed."""
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None
-        if (
-            index.key != key_of([stamp], index.column)
-            or index.ranges.size != index.documents * RANGE
-        ):
+        size = index.documents * RANGE
+        if index.key != key_of([stamp], index.column) or index.ranges.size != size:
             return None
         if index.inode != stamp.inode:
             index = index.model_copy(update={"inode": stamp.inode})
@@ -144,8 +139,8 @@ class Cache:
                         return None
             except (OSError, DataError):
                 return None
-        kept = [self.ranges(index), *([self.texts(index)] if index.copied else [])]
-        return index if all(file.is_sound() for file in kept) else None
+        kept = index.kept(self.folder).values()
+        return index if all(file.is_current() for file in kept) else None
 
     def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
         if again := [index for index in missing if self._path(index, "json").exists()]:
@@ -156,7 +151,11 @@ class Cache:
             )
 
     def _announce(self, missing: Sequence[FileIndex]) -> None:
-        """Say what is going to be written, and where."""
+        """Log what will be written, and where.
+
+        Raises:
+            UserError: the folder has too little space for it.
+        """
         copied = [index for index in missing if index.copied]
         texts = sum(index.size * (1 if index.kind == "array" else _COMPRESSION) for index in copied)
         size = texts + sum(index.size // _DOCUMENT * RANGE for index in missing)
@@ -167,7 +166,7 @@ class Cache:
             f"({show_size(sum(index.size for index in missing))}) once: {what}"
             f"the documents' positions go to {self.folder}, about {show_size(size)} of "
             f"{show_size(free)} free there. "
-            f"{self.key} names another place"
+            f"Set {self.key} to use another folder"
         )
         if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
             raise UserError(
@@ -189,24 +188,23 @@ class Cache:
         while left:
             before = len(left)
             for index in list(left):
-                found = self._make(
-                    index, stop, f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
-                )
+                so_far = f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
+                found = self._make(index, stop, so_far)
                 if found is not None:
                     done[index.key] = found
                     left.remove(index)
             if len(left) == before:
-                self._report(
-                    f"waiting for other processes to index {plural(len(left), 'file')}, "
-                    f"as {left[0].path}"
-                )
+                what = f"{plural(len(left), 'file')}, such as {left[0].path}"
+                self._report(f"waiting for other processes to index {what}")
                 time.sleep(_WAIT_SECONDS)
 
     def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
         """The index of a file; None if another process is making it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
-            if ending is None or (found := self._read(index)):
-                return None if ending is None else found
+            if ending is None:
+                return None
+            if found := self._read(index):
+                return found
             index = index.model_copy(deep=True)
             ranges = self._path(index, f"ranges.{ending}")
             texts = self._path(index, f"texts.{ending}")
@@ -227,7 +225,8 @@ class Cache:
                 index.ranges = _put(ranges, self._path(index, "ranges"), whole)
                 if index.copied:
                     index.texts = _put(texts, self._path(index, "texts"), sample)
-                write_whole(self._path(index, "json"), _record(index.model_dump()))
+                content = json.dumps(index.model_dump()).encode()
+                write_whole(self._path(index, "json"), content)
             finally:
                 for temporary in (ranges, texts):
                     temporary.unlink(missing_ok=True)
@@ -243,14 +242,7 @@ class Cache:
         try:
             yield
         except OSError as error:
-            if error.errno not in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EROFS,
-                errno.EACCES,
-                errno.EPERM,
-                errno.ENOTDIR,
-            ):
+            if error.errno not in _CANT_WRITE:
                 raise
             if error.filename is not None and not str(error.filename).startswith(str(self.folder)):
                 raise  # an input
@@ -261,51 +253,8 @@ class Cache:
             ) from error
 
 
-def _record(content: Any) -> bytes:
-    """JSON that may hold paths which are not UTF-8; pydantic's refuses them."""
-    return json.dumps(content).encode()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A file of the cache, to be opened as a data file."""
-
-    path: str
-    about: KeptFile
-    hash: Callable[[int], str]
-    """Makes `about.sum` of the open file."""
-
-    def check(self, handle: int) -> None:
-        """
-        Raises:
-            DataError: it isn't what was written.
-        """
-        now = os.fstat(handle)
-        if self._has_kept(now):
-            return
-        if now.st_size != self.about.size or self.hash(handle) != self.about.sum:
-            raise changed(self.path)
-
-    def is_sound(self) -> bool:
-        """Whether it is what was written; opened only if time or inode is another."""
-        try:
-            if not self._has_kept(os.stat(self.path)):
-                os.close(data_handle(self.path, self))
-        except (OSError, DataError):
-            return False
-        return True
-
-    def _has_kept(self, now: os.stat_result) -> bool:
-        about = self.about
-        return (about.size, about.mtime_ns, about.inode) == (
-            now.st_size,
-            now.st_mtime_ns,
-            now.st_ino,
-        )
-
-
 def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
-    """Give a file that was written its name."""
+    """Give a written file its final name."""
     with open_data(temporary) as file:
         handle = file.fileno()
         status = os.fstat(handle)
@@ -321,10 +270,11 @@ def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
-    """Take the lock, which ends with the process: yields an ending for temporary files, None if
-    another has it.
+    """Take the lock, which ends with the process.
 
-    On a file system without locks every process does the work, in files of its own.
+    Yields:
+        An ending for temporary files; None if another process has the lock. On a file system
+        without locks, every process does the work in its own files.
     """
     with path.open("ab") as file:
         ending = "tmp"
@@ -342,10 +292,3 @@ def _locked(path: Path) -> Iterator[str | None]:
             yield ending
         finally:
             path.unlink(missing_ok=True)
-
-
-def open_cache(folder: str | None, key: str) -> Cache | None:
-    """The cache in `folder` (None: the default); None for "none"."""
-    if folder == "none":
-        return None
-    return Cache(Path(folder).expanduser() if folder else default_folder(), key)

@@ -1,24 +1,25 @@
-"""What a data source holds: a fingerprint for every checkpoint's manifest, and the list of files
-behind it.
+"""The contents of a data source: a fingerprint for manifests, and the list of files behind it.
 
 A checkpoint keeps the lists of all its sources in one file (`CONTENTS`), so that a resume can name
-the file that has changed. Files may move and be renamed as long as they are read in the same order.
-Imports no torch.
+the file that has changed. Files may move and be renamed as long as their order stays. Imports no
+torch.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from torchtitan.data.text.files import COMPRESSED, FORMATS, FileStamp, open_data
-from torchtitan.data.text.identity import sample
+from torchtitan.data.text.files import FORMATS
+from torchtitan.data.text.opening import COMPRESSED, FileStamp, open_data, sample
 from torchtitan.utils.formats import Count
 from torchtitan.utils.text import listed, plural, printable
 
@@ -27,7 +28,7 @@ CONTENTS = "data_files.json"
 _READERS = 8
 """Files that are sampled at a time: over a network, each block takes a round trip."""
 _SHOWN = 6
-"""Changes that a message names."""
+"""Number of changes that a message names."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
 
@@ -39,14 +40,12 @@ class DataFile(NamedTuple):
     """Relative to what the configuration names."""
     size: Count
     sample: Hash
-    """`identity.sample` of the contents."""
+    """`opening.sample` of the contents."""
     whole: Hash = ""
-    """Hash of all contents, if `torchtitan tokenize` noted it down."""
+    """Hash of all contents, if `torchtitan tokenize` recorded it."""
 
     def same_as(self, other: "DataFile") -> bool:
-        """Whether the other file is read in the same way and has the same contents, as far as is
-        known of both.
-        """
+        """Whether the other file has the same kind and, by the known hashes, contents."""
         known = self.whole == other.whole or not (self.whole and other.whole)
         same = known and self.size == other.size and self.sample == other.sample
         return same and (self.name == other.name or _kind(self.name) == _kind(other.name))
@@ -60,14 +59,13 @@ class Contents:
     files: Sequence[DataFile] = ()
     """Empty for streams and registered sources."""
     earlier: str | None = None
-    """The fingerprint that earlier versions recorded: of names and sizes, or a count of tokens."""
+    """The fingerprint of earlier versions: names and sizes, or a count of tokens."""
 
     @classmethod
     def of(cls, files: Sequence[DataFile], earlier: str | None, reading: str = "") -> "Contents":
         """
         Args:
-            earlier: see the attribute.
-            reading: what is taken from the files, if that isn't always the same.
+            reading: options that change the documents of the same files.
         """
         digest = hashlib.blake2b(digest_size=8)
         for file in files:
@@ -77,7 +75,7 @@ class Contents:
 
 
 def _kind(name: str) -> str:
-    """The endings of a name that say how the file is read."""
+    """The endings of a name that decide how the file is read."""
     kind = ""
     for ending in reversed(name.rpartition("/")[2].lower().split(".")[1:]):
         kind = f".{ending}{kind}"
@@ -107,7 +105,7 @@ def data_file(
 def sampled(
     stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()
 ) -> list[DataFile]:
-    """Files of which nothing is kept from run to run, sampled now.
+    """Sample files.
 
     Args:
         base: the folder that their names are relative to.
@@ -129,30 +127,20 @@ def sampled(
 
 
 def base_of(path: str | Sequence[str]) -> str:
-    """The folder that the names of the files that `path` names are relative to."""
-    paths = [
-        os.path.abspath(os.path.expanduser(one))
-        for one in ([path] if isinstance(path, str) else path)
-    ]
+    """The folder that the names of the files of `path` are relative to."""
     folders = []
-    for one in paths:
-        if not os.path.isdir(one):
-            parts = one.split("/")[:-1]
-            fixed = next(
-                (i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts)
-            )
-            one = "/".join(parts[:fixed]) or "/"
-        folders.append(one)
+    for one in [path] if isinstance(path, str) else path:
+        folder = os.path.abspath(os.path.expanduser(one))
+        if not os.path.isdir(folder):
+            parts = itertools.takewhile(lambda part: not has_magic(part), folder.split("/")[:-1])
+            folder = "/".join(parts) or "/"
+        folders.append(folder)
     return os.path.commonpath(folders)
 
 
 def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
-    """What has happened to files, in words; nothing if the same contents are read in the same
-    order.
-    """
-    if len(old) == len(new) and all(
-        before.same_as(now) for before, now in zip(old, new, strict=True)
-    ):
+    """The changes of files in words; none if the same contents are read in the same order."""
+    if len(old) == len(new) and all(map(DataFile.same_as, old, new)):
         return []
     before = {file.name: file for file in old}
     now = {file.name: file for file in new}

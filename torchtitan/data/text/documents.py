@@ -6,25 +6,23 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.cache import open_cache
+from torchtitan.data.order.mixture import permute
+from torchtitan.data.positions import DocumentPosition
+from torchtitan.data.text.cache import Cache, default_folder
 from torchtitan.data.text.contents import Contents, base_of, data_file, sampled
-from torchtitan.data.text.files import (
-    FileStamp,
-    OpenFiles,
-    find_text_files,
-    is_compressed,
-    open_data,
-)
+from torchtitan.data.text.files import find_text_files
 from torchtitan.data.text.index import RANGE, FileIndex, find_documents, new_index
-from torchtitan.data.text.records import SKIP_ADVICE, FileText, decode, place
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import LONG, BadDocument, Text
+from torchtitan.data.text.opening import FileStamp, OpenFiles, is_compressed, open_data
+from torchtitan.data.text.records import SKIP_ADVICE, decode, place
+from torchtitan.data.text.retry import DataError, Retry
+from torchtitan.data.text.texts import LONG, BadDocument, FileText, Text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
@@ -50,11 +48,11 @@ class Documents(Protocol):
 
     contents: Contents
     skipped: Counter[str]
-    """Documents that were left out, by kind."""
+    """Numbers of documents that were left out, by kind."""
 
     @property
     def text_bytes(self) -> int | None:
-        """Of all texts, as UTF-8; None if unknown."""
+        """Size of all texts as UTF-8; None if unknown."""
 
     def __len__(self) -> int: ...
 
@@ -62,29 +60,28 @@ class Documents(Protocol):
 
 
 class DemoDocuments:
-    """The source files of Python's standard library: real text on every machine, without a
-    download.
+    """The source files of Python's standard library: real text without a download.
 
-    Every 20th file is held out, for `demo_validation`.
+    Every 20th file is held out for `demo_validation`.
     """
 
     def __init__(self, validation: bool):
         root = Path(sysconfig.get_paths()["stdlib"])
         files = []
         for folder, subfolders, names in os.walk(root):
-            subfolders[:] = sorted(
-                d for d in subfolders if d not in _NOT_DEMO and not d.endswith("-packages")
-            )
+            kept = (name for name in subfolders if not name.endswith("-packages"))
+            subfolders[:] = sorted(set(kept) - _NOT_DEMO)
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
-        self.files = [f for i, f in enumerate(files) if (i % _HELD_OUT_EVERY == 0) == validation]
+        held_out = files[::_HELD_OUT_EVERY]
+        self.files = (
+            held_out
+            if validation
+            else [file for i, file in enumerate(files) if i % _HELD_OUT_EVERY]
+        )
         stamps = [FileStamp.of(file) for file in self.files]
-        listing = "".join(
-            f"{f.relative_to(root)}:{s.size};" for f, s in zip(self.files, stamps, strict=True)
-        )
-        self.contents = Contents.of(
-            sampled(stamps, root), hashlib.sha256(listing.encode()).hexdigest()[:16]
-        )
+        names = [str(file.relative_to(root)) for file in self.files]
+        self.contents = Contents.of(sampled(stamps, root), _listing(names, stamps))
         self.text_bytes = sum(stamp.size for stamp in stamps)
         self.skipped: Counter[str] = Counter()
 
@@ -97,11 +94,9 @@ class DemoDocuments:
 
 
 class LocalDocuments:
-    """Files of the formats that `files.FORMATS` names: one document per JSON line, array entry, row
-    or text file.
+    """Files of the formats in `files.FORMATS`: a document per JSON line, array entry, row or text.
 
-    Where each is in its file is found out once and kept in the cache folder; without one, at every
-    start.
+    They are indexed once, in the cache folder; without one, at every start.
     """
 
     def __init__(
@@ -117,41 +112,39 @@ class LocalDocuments:
         """
         Args:
             key: the configuration key of `path`, for errors.
-            cache_folder: None: the default; "none": no cache.
+            cache_folder: None is the default folder, "none" is no cache.
         """
         files = find_text_files(path, key)
         stop = on_bad_document == "stop"
-        cache = open_cache(cache_folder, cache_key)
         self._files = OpenFiles()
-        self._held = list[NDArray[np.int64]]()
-        self._cache = cache
         self._column = text_column
+        self._folder: Path | None = None
+        if cache_folder != "none":
+            self._folder = Path(cache_folder).expanduser() if cache_folder else default_folder()
+        self._held = list[NDArray[np.int64]]()
+        """`[documents, 2]` for each file, without a cache folder."""
         try:
             stamps = [FileStamp.of(file) for file in files]
-            self.indexes = (
-                cache.open(stamps, text_column, stop)
-                if cache
-                else self._hold(stamps, stop, cache_key)
-            )
+            if self._folder is None:
+                self.indexes = self._hold(stamps, stop, cache_key)
+            else:
+                cache = Cache(self._folder, cache_key)
+                self.indexes = cache.open(stamps, text_column, stop)
             self._stop_at_bad(stop)
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
         self._ends = np.cumsum([index.documents for index in self.indexes], dtype=np.int64)
         self.text_bytes = sum(index.text_bytes for index in self.indexes)
-        self.skipped = sum((Counter(index.bad) for index in self.indexes), Counter[str]())
-        listing = "".join(
-            f"{file.name}:{stamp.size};" for file, stamp in zip(files, stamps, strict=True)
-        )
+        self.skipped = Counter[str]()
+        for index in self.indexes:
+            self.skipped.update(index.bad)
         reading = ""
         if text_column != "text" or self.skipped:
             reading = f"{text_column}: {sorted(self.skipped.items())}"
         base = base_of(path)
         found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
-        self.contents = Contents.of(
-            found,
-            hashlib.sha256((listing + reading).encode(errors="surrogateescape")).hexdigest()[:16],
-            reading,
-        )
+        earlier = _listing([file.name for file in files], stamps, reading)
+        self.contents = Contents.of(found, earlier, reading)
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
@@ -165,11 +158,8 @@ class LocalDocuments:
         indexes = [new_index(stamp, self._column) for stamp in stamps]
         for index in indexes:
             if index.copied:
-                what = (
-                    "compressed"
-                    if is_compressed(Path(index.path))
-                    else f"of the format {index.kind}"
-                )
+                compressed = is_compressed(Path(index.path))
+                what = "compressed" if compressed else f"of the format {index.kind}"
                 raise DataError(
                     f"{index.path} is {what} and can't be read in any order without a "
                     f'copy. With {cache_key} = "none" '
@@ -180,8 +170,8 @@ class LocalDocuments:
         return indexes
 
     def _stop_at_bad(self, stop: bool) -> None:
-        for index in self.indexes if stop else []:
-            if index.places:
+        for index in self.indexes:
+            if stop and index.places:
                 number, problem = index.places[0]
                 raise DataError(f"{place(Path(index.path), number)}: {problem}{SKIP_ADVICE}")
 
@@ -194,28 +184,85 @@ class LocalDocuments:
         number = index - (int(self._ends[which - 1]) if which else 0)
         start, end = self._range(which, number)
         if file.kind == "json" and not file.copied:
+            line = self._files.read(file.path, start, end - start, file.stamp)
             try:
-                return decode(
-                    self._files.read(file.path, start, end - start, file.stamp), file.column
-                )
+                return decode(line, file.column)
             except BadDocument as error:
                 raise DataError(
                     f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)"
                 ) from None
-        stamp = self._cache.texts(file) if file.copied and self._cache else file.stamp
+        stamp = self._kept(file)["texts"] if file.copied else file.stamp
         if end - start > LONG:
             return FileText(stamp.path, start, end, stamp)
         return self._files.read(stamp.path, start, end - start, stamp).decode()
 
     def _range(self, which: int, number: int) -> tuple[int, int]:
-        if self._cache is None:
+        if self._folder is None:
             start, end = self._held[which][number]
         else:
-            kept = self._cache.ranges(self.indexes[which])
-            start, end = np.frombuffer(
-                self._files.read(kept.path, number * RANGE, RANGE, kept), np.int64
-            )
+            kept = self._kept(self.indexes[which])["ranges"]
+            content = self._files.read(kept.path, number * RANGE, RANGE, kept)
+            start, end = np.frombuffer(content, np.int64)
         return int(start), int(end)
+
+    def _kept(self, index: FileIndex) -> dict[str, FileStamp]:
+        assert self._folder is not None
+        return index.kept(self._folder)
+
+
+def _listing(names: Sequence[str], stamps: Sequence[FileStamp], reading: str = "") -> str:
+    """The fingerprint of earlier versions: names and sizes."""
+    sizes = [f"{name}:{stamp.size};" for name, stamp in zip(names, stamps, strict=True)]
+    listing = "".join(sizes) + reading
+    return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+class DocumentCursor:
+    """Documents lane, lane + L, lane + 2L, ... of the epochs one after another."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        lane: int,
+        lanes: int,
+        seed: int | None,
+        retry: Retry,
+    ):
+        """
+        Args:
+            seed: shuffles each epoch differently; None makes one pass in order.
+        """
+        self.documents = documents
+        self.lane = lane
+        self.lanes = lanes
+        self.seed = seed
+        self.retry = retry
+        self.upcoming = lane
+        """The next document, counted over all epochs."""
+
+    def next(self) -> Text | None:
+        size = len(self.documents)
+        epoch, index = divmod(self.upcoming, size)
+        if self.seed is not None:
+            index = permute(index, size, self.seed, epoch)
+        elif epoch:
+            return None
+        self.upcoming += self.lanes
+        what = f"document {index}"
+        text = self.retry(what, lambda: self.documents[index])
+        if isinstance(text, FileText):
+            text.attempt = partial(self.retry, what)
+        return text
+
+    @property
+    def epochs(self) -> float:
+        return (self.upcoming - self.lane) / len(self.documents)
+
+    def position(self) -> DocumentPosition:
+        return DocumentPosition(position=self.upcoming)
+
+    def seek(self, position: DocumentPosition) -> None:
+        self.upcoming = position.position
 
 
 def counted(kinds: Counter[str]) -> str:

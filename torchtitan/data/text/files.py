@@ -1,21 +1,13 @@
-"""Which files a path names, and their bytes: decompressed in sequence, or at any place."""
+"""Which files a path names: itself, those in a folder, or those that a pattern matches."""
 
-import bz2
-import errno
-import gzip
-import io
-import lzma
+import glob
+import heapq
 import os
-import stat
-import threading
-import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, cast
+from typing import Literal
 
-from torchtitan.data.text.identity import sample
+from torchtitan.data.text.opening import COMPRESSED
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.saved_datasets import (
     in_one_split,
@@ -24,14 +16,8 @@ from torchtitan.data.text.saved_datasets import (
     without_caches,
 )
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import regular_handle
+from torchtitan.utils.limits import SEARCHED_FILES
 from torchtitan.utils.logging import logger
-from torchtitan.utils.patterns import (
-    TooManyEntriesError,
-    files_below,
-    matching_files,
-    without_aliases,
-)
 from torchtitan.utils.text import listed, plural
 
 Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
@@ -48,11 +34,6 @@ FORMATS: dict[str, Format] = {
     ".feather": "arrow",
 }
 """Endings of files of documents. `json` may be lines or an array."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-_BUFFER = 2**20
-_MOST_ENTRIES = 1_000_000
-"""Files and folders that a pattern may search. They take some seconds."""
-
 _ABOUT = (
     "readme",
     "license",
@@ -64,9 +45,9 @@ _ABOUT = (
     "contributing",
     "security",
 )
-"""Beginnings of the names of files about a folder, which are no documents of it."""
+"""Files that describe their folder, by the beginnings of their names. They are no documents."""
 REPORT = "-report.json"
-"""End of the name of what `torchtitan tokenize` writes about token files."""
+"""End of the name of the report that `torchtitan tokenize` writes beside token files."""
 _DESCRIPTIONS = {
     "dataset_infos.json",
     "dataset_info.json",
@@ -150,12 +131,11 @@ def _named_by(path: str, key: str) -> list[Path]:
     """The files in a folder, except hidden ones, or those that a pattern matches, each once,
     sorted.
     """
-    expanded = os.path.expanduser(path)
     skipped: list[str] = []
-    search = files_below if os.path.isdir(expanded) else matching_files
+    found = matching_files(os.path.expanduser(path), SEARCHED_FILES, skipped)
     try:
-        files, again = without_aliases(search(expanded, _MOST_ENTRIES, skipped))
-    except TooManyEntriesError as error:
+        files, again = _without_aliases(found)
+    except TooManyFilesError as error:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     if links := sorted({*skipped, *again}):
         logger.info(
@@ -230,218 +210,104 @@ def format_of(file: Path) -> Format | None:
     return FORMATS.get(Path(name).suffix)
 
 
-def is_compressed(file: Path) -> bool:
-    return file.name.lower().endswith(COMPRESSED)
+class TooManyFilesError(Exception):
+    """Too many files and folders would have to be searched."""
 
 
-class Stamp(Protocol):
-    """What a file was when the run looked at it."""
+def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
+    """The files below the folder `path`, or those that match it as a pattern, in no order.
 
-    def check(self, handle: int) -> None:
-        """
-        Raises:
-            DataError: the file that was opened is another one.
-        """
-
-
-@dataclass(frozen=True)
-class FileStamp:
-    """What changes when a file does."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    inode: int
-    sample: str = ""
-    """Of its contents. It decides if only the inode differs: file systems in user space may number
-    files anew.
-    """
-
-    @classmethod
-    def of(cls, path: Path) -> "FileStamp":
-        """The stamp of a file, without opening it.
-
-        Raises:
-            DataError: it is not a regular file, or a link to none.
-            OSError: its folder can't be read.
-        """
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            if path.is_symlink():
-                raise DataError(
-                    f"{path} is a link to {os.readlink(path)}, which doesn't exist"
-                ) from None
-            raise
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise DataError(f"{path} is a link that leads in a circle") from None
-            raise
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path} {_NOT_REGULAR}")
-        return cls(os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino)
-
-    def check(self, handle: int) -> None:
-        """
-        Raises:
-            DataError: the file has changed.
-        """
-        now = os.fstat(handle)
-        same = (self.size, self.mtime_ns) == (now.st_size, now.st_mtime_ns)
-        if not same or (self.inode != now.st_ino and self.sample != sample(handle)):
-            raise changed(self.path)
-
-
-def changed(path: str) -> DataError:
-    """The error about a file that is no longer what it was."""
-    return DataError(f"{path} has changed since the run indexed it; start the run again")
-
-
-_NOT_REGULAR = (
-    "is not a regular file (a pipe, device or socket?); data is only read from regular files"
-)
-
-
-def data_handle(path: str | Path, stamp: Stamp | None = None) -> int:
-    """The descriptor of a data file, opened to read it. Every data file of this machine is opened
-    by this function.
+    The rules are those of `glob.glob(path, recursive=True)`, except that `**` finds each folder
+    once, whatever links lead to it. Links that lead nowhere, pipes and devices are among the files:
+    opening them says what is wrong.
 
     Args:
-        path: may be a link.
-        stamp: what the file was when its contents were indexed.
+        most: number of files and folders to look at.
+        skipped: takes the links to folders that were searched already.
 
     Raises:
-        OSError: it can't be opened.
-        DataError: it is not a regular file, or has changed since `stamp`.
+        TooManyFilesError: there are more.
     """
-    try:
-        handle = regular_handle(path, links=True)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENXIO):  # ENXIO: a socket
-            raise DataError(f"{path} {_NOT_REGULAR}") from None
-        raise
-    try:
-        if stamp is not None:
-            stamp.check(handle)
-    except DataError:
-        os.close(handle)
-        raise
-    return handle
+    left = most
+
+    def look_at(count: int) -> None:
+        nonlocal left
+        left -= count
+        if left < 0:
+            raise TooManyFilesError(f"{path!r} searches more than {most:,} files and folders")
+
+    def matching(folder: str, parts: Sequence[str]) -> Iterator[str]:
+        part, *rest = parts
+        if part == "**":
+            for below, files in _folders_below(folder, skipped):
+                look_at(len(files) + 1)
+                if rest == ["*"]:
+                    yield from (os.path.join(below, name) for name in files if name[0] != ".")
+                else:
+                    yield from matching(below, rest)
+            return
+        for name in glob.iglob(part, root_dir=folder or None):
+            look_at(1)
+            found = os.path.join(folder, name)
+            is_folder = os.path.isdir(found)
+            if rest and is_folder:
+                yield from matching(found, rest)
+            elif not rest and not is_folder:
+                yield found
+
+    if os.path.isdir(path):
+        return matching(path, ["**", "*"])
+    parts = [part for part in path.split("/") if part]
+    if not parts:
+        return iter(())
+    if parts[-1] == "**":
+        parts.append("*")
+    return matching("/" if path.startswith("/") else "", parts)
 
 
-def open_data(path: str | Path, stamp: Stamp | None = None) -> IO[bytes]:
-    """The bytes of a data file; see `data_handle`."""
-    return open(data_handle(path, stamp), "rb")
+def _folders_below(folder: str, skipped: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those below it, without hidden ones, each once and with the names of its files.
 
-
-def open_plain(
-    file: Path, advance: Callable[[int], None] | None = None, stamp: Stamp | None = None
-) -> IO[bytes]:
-    """The bytes of a data file, decompressed by the ending of its name; see `data_handle`.
-
-    Args:
-        advance: called with numbers of bytes that were read, before they are decompressed.
+    Links come last, so that a folder is found under its own name.
     """
-    handle = data_handle(file, stamp)
-    raw = io.FileIO(handle) if advance is None else _Counted(handle, advance)
-    buffered = cast(IO[bytes], io.BufferedReader(raw, _BUFFER))
-    ending = file.suffix.lower()
-    if ending == ".zst":
-        import pyarrow
-
-        return cast(
-            IO[bytes], io.BufferedReader(pyarrow.CompressedInputStream(buffered, "zstd"), _BUFFER)
-        )
-    openers: dict[str, Any] = {
-        ".gz": gzip.open,
-        ".bz2": bz2.open,
-        ".xz": lzma.open,
-    }
-    return cast(IO[bytes], openers[ending](buffered) if ending in openers else buffered)
-
-
-class _Counted(io.FileIO):
-    """A file that tells how much was read of it."""
-
-    def __init__(self, handle: int, advance: Callable[[int], None]):
-        super().__init__(handle)
-        self.advance = advance
-
-    def readinto(self, buffer: Any) -> int | None:
-        count = super().readinto(buffer)
-        self.advance(count or 0)
-        return count
+    links = [folder]
+    seen = set()
+    while links:
+        for path, folders, files in os.walk(heapq.heappop(links) or "."):
+            status = os.stat(path)
+            key = (status.st_dev, status.st_ino)
+            if key in seen and status.st_ino:  # 0: the file system doesn't number its files
+                skipped.append(path)
+                folders.clear()
+                continue
+            seen.add(key)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in folders:
+                inner = os.path.join(path, name)
+                if os.path.islink(inner):
+                    heapq.heappush(links, inner)
+            yield path, files
 
 
-def is_damage(error: BaseException) -> bool:
-    """Whether reading failed because a compressed file is damaged or cut off, not because a disk
-    did.
+def _without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Each file under one name, and the names left out, both sorted.
+
+    A file's own name precedes those of links; hard links are files.
     """
-    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-        return error.errno is None
-    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | gzip.BadGzipFile)
-
-
-class EndOfFileError(OSError):
-    """A file ends before what was to be read."""
-
-
-class OpenFiles:
-    """Reads anywhere in many files, of which the last used stay open. Not memory-mapped: a failing
-    disk would kill the process.
-    """
-
-    def __init__(self, most: int = 128):
-        self.most = most
-        self._open: OrderedDict[str, tuple[int, tuple[int, int]]] = OrderedDict()
-        """Descriptors, with the size and time of the file when it was opened."""
-        self._lock = threading.Lock()
-
-    def read(
-        self,
-        path: str,
-        start: int,
-        size: int,
-        stamp: Stamp | None = None,
-    ) -> bytes:
-        """`size` bytes from `start` on.
-
-        Args:
-            stamp: what the file was when its contents were indexed.
-
-        Raises:
-            OSError: it can't be read, or ends before.
-            DataError: it is not a regular file, or has changed since `stamp`.
-        """
-        with self._lock:
-            opened = self._open.pop(path, None)
-            if opened is None:
-                handle = data_handle(path, stamp)
-                opened = handle, _times(handle)
-                while len(self._open) >= self.most:
-                    _, (oldest, _) = self._open.popitem(last=False)
-                    os.close(oldest)
-            self._open[path] = opened
-            handle, before = opened
-            parts = []
-            while size:
-                part = os.pread(
-                    handle, min(size, 2**30), start
-                )  # Linux reads at most 2 GiB at once
-                if not part:
-                    raise EndOfFileError(f"{path} ends before byte {start + size} (truncated?)")
-                parts.append(part)
-                start = start + len(part)
-                size = size - len(part)
-            if stamp is not None and _times(handle) != before:
-                raise changed(path)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def __del__(self) -> None:
-        for handle, _ in self._open.values():
-            os.close(handle)
-
-
-def _times(handle: int) -> tuple[int, int]:
-    status = os.fstat(handle)
-    return status.st_size, status.st_mtime_ns
+    folders: dict[str, str] = {}
+    names: dict[str, str] = {}
+    again = []
+    for file in sorted(set(files)):
+        folder, name = os.path.split(file)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        own = os.path.join(folders[folder], name)
+        target = os.path.realpath(own) if os.path.islink(own) else own
+        if target not in names:
+            names[target] = file
+        elif target == os.path.abspath(file):
+            again.append(names[target])
+            names[target] = file
+        else:
+            again.append(file)
+    return sorted(names.values()), sorted(again)

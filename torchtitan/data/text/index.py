@@ -1,5 +1,4 @@
-"""Where the sound documents of a local file are: the range of bytes of each, so that they can be
-read in any order.
+"""The range of bytes of each sound document of a local file, to read them in any order.
 
 A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as
 plain text at the same time. Documents that can't be decoded are left out and counted.
@@ -17,17 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from torchtitan.data.text.files import FileStamp, is_compressed, open_data
-from torchtitan.data.text.identity import sample
+from torchtitan.data.text.opening import FileStamp, is_compressed, open_data, sample, whole
 from torchtitan.data.text.records import SKIP_ADVICE, decode, kind_of, place, read_records
-from torchtitan.data.text.texts import BadDocument, LongText, Text
+from torchtitan.data.text.texts import BadDocument, Text, parts_of
 
 _VERSION = 2
-"""Of what is kept of a file, and of what counts as a document."""
+"""Version of the index, and of what counts as a document."""
 RANGE = 16
 """Bytes of a document in `.ranges`."""
 _PLACES = 1000
-"""Bad documents of a file whose places are kept."""
+"""Number of a file's bad documents whose places are kept."""
 
 
 class KeptFile(BaseModel):
@@ -38,9 +36,18 @@ class KeptFile(BaseModel):
     inode: int
     sum: str
 
+    def stamp(self, path: Path, hasher: Callable[[int], str]) -> FileStamp:
+        """
+        Args:
+            hasher: makes `sum` of the open file.
+        """
+        return FileStamp(
+            str(path), self.size, self.mtime_ns, self.inode, self.sum, hasher, copies=True
+        )
+
 
 class FileIndex(BaseModel):
-    """What a file holds."""
+    """The documents of a file."""
 
     key: str
     path: str
@@ -48,18 +55,18 @@ class FileIndex(BaseModel):
     mtime_ns: int
     inode: int
     sample: str = ""
-    """Of its contents."""
+    """`opening.sample` of the contents."""
     column: str
     kind: str
-    """`records.kind_of` the file."""
+    """See `records.kind_of`."""
     copied: bool
-    """Whether the texts are read from the copy."""
+    """Whether the texts are read from a copy."""
     documents: int = 0
     text_bytes: int = 0
     bad: dict[str, int] = {}
-    """Documents left out, by kind."""
+    """Numbers of documents left out, by kind."""
     places: list[tuple[int, str]] = []
-    """Number and problem of the first of them."""
+    """Number and problem of the first documents left out."""
     ranges: KeptFile | None = None
     """None if they are in memory."""
     texts: KeptFile | None = None
@@ -67,8 +74,17 @@ class FileIndex(BaseModel):
 
     @property
     def stamp(self) -> FileStamp:
-        """What the file was when it was indexed."""
+        """The file when it was indexed."""
         return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
+
+    def kept(self, folder: Path) -> dict[str, FileStamp]:
+        """The files of the cache that belong to it, by their endings."""
+        found = {}
+        if self.ranges is not None:
+            found["ranges"] = self.ranges.stamp(folder / f"{self.key}.ranges", whole)
+        if self.texts is not None:
+            found["texts"] = self.texts.stamp(folder / f"{self.key}.texts", sample)
+        return found
 
 
 def new_index(stamp: FileStamp, column: str) -> FileIndex:
@@ -76,14 +92,19 @@ def new_index(stamp: FileStamp, column: str) -> FileIndex:
     kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(
-        key=key_of([stamp], column), kind=kind, copied=copied, column=column, **vars(stamp)
+        key=key_of([stamp], column),
+        path=stamp.path,
+        size=stamp.size,
+        mtime_ns=stamp.mtime_ns,
+        inode=stamp.inode,
+        column=column,
+        kind=kind,
+        copied=copied,
     )
 
 
 def key_of(stamps: Sequence[FileStamp], column: str) -> str:
-    """Names what is kept of files: it changes when they do. The inode is left out, see
-    `FileStamp.sample`.
-    """
+    """A name that changes when the files do. The inode is left out, see `FileStamp.hash`."""
     named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
     name = json.dumps([named, column, _VERSION])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -100,15 +121,15 @@ def find_documents(
 
     Args:
         stop: whether a bad document is an error.
-        ranges: takes the documents' ranges instead of their being returned.
-        texts: takes the copy of the texts, if there is to be one.
+        ranges: the documents' ranges are written to it instead of returned.
+        texts: takes the copy of the texts, if one is needed.
         advance: called after every document.
 
     Returns:
-        `[documents, 2]`, first byte and the one after the last; none if `ranges` took them.
+        `[documents, 2]`: the first byte and the one after the last; empty with `ranges`.
 
     Raises:
-        BadDocument: the first one, if `stop`; with its file and line.
+        BadDocument: the first bad document, if `stop`; with its file and line.
     """
     file = Path(index.path)
     with open_data(file, index.stamp) as content:
@@ -123,9 +144,8 @@ def find_documents(
             length = _utf8_bytes(text) if texts is None else _copy(text, texts, written)
         except BadDocument as error:
             if stop:
-                raise BadDocument(
-                    error.kind, f"{place(file, record.number)}: {error}{SKIP_ADVICE}"
-                ) from None
+                problem = f"{place(file, record.number)}: {error}{SKIP_ADVICE}"
+                raise BadDocument(error.kind, problem) from None
             if bad.total() < _PLACES:
                 index.places.append((record.number, str(error)))
             bad[error.kind] += 1
@@ -137,8 +157,8 @@ def find_documents(
             found.extend((index.size - length, index.size))
         else:
             found.extend((record.start, record.start + len(record.content)))
-        index.documents = index.documents + 1
-        index.text_bytes = index.text_bytes + length
+        index.documents += 1
+        index.text_bytes += length
         if ranges is not None and len(found) > 2**18:
             found.tofile(ranges)
             del found[:]
@@ -152,14 +172,12 @@ def find_documents(
 
 
 def _utf8_bytes(text: Text) -> int:
-    if isinstance(text, LongText):
-        return sum(map(_utf8_bytes, text.parts()))
-    return len(text) if text.isascii() else len(text.encode())
+    return sum(len(part) if part.isascii() else len(part.encode()) for part in parts_of(text))
 
 
 def _copy(text: Text, file: IO[Any], start: int) -> int:
-    """Write a text at `start`, where one that turned out to be bad may have been begun."""
+    """Write a text at `start`, over a bad one that may have been begun there; its bytes."""
     file.seek(start)
-    for part in text.parts() if isinstance(text, LongText) else [text]:
+    for part in parts_of(text):
         file.write(part.encode())
     return file.tell() - start

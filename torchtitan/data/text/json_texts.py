@@ -1,9 +1,8 @@
-"""JSON of the Hugging Face hub, which `datasets` streams through this module line by line, not yet
-parsed.
+"""JSON of the Hugging Face hub, which `datasets` streams through this module as unparsed lines.
 
-Its own reader infers a type for everything in a line, which recurses in C++: brackets nested
-100,000 deep overflow the stack and kill the process. And what one line holds should not decide
-whether the others can be read.
+The reader of `datasets` infers a type for everything in a line, which recurses in C++: brackets
+nested 100,000 deep overflow the stack and kill the process. And one line should not decide whether
+the others can be read.
 """
 
 import json
@@ -27,7 +26,7 @@ _COLUMNS = {
     "kind": pyarrow.string(),
     "problem": pyarrow.string(),
 }
-"""A line or array entry, where it is, and what is wrong if it can't be read."""
+"""A line or array entry, its place, and the problem if it can't be read."""
 
 
 class JsonTexts(Json):
@@ -46,10 +45,8 @@ class JsonTexts(Json):
                 with open(name, "rb") as file:
                     try:
                         for part, rows in enumerate(_batches(records_of(file), str(name))):
-                            yield (
-                                Key(shard, part),
-                                pyarrow.Table.from_pylist(rows, pyarrow.schema(_COLUMNS)),
-                            )
+                            table = pyarrow.Table.from_pylist(rows, pyarrow.schema(_COLUMNS))
+                            yield Key(shard, part), table
                     except DataError as error:
                         raise DataError(f"{name}: {error}") from None
 
@@ -59,19 +56,14 @@ def _batches(records: Iterable[Record], name: str) -> Iterator[list[dict[str, An
     size = 0
     for record in records:
         content = record.content
-        row = {"number": record.number, "file": name}
+        row: dict[str, Any] = {"number": record.number, "file": name}
         if isinstance(content, BadDocument):
-            rows.append(row | {"kind": content.kind, "problem": str(content)})
+            row |= {"kind": content.kind, "problem": str(content)}
         else:
-            rows.append(
-                row
-                | {
-                    "json_line": content
-                    if isinstance(content, bytes)
-                    else json.dumps(content).encode()
-                }
-            )
-            size += len(rows[-1]["json_line"])
+            line = content if isinstance(content, bytes) else json.dumps(content).encode()
+            row["json_line"] = line
+            size += len(line)
+        rows.append(row)
         if size > _BATCH:
             yield rows
             rows = []
@@ -81,12 +73,12 @@ def _batches(records: Iterable[Record], name: str) -> Iterator[list[dict[str, An
 
 
 def content_of(row: dict[str, Any]) -> Any:
-    """What `records.decode` takes, of a row of JSON or of another format."""
+    """The content for `records.decode` of a row of JSON or of another format."""
     if "json_line" not in row:
         return row
     return BadDocument(row["kind"], row["problem"]) if row["kind"] else row["json_line"]
 
 
 def place_of(row: dict[str, Any]) -> str:
-    """Names a row of JSON, for messages."""
+    """The name of a row of JSON in messages."""
     return f"{row['file']}: line {row['number']}: " if "json_line" in row else ""

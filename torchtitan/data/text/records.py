@@ -1,115 +1,38 @@
-"""The documents of one file, in sequence: first as they lie there, cheap to find, then decoded.
+"""The documents of one file in sequence: records, which are cheap to find, then decoded texts.
 
-    read_records(file, column)  ->  Record(number, content), ...      one JSON line, array entry,
-    row or text
+    read_records(file, column)  ->  Record(number, content), ...    a JSON line, array entry, row
+                                                                    or text each
     decode(content, column)     ->  its text; or `BadDocument`, with the kind of its fault
 
-Only the column asked for is read. One process may find the records and others decode them.
+Only one column is read. One process may find the records and others decode them.
 """
 
-import codecs
 import io
 import json
-import operator
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchtitan.data.text.files import (
-    Format,
-    Stamp,
-    format_of,
-    is_compressed,
-    is_damage,
-    open_plain,
-)
-from torchtitan.data.text.json_records import is_array, records_of
-from torchtitan.data.text.json_strings import without_long_strings
+from torchtitan.data.text.files import Format, format_of
+from torchtitan.data.text.json_records import is_array, records_of, without_long_strings
+from torchtitan.data.text.opening import FileStamp, is_compressed, is_damage, open_plain
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.tables import arrow_rows, csv_rows, parquet_rows
 from torchtitan.data.text.texts import (
-    BLOCK,
     LONG,
     BadDocument,
+    FileText,
     HeldText,
     LongText,
     Record,
     Text,
-    describe_byte,
+    damaged,
     missing_column,
     not_json,
+    not_utf8,
 )
 
 SKIP_ADVICE = '. on_bad_document = "skip" leaves such documents out'
-_BOM = b"\xef\xbb\xbf"
-
-
-class FileText(LongText):
-    """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
-
-    def __init__(
-        self,
-        path: str,
-        start: int = 0,
-        end: int | None = None,
-        stamp: Stamp | None = None,
-    ):
-        """
-        Args:
-            stamp: what the file was when its documents were found.
-        """
-        self.path = path
-        self.start = start
-        self.end = end
-        self.stamp = stamp
-        self.attempt: Callable[[Callable[[], Any]], Any] = operator.call
-        """Opens the file or reads from it, again if that fails."""
-
-    def parts(self, start: int = 0) -> Iterator[str]:
-        """
-        Raises:
-            BadDocument: it isn't UTF-8.
-            DataError: the file has changed.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        line = 1
-        with self.attempt(lambda: open_plain(Path(self.path), stamp=self.stamp)) as file:
-            place = file.seek(self.start + start) if self.start + start else 0
-            while True:
-                wanted = BLOCK if self.end is None else min(BLOCK, self.end - place)
-                try:
-                    block = self.attempt(partial(_read_at, file, place, wanted))
-                    if self.stamp is not None and not is_compressed(Path(self.path)):
-                        self.stamp.check(file.fileno())
-                    first = not place
-                    place = place + len(block)
-                    text = decoder.decode(
-                        block.removeprefix(_BOM) if first else block, final=not block
-                    )
-                except UnicodeDecodeError as error:
-                    at = place - len(error.object) + error.start
-                    line += error.object[: error.start].count(b"\n")
-                    problem = f"line {line}: not UTF-8: {describe_byte(error)} at byte {at + 1}"
-                    raise BadDocument("not UTF-8", problem) from None
-                except Exception as error:
-                    if is_damage(error):
-                        raise _damaged(error) from None
-                    raise
-                if text:
-                    line += text.count("\n")
-                    yield text
-                if not block:
-                    return
-
-    def size(self, part: str) -> int:
-        return len(part.encode())
-
-
-def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
-    if file.tell() != place:  # after an attempt that failed
-        file.seek(place)
-    return file.read(size)
 
 
 _NOUNS = {
@@ -129,12 +52,10 @@ def place(file: Path, number: int) -> str:
 
 
 Kind = Literal[Format, "array"]
-_TABULAR = ("parquet", "arrow")
-"""Formats that are read at many places of a file."""
 
 
-def kind_of(file: Path, stamp: Stamp | None = None) -> Kind:
-    """The format of a file; of JSON `json` for lines and `array` for an array."""
+def kind_of(file: Path, stamp: FileStamp | None = None) -> Kind:
+    """The format of a file. JSON is `json` if it is lines and `array` if it is an array."""
     kind = format_of(file)
     assert kind is not None, file
     if kind == "lines":
@@ -154,13 +75,13 @@ def read_records(
     file: Path,
     column: str,
     advance: Callable[[int], None] | None = None,
-    stamp: Stamp | None = None,
+    stamp: FileStamp | None = None,
 ) -> Iterator[Record]:
     """The records of a file, blank lines left out.
 
     Args:
-        advance: called with numbers of bytes that were read of the file.
-        stamp: what the file is expected to be.
+        advance: called with the number of bytes of every read.
+        stamp: of the file that is expected.
 
     Raises:
         OSError: reading fails.
@@ -174,7 +95,7 @@ def read_records(
         if advance:
             advance(file.stat().st_size)
         return
-    tabular = kind in _TABULAR
+    tabular = kind in ("parquet", "arrow")  # read at many places of the file
     if tabular and is_compressed(file):
         raise DataError(
             f"{file}: decompress it; {kind} files are read at many places, and can be "
@@ -192,7 +113,7 @@ def read_records(
     except Exception as error:
         if not (is_compressed(file) and is_damage(error)):
             raise
-        yield Record(number + 1, _damaged(error))
+        yield Record(number + 1, damaged(error))
 
 
 def _records(
@@ -203,8 +124,10 @@ def _records(
 ) -> Iterator[Record]:
     if kind in ("csv", "tsv"):
         return csv_rows(file, column, "," if kind == "csv" else "\t")
-    if kind in _TABULAR:
-        return (parquet_rows if kind == "parquet" else arrow_rows)(file, column, advance)
+    if kind == "parquet":
+        return parquet_rows(file, column, advance)
+    if kind == "arrow":
+        return arrow_rows(file, column, advance)
     return records_of(file, array=kind == "array")
 
 
@@ -217,19 +140,19 @@ def decode(content: Any, column: str) -> Text:
     if isinstance(content, BadDocument):
         raise content
     if isinstance(content, FileText):
-        parts = content.parts()
-        texts = []
+        parts = []
         length = 0
-        for part in parts:
-            texts.append(part)
-            if (length := length + len(part)) > LONG:
+        for part in content.parts():
+            parts.append(part)
+            length += len(part)
+            if length > LONG:
                 return content
-        return "".join(texts)
-    if isinstance(content, bytes):
-        line, held = without_long_strings(content, LONG) if len(content) > LONG else (content, {})
-        text = _row_text(_json(line, column), column)
-        return held.get(text, text) if isinstance(text, str) else text
-    text = _row_text(content, column)
+        return "".join(parts)
+    if isinstance(content, bytes) and len(content) > LONG:
+        line, held = without_long_strings(content, LONG)
+        name = _row_text(_json(line, column), column)
+        return held.get(name, name) if isinstance(name, str) else name
+    text = _row_text(_json(content, column) if isinstance(content, bytes) else content, column)
     return HeldText(text) if isinstance(text, str) and len(text) > LONG else text
 
 
@@ -240,8 +163,7 @@ def _json(line: bytes, column: str) -> Any:
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
             raise not_json(error) from None
-        # Too deep, or a number of too many digits. Arrow skips these beside the column, without
-        # recursion.
+        # Nested too deeply, or a number with too many digits. Arrow skips these in other columns.
         import pyarrow
         import pyarrow.json
 
@@ -276,7 +198,7 @@ def _row_text(row: Any, column: str) -> Text:
         try:
             return text.decode()
         except UnicodeDecodeError as error:
-            raise not_json(error) from None
+            raise not_utf8(error) from None
     if not isinstance(text, str):
         raise BadDocument(
             "not a string", f"column {column!r} holds {type(text).__name__}, not text"
@@ -285,17 +207,9 @@ def _row_text(row: Any, column: str) -> Text:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            escaped = 0xDC80 <= ord(text[error.start]) <= 0xDCFF  # by `json_records` and `csv_rows`
-            kind, problem = (
-                ("not UTF-8", "not UTF-8")
-                if escaped
-                else ("lone surrogate", "half a surrogate pair")
-            )
-            raise BadDocument(kind, f"{problem} at character {error.start + 1}") from None
+            where = f"at character {error.start + 1}"
+            # `json_records` and `csv_rows` escape bytes that aren't UTF-8.
+            if 0xDC80 <= ord(text[error.start]) <= 0xDCFF:
+                raise BadDocument("not UTF-8", f"not UTF-8 {where}") from None
+            raise BadDocument("lone surrogate", f"half a surrogate pair {where}") from None
     return text
-
-
-def _damaged(error: BaseException) -> BadDocument:
-    return BadDocument(
-        "damaged compression", f"can't be decompressed from here on (cut off?): {error}"
-    )

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.data.positions import StreamPosition, json_fault
@@ -22,7 +23,21 @@ KNOWN = {
 }
 
 
-def import_datasets() -> Any:
+class Stream(Protocol):
+    """A `datasets.IterableDataset`."""
+
+    num_shards: int
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def import_datasets() -> ModuleType:
     """The library `datasets`, quiet, and reading JSON by `json_texts`. Its import takes seconds."""
     import datasets
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
@@ -37,7 +52,7 @@ def import_datasets() -> Any:
     return datasets
 
 
-def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
+def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream:
     """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column
     `text_column`.
 
@@ -69,13 +84,11 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Any:
 
 
 class StreamCursor:
-    """The documents of one lane of a stream: every `lanes`-th shard, or document if there are too
-    few shards.
-    """
+    """The documents of a lane: every `lanes`-th shard, or document if there are too few shards."""
 
     def __init__(
         self,
-        stream: Any,
+        stream: Stream,
         lane: int,
         lanes: int,
         infinite: bool,
@@ -85,7 +98,7 @@ class StreamCursor:
     ):
         from datasets.distributed import split_dataset_by_node
 
-        self.stream = split_dataset_by_node(stream, lane, lanes)
+        self.stream: Stream = split_dataset_by_node(stream, lane, lanes)
         self.infinite = infinite
         self.retry = retry
         self.lane = lane
@@ -99,13 +112,11 @@ class StreamCursor:
         self.loaded: StreamPosition | None = None
         """The position that was sought; None after the next read."""
         self.has_text = False
-        """Whether any document of this epoch has text, as far as it was read; assumed after a
-        resume within it.
-        """
+        """Whether any document of this epoch has text so far; assumed after a resume within it."""
 
     @property
     def epochs(self) -> float:
-        """Whole epochs: how long one is, a stream doesn't know."""
+        """Whole epochs, as the length of a stream is unknown."""
         return float(self.epoch)
 
     def next(self) -> Text | None:
@@ -129,7 +140,7 @@ class StreamCursor:
                 raise UserError(
                     f"{self.key}: lane {self.lane} of the dataset has no text; lower the batch size"
                 )
-            self.epoch = self.epoch + 1
+            self.epoch += 1
             self.iterator = None
             self.has_text = False
 
@@ -150,14 +161,12 @@ class StreamCursor:
             return BadDocument(error.kind, f"{place_of(row)}{error}")
 
     def _place(self, inner: Any) -> str:
-        """The stream's own state in words, as far as `datasets` gives it."""
+        """The stream's state in words."""
         words = [f"lane {self.lane}, epoch {self.epoch}"]
         while isinstance(inner, dict):
-            words += [
-                f"{k.removesuffix('_idx').replace('_', ' ')} {x}"
-                for k, x in inner.items()
-                if k.endswith("_idx")
-            ]
+            for key, value in inner.items():
+                if key.endswith("_idx"):
+                    words.append(f"{key.removesuffix('_idx').replace('_', ' ')} {value}")
             inner = inner.get("examples_iterable")
         return ", ".join(words)
 
@@ -168,11 +177,7 @@ class StreamCursor:
         if self.iterator is not None:
             state = self.stream.state_dict()
             check_state(state, self.key, self.retry.source)
-        return StreamPosition(
-            epoch=self.epoch,
-            stream=state,
-            skipped=dict(self.skipped),
-        )
+        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skipped))
 
     def seek(self, position: StreamPosition) -> None:
         self.epoch = position.epoch
@@ -189,8 +194,9 @@ class StreamCursor:
 def check_state(state: Any, key: str, name: str) -> None:
     """
     Args:
-        state: a stream's own.
-        key: what names the stream in the configuration, and what it names.
+        state: of the stream.
+        key: the configuration key of the stream.
+        name: its value.
 
     Raises:
         UserError: a checkpoint, which is JSON, couldn't hold it.

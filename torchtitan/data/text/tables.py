@@ -19,12 +19,12 @@ from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.texts import (
     BLOCK,
     LONG,
-    LONGEST,
     BadDocument,
     HeldBytes,
     Record,
     missing_column,
 )
+from torchtitan.utils.limits import RECORD_BYTES
 
 _ROWS = 256
 """Rows of Parquet, or of a dictionary's indices, read at once."""
@@ -219,7 +219,7 @@ def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
         DataError: a quote is opened and not closed, or stands where none may; rows can't be told
         apart from there on.
     """
-    csv.field_size_limit(LONGEST)
+    csv.field_size_limit(RECORD_BYTES)
     # Bytes that aren't UTF-8 become lone surrogates, so that only their row is bad.
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter=delimiter, strict=True)

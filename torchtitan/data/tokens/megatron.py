@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.text.files import FileStamp, OpenFiles
+from torchtitan.data.text.opening import FileStamp, OpenFiles
 from torchtitan.data.text.retry import DataError
 
 _MAGIC = b"MMIDIDX\0\0"

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.data.text.contents import Contents, sampled
-from torchtitan.data.text.files import EndOfFileError, FileStamp, OpenFiles
+from torchtitan.data.text.opening import EndOfFileError, FileStamp, OpenFiles
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.megatron import read_index

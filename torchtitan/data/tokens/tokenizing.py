@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.files import FileStamp
+from torchtitan.data.text.opening import FileStamp
 from torchtitan.data.text.pieces import PIECE
-from torchtitan.data.text.records import FileText, decode, place, read_records
+from torchtitan.data.text.records import decode, place, read_records
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BadDocument, HeldBytes
+from torchtitan.data.text.texts import BadDocument, FileText, HeldBytes, parts_of
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.tokens.duplicates import HASH, save_hashes
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
@@ -85,7 +85,7 @@ class Encoder:
                 ids += tokenizer.encode_batch(short, dtype)
                 short = []
                 long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
-                hashes.append(_hash([text] if isinstance(text, str) else text.parts()))
+                hashes.append(_hash(parts_of(text)))
                 ids += long
             except BadDocument as error:
                 problem = f"{place(Path(file), number)}: {error}"

@@ -1,11 +1,16 @@
 """Many runs of one configuration: what varies between them, and what each is called."""
 
 import itertools
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import tomli
@@ -16,8 +21,9 @@ from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.load.toml_file import excess
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.storage import is_url
-from torchtitan.utils.text import brief, flat
+from torchtitan.utils.text import brief, flat, plural
 
 MOST_RUNS = 1000
 """Slurm's default of `MaxArraySize` allows as many."""
@@ -29,7 +35,7 @@ _CHECKPOINTS = "checkpoint.folder"
 
 
 @dataclass(frozen=True)
-class Run:
+class GridRun:
     """One of several runs."""
 
     name: str
@@ -154,7 +160,7 @@ def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Fla
 # ---- runs
 
 
-def make_runs(axes: Sequence[str], file: Path | None) -> list[Run]:
+def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
     """Every combination of the values of `axes` with the runs of `file`.
 
     Raises:
@@ -191,7 +197,7 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[Run]:
             raise ConfigError([f"--runs: runs {seen.index(flags) + 1} and {i + 1} are the same"])
     names = _names(combined)
     return [
-        Run(name, tuple(f"--{key}={value}" for key, value in flags.items()))
+        GridRun(name, tuple(f"--{key}={value}" for key, value in flags.items()))
         for name, (_, flags) in zip(names, combined, strict=True)
     ]
 
@@ -242,7 +248,7 @@ def _plain(text: str, longest: int) -> str:
     return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:longest]
 
 
-def in_folder(run: Run, folder: Path, checkpoints: str) -> tuple[str, ...]:
+def in_folder(run: GridRun, folder: Path, checkpoints: str) -> tuple[str, ...]:
     """The flags of a run with a folder of its own.
 
     Args:
@@ -274,3 +280,59 @@ def together(problems: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+# ---- on this machine
+
+
+class _Stop:
+    """Passes signals that ask to stop on to the current run, which saves; none follows."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.run: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+        signal.signal(signal.SIGINT, self._interrupted)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.requested = True
+        if self.run:
+            self.run.send_signal(number)
+
+    def _interrupted(self, number: int, _: FrameType | None) -> None:
+        self.requested = True  # Ctrl-C reaches the run, too
+
+
+def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder: Path) -> int:
+    """Run `torchtitan` with each command. One that fails doesn't stop the others.
+
+    Args:
+        folder: of all runs, for the last line.
+
+    Returns:
+        75 if asked to stop, 130 after a second Ctrl-C, 1 if a run failed, else 0.
+    """
+    stop = _Stop()
+    failed = []
+    for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
+        print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
+        stop.run = subprocess.Popen([sys.executable, "-m", "torchtitan", *words])
+        status = stop.run.wait()
+        if status == INTERRUPTED:
+            print(
+                f"Interrupted in run {i} of {len(names)}; the same command resumes", file=sys.stderr
+            )
+            return INTERRUPTED
+        if stop.requested or status == os.EX_TEMPFAIL:
+            print(f"Stopped in run {i} of {len(names)}; the same command resumes", file=sys.stderr)
+            return os.EX_TEMPFAIL
+        if status:
+            failed.append(f"{name} (status {status})")
+    print(
+        f"\n{plural(len(names), 'run')} done: `torchtitan runs {folder}` lists them",
+        file=sys.stderr,
+    )
+    if failed:
+        print(f"error: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0

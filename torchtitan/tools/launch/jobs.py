@@ -32,7 +32,7 @@ _ENDED = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode,JobName"
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """What `submit` leaves in the folder of what it submits."""
 
     name: str
@@ -91,13 +91,13 @@ class Entry:
     name: str
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path) -> JobRecord:
     """
     Raises:
         UserError: the folder has none.
     """
     try:
-        return TypeAdapter(Record).validate_python(read_json_object(folder / RECORD))
+        return TypeAdapter(JobRecord).validate_python(read_json_object(folder / RECORD))
     except (OSError, ValueError) as error:
         what = "is damaged" if isinstance(error, ValidationError) else str(error)
         raise UserError(
@@ -106,7 +106,7 @@ def read_record(folder: Path) -> Record:
         ) from None
 
 
-def submit(script: Path, record: Record, folder: Path) -> None:
+def submit(script: Path, record: JobRecord, folder: Path) -> None:
     """Submit a job and remember its number in `folder`.
 
     Raises:
@@ -121,7 +121,7 @@ def submit(script: Path, record: Record, folder: Path) -> None:
         raise UserError(f"--submit: sbatch answered {answer[:200]!r} instead of a job's number")
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [*_earlier(folder), int(match[0])]
-    write_whole(folder / RECORD, Record(record.name, record.log, record.runs, jobs).encode())
+    write_whole(folder / RECORD, JobRecord(record.name, record.log, record.runs, jobs).encode())
     print(f"Submitted job {match[0]}; `torchtitan jobs {folder}` shows its state")
 
 
@@ -164,7 +164,7 @@ def _ask(command: Sequence[str], without: str) -> str:
 # ---- state
 
 
-def find(target: str | None) -> tuple[list[int], str | None, Record | None]:
+def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
     """The jobs that a number (`123`, `123_4`) or a folder names, the task, and the record; all jobs
     if None.
 
@@ -180,7 +180,7 @@ def find(target: str | None) -> tuple[list[int], str | None, Record | None]:
 
 
 def entries(
-    jobs: Sequence[int], task: str | None, record: Record | None
+    jobs: Sequence[int], task: str | None, record: JobRecord | None
 ) -> tuple[list[Entry], str | None]:
     """What the scheduler knows of the jobs, or of all the user's that haven't ended; and why it may
     not be all.
@@ -236,7 +236,7 @@ def _entry(line: str) -> Entry | None:
     return Entry(*(part.strip() for part in parts)) if len(parts) == 7 else None
 
 
-def state_table(found: Sequence[Entry], record: Record | None) -> str:
+def state_table(found: Sequence[Entry], record: JobRecord | None) -> str:
     """The jobs in a table, and how many are in which state."""
     runs = bool(record and record.runs)
     rows = [["job", "run" if runs else "name", "state", "elapsed", "limit", "nodes", "why"]]
@@ -254,7 +254,7 @@ def state_table(found: Sequence[Entry], record: Record | None) -> str:
 # ---- logs
 
 
-def log_files(jobs: Sequence[int], task: str | None, record: Record | None) -> list[Path]:
+def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -> list[Path]:
     """The logs that exist of the newest of these jobs.
 
     Raises:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from torchtitan.config.derive import layout_name
-from torchtitan.tools.launch.recipe import Wish, as_flags, draft, steps_of
+from torchtitan.tools.launch.recipe import Request, as_flags, draft, steps_of
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
@@ -18,7 +18,20 @@ _LEGEND = (
 )
 
 
-def best_layouts(wish: Wish) -> tuple[list[Proposal], int]:
+_HEADINGS = [
+    "",
+    "layout",
+    "batch",
+    "recomputes",
+    "tokens/s per device",
+    "GiB",
+    "fits",
+    "whole run, tokens",
+    "why",
+]
+
+
+def best_layouts(request: Request) -> tuple[list[Proposal], int]:
     """The best layouts, the first of which is recommended, and how many legal ones there are; or
     the one given.
 
@@ -26,60 +39,47 @@ def best_layouts(wish: Wish) -> tuple[list[Proposal], int]:
         UserError: none fits.
         ConfigError: none is legal.
     """
-    if wish.states_layout:
-        plan, _ = make_plan(as_flags(draft(wish)), wish.devices, wish.hardware)
+    if request.states_layout:
+        plan, _ = make_plan(as_flags(draft(request)), request.devices, request.hardware)
         return [Proposal(plan, "as given")], 1
-    found, _ = find_layouts(as_flags(draft(wish)), wish.devices, wish.hardware, own=False)
+    found, _ = find_layouts(as_flags(draft(request)), request.devices, request.hardware, own=False)
     if not found.best:
-        short = found.smallest_gib / wish.hardware.usable_gib
-        devices = wish.devices * 2 ** math.ceil(math.log2(short * 1.1))
+        short = found.smallest_gib / request.hardware.usable_gib
+        devices = request.devices * 2 ** math.ceil(math.log2(short * 1.1))
         more = f"try --devices {devices} or more, or a smaller model or --seq-len"
-        if wish.on_cpu:
+        if request.on_cpu:
             more = "choose a smaller model or --seq-len"
-        raise UserError(
-            f"{wish.model.name}: {nothing_fits(found, wish.devices, wish.hardware)}; {more}"
-        )
+        reason = nothing_fits(found, request.devices, request.hardware)
+        raise UserError(f"{request.model.name}: {reason}; {more}")
     return found.best[:SHOWN], found.seen
 
 
-def table(proposals: Sequence[Proposal], seen: int, wish: Wish) -> str:
+def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
     """The layouts with their predictions and reasons."""
-    rows = [
-        [
-            "",
-            "layout",
-            "batch",
-            "recomputes",
-            "tokens/s per device",
-            "GiB",
-            "fits",
-            "whole run, tokens",
-            "why",
-        ]
-    ]
+    rows = [_HEADINGS]
     for i, proposal in enumerate(proposals):
         plan = proposal.plan
         w = plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
-        tokens = float(steps_of(plan, wish) * w.tokens_per_step)
+        tokens = float(steps_of(plan, request) * w.tokens_per_step)
         length = f"{show_duration(run_of(plan, tokens).hours * 3600)}, {show_tokens(tokens)}"
-        ends = band_ends(plan.tokens_per_second, plan.speed_band)
+        schedule = f", {plan.schedule}" if plan.schedule else ""
+        slow, fast = band_ends(plan.tokens_per_second, plan.speed_band)
+        least, most = band_ends(plan.peak_gib, plan.memory_band)
         rows.append(
             [
                 str(i + 1),
-                layout_name(plan.layout) + (f", {plan.schedule}" if plan.schedule else ""),
+                layout_name(plan.layout) + schedule,
                 batch,
                 {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
-                f"{show_rate(plan.tokens_per_second)} ({show_rate(ends[0])} to "
-                f"{show_rate(ends[1])})",
-                "{:.1f} ({:.1f} to {:.1f})".format(
-                    plan.peak_gib, *band_ends(plan.peak_gib, plan.memory_band)
-                ),
+                f"{show_rate(plan.tokens_per_second)} ({show_rate(slow)} to {show_rate(fast)})",
+                f"{plan.peak_gib:.1f} ({least:.1f} to {most:.1f})",
                 likelihood(plan.chance_to_fit),
                 length,
                 proposal.why,
             ]
         )
-    hardware = f"{wish.devices} x {wish.hardware.name}, {show_gib(wish.hardware.usable_gib)} each"
+    memory = show_gib(request.hardware.usable_gib)
+    hardware = f"{request.devices} x {request.hardware.name}, {memory} each"
     best = f"The best of {plural(seen, 'legal layout')}" if seen > 1 else "The layout"
     return f"{best} on {hardware}:\n{aligned(rows)}\n{_LEGEND}"

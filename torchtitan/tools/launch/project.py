@@ -10,7 +10,14 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.rules import Facts, check
 from torchtitan.tools.launch.job import Job, check_words, job_name, script
-from torchtitan.tools.launch.recipe import Settings, Wish, config_of, draft, fetch_tokenizer, final
+from torchtitan.tools.launch.recipe import (
+    Choices,
+    Request,
+    config_of,
+    draft,
+    fetch_tokenizer,
+    final,
+)
 from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
@@ -41,7 +48,7 @@ def existing(folder: Path) -> list[str]:
 
 
 def make_project(
-    wish: Wish,
+    request: Request,
     plan: Plan,
     command: str,
     slurm: Namespace | None,
@@ -57,19 +64,19 @@ def make_project(
     Raises:
         UserError: the trainer would refuse the configuration.
     """
-    settings = final(draft(wish), plan, wish)
-    text = _toml(wish, plan, settings, command)
-    notes = validate_text(text, wish)
+    settings = final(draft(request), plan, request)
+    text = _toml(request, plan, settings, command)
+    notes = validate_text(text, request)
     files = {CONFIG: text}
     if slurm is not None:
-        files[SCRIPT] = _script(wish, slurm, per_node)
-    return Project(wish.folder, files, _steps(wish, slurm is not None, per_node), notes)
+        files[SCRIPT] = _script(request, slurm, per_node)
+    return Project(request.folder, files, _steps(request, slurm is not None, per_node), notes)
 
 
 def _toml(
-    wish: Wish,
+    request: Request,
     plan: Plan,
-    settings: Settings,
+    settings: Choices,
     command: str,
 ) -> str:
     config = config_of(settings)
@@ -78,11 +85,11 @@ def _toml(
     speed = band_ends(plan.tokens_per_second, plan.speed_band)
     memory = band_ends(plan.peak_gib, plan.memory_band)
     head = [
-        f"{wish.model.name} on {wish.devices} x {wish.hardware.description}. Written by:",
+        f"{request.model.name} on {request.devices} x {request.hardware.description}. Written by:",
         f"  {command}",
         f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device "
         f"({show_rate(speed[0])} to {show_rate(speed[1])}), "
-        f"{plan.peak_gib:.1f} of {wish.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to "
+        f"{plan.peak_gib:.1f} of {request.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to "
         f"{memory[1]:.1f}),",
         f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
         f"{show_duration(run.hours * 3600)}. "
@@ -96,7 +103,7 @@ def _toml(
     return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
 
 
-def validate_text(text: str, wish: Wish) -> tuple[str, ...]:
+def validate_text(text: str, request: Request) -> tuple[str, ...]:
     """Check a configuration file as the trainer would on its devices.
 
     Returns:
@@ -108,21 +115,21 @@ def validate_text(text: str, wish: Wish) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, CONFIG)
         file.write_text(text)
-        config = complete(load_config([f"--config={file}"]), wish.devices).config
+        config = complete(load_config([f"--config={file}"]), request.devices).config
     here, notes = without_missing_files(config)
     preflight(here, output=False)
-    check(config, Facts(device=wish.hardware.accelerator))
+    check(config, Facts(device=request.hardware.accelerator))
     return tuple(
         note.replace("the plan doesn't need it, the run will", "the run will need it")
         for note in notes
     )
 
 
-def _script(wish: Wish, slurm: Namespace, per_node: int) -> str:
-    config = str((wish.folder / CONFIG).absolute())
+def _script(request: Request, slurm: Namespace, per_node: int) -> str:
+    config = str((request.folder / CONFIG).absolute())
     check_words(config, [])
-    nodes, ranks = nodes_of(wish.devices, per_node)
-    name = job_name(wish.folder.absolute().name)
+    nodes, ranks = nodes_of(request.devices, per_node)
+    name = job_name(request.folder.absolute().name)
     return script(Job(name, (nodes, nodes), ranks, slurm), config, [])
 
 
@@ -140,38 +147,38 @@ def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
     return max(1, devices // per_node), min(devices, per_node)
 
 
-def _steps(wish: Wish, slurm: bool, per_node: int) -> list[str]:
+def _steps(request: Request, slurm: bool, per_node: int) -> list[str]:
     """What is left to do."""
     steps = []
-    config = shlex.quote(str(wish.folder / CONFIG))
-    if needs_tokenizer(wish):
-        gated = "; needs HF_TOKEN, of somebody with access" if wish.model.is_gated else ""
-        steps.append(f"{fetch_tokenizer(wish.model, wish.folder)}  # the tokenizer{gated}")
-    if wish.devices > 1:
-        steps.append(
-            f"torchtitan rehearse {config} --world {wish.devices}  # optional: can't it hang?"
-        )
-    nodes, ranks = nodes_of(wish.devices, per_node)
+    config = shlex.quote(str(request.folder / CONFIG))
+    if needs_tokenizer(request):
+        fetch = fetch_tokenizer(request.model, request.folder)
+        gated = "; gated: needs an HF_TOKEN with access" if request.model.is_gated else ""
+        steps.append(f"{fetch}  # the tokenizer{gated}")
+    if request.devices > 1:
+        rehearse = f"torchtitan rehearse {config} --world {request.devices}"
+        steps.append(f"{rehearse}  # optional: check that no rank can hang")
+    nodes, ranks = nodes_of(request.devices, per_node)
+    train = f"torchtitan train {config}"
     if slurm:
-        steps.append(f"sbatch {shlex.quote(str(wish.folder / SCRIPT))}")
+        steps.append(f"sbatch {shlex.quote(str(request.folder / SCRIPT))}")
     elif nodes > 1:
         steps.append(
-            f"torchtitan train {config} --nnodes {nodes} --nproc-per-node {ranks} "
-            "--rdzv-endpoint FIRST_NODE:29500"
+            f"{train} --nnodes {nodes} --nproc-per-node {ranks} --rdzv-endpoint FIRST_NODE:29500"
             "  # on every node, with the same RDZV_SECRET"
         )
+    elif request.on_cpu:
+        steps.append(train)
     else:
-        steps.append(
-            f"torchtitan train {config}" + (f" --nproc-per-node {ranks}" if not wish.on_cpu else "")
-        )
+        steps.append(f"{train} --nproc-per-node {ranks}")
     return steps
 
 
-def needs_tokenizer(wish: Wish) -> bool:
+def needs_tokenizer(request: Request) -> bool:
     """Whether the tokenizer is to be fetched into the project's folder."""
-    given = draft(wish).get("model.hf_assets_path")
+    given = draft(request).get("model.hf_assets_path")
     return (
-        wish.model.repository is not None
+        request.model.repository is not None
         and given is not None
         and given.why.startswith("to be fetched")
     )

@@ -2,13 +2,14 @@
 
 import argparse
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.tools.launch.ask import Question, in_lines
 from torchtitan.tools.launch.data_choice import Data, find_data
-from torchtitan.tools.launch.machine import CPU, measure_cpu
 from torchtitan.tools.launch.models import DEBUG, Model, find_model, offered
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hardware
@@ -150,3 +151,45 @@ def _count(flag: str, most: int = 10**6) -> Callable[[str], int]:
             raise ConfigError([f"{flag}: {error}"]) from None
 
     return parse
+
+
+# ---- this machine
+
+CPU = "cpu"
+
+
+def local_gpus() -> tuple[str | None, int]:
+    """The hardware that this machine's GPUs are known as, if they are, and their number."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(
+            query,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout.split("\n")
+    except (OSError, subprocess.TimeoutExpired):
+        return None, 0
+    names = [name.strip() for name in names if name.strip()]
+    known = (
+        hardware.name
+        for hardware in load_hardware().values()
+        if names and names[0] in hardware.device_names
+    )
+    return next(known, None), len(names)
+
+
+def measure_cpu() -> tuple[Hardware, str]:
+    """This machine's CPU, measured within seconds, and the file that describes it."""
+    from torchtitan.tools.planner.calibrate import describe_cpu  # imports torch
+
+    text = describe_cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "hardware.toml")
+        file.write_text(text)
+        return find_hardware(str(file)), text
+
+
+def devices_per_host(hardware: Hardware) -> int:
+    """Devices that a launcher starts ranks on."""
+    return hardware.gpus_per_host or hardware.gpus_per_node

@@ -53,19 +53,19 @@ _VALIDATION_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Setting:
+class Choice:
     """A value of the configuration, and why it has it."""
 
     value: Any
     why: str
 
 
-Settings = dict[str, Setting]
+Choices = dict[str, Choice]
 """By dotted key."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What somebody wants to train, on what, and for how long."""
 
     model: Model
@@ -77,8 +77,8 @@ class Wish:
     tokens: float | None = None
     hours: float | None = None
     """If `tokens` is not given."""
-    given: Settings | None = None
-    """Settings that prevail."""
+    given: Choices | None = None
+    """Choices that prevail."""
 
     @property
     def states_layout(self) -> bool:
@@ -122,80 +122,80 @@ def _chunks(seq_len: int, vocab_size: int) -> int:
     return chunks
 
 
-def draft(wish: Wish) -> Settings:
+def draft(request: Request) -> Choices:
     """All settings that a search for a layout needs."""
-    model = wish.model
-    data = wish.data
+    model = request.model
+    data = request.data
     parameters, active = model.parameters()
     rate, rate_source = _nearest(_RATES, parameters)
     batch, batch_source = _nearest(_BATCHES, parameters)
-    rows = _rows(batch, wish.seq_len, wish.devices)
-    chunks = _chunks(wish.seq_len, model.args.vocab_size)
-    logits = wish.seq_len * model.args.vocab_size / 1e9
+    rows = _rows(batch, request.seq_len, request.devices)
+    chunks = _chunks(request.seq_len, model.args.vocab_size)
+    logits = request.seq_len * model.args.vocab_size / 1e9
     size = f"{show_tokens(parameters)} parameters"
     size += f", {show_tokens(active)} of them active" if active < parameters else ""
     settings = {
-        "job.description": Setting(f"{model.name} on {data.dataset}", "for the log and trackers"),
-        "job.dump_folder": Setting(
-            os.path.abspath(wish.folder / "run"), "metrics and checkpoints of this run"
+        "job.description": Choice(f"{model.name} on {data.dataset}", "for the log and trackers"),
+        "job.dump_folder": Choice(
+            os.path.abspath(request.folder / "run"), "metrics and checkpoints of this run"
         ),
-        "model.name": Setting(model.spec.name, "the family"),
-        "model.flavor": Setting(
+        "model.name": Choice(model.spec.name, "the family"),
+        "model.flavor": Choice(
             model.flavor, size if not model.overrides else "the nearest size; see the overrides"
         ),
-        "optimizer.lr": Setting(rate, f"as {rate_source}"),
-        "lr_scheduler.name": Setting(
+        "optimizer.lr": Choice(rate, f"as {rate_source}"),
+        "lr_scheduler.name": Choice(
             "cosine", "decays from the end of warm-up to the end of the run"
         ),
-        "lr_scheduler.min_lr_factor": Setting(
+        "lr_scheduler.min_lr_factor": Choice(
             0.1, "a tenth of the peak at the end, as Llama 2, arXiv:2307.09288"
         ),
-        "training.dataset": Setting(data.dataset, data.kind),
-        "training.seq_len": Setting(wish.seq_len, "tokens per row"),
-        "training.global_batch_size": Setting(
-            rows, f"{rows * wish.seq_len:,} tokens per step, near {batch:,} of {batch_source}"
+        "training.dataset": Choice(data.dataset, data.kind),
+        "training.seq_len": Choice(request.seq_len, "tokens per row"),
+        "training.global_batch_size": Choice(
+            rows, f"{rows * request.seq_len:,} tokens per step, near {batch:,} of {batch_source}"
         ),
-        "training.loss_chunks": Setting(chunks, f"a row has {logits:.2f} billion logits"),
-        "compile.enable": Setting(not wish.on_cpu, "faster; the first steps take longer"),
-        "checkpoint.enable": Setting(True, "the same command resumes"),
-        "checkpoint.async_mode": Setting(
-            "async" if wish.on_cpu else "async_with_pinned_mem",
+        "training.loss_chunks": Choice(chunks, f"a row has {logits:.2f} billion logits"),
+        "compile.enable": Choice(not request.on_cpu, "faster; the first steps take longer"),
+        "checkpoint.enable": Choice(True, "the same command resumes"),
+        "checkpoint.async_mode": Choice(
+            "async" if request.on_cpu else "async_with_pinned_mem",
             "training continues while a checkpoint is written",
         ),
     }
     settings |= {
-        f"model.overrides.{key}": Setting(value, "from config.json")
+        f"model.overrides.{key}": Choice(value, "from config.json")
         for key, value in model.overrides.items()
     }
     if data.path:
-        settings["training.dataset_path"] = Setting(data.path, data.kind)
-    if wish.on_cpu:
-        settings["training.mixed_precision_param"] = Setting(
+        settings["training.dataset_path"] = Choice(data.path, data.kind)
+    if request.on_cpu:
+        settings["training.mixed_precision_param"] = Choice(
             "float32", "few CPUs are faster in bfloat16"
         )
     if model.has_weights:
-        settings["checkpoint.initial_load_in_hf"] = Setting(
+        settings["checkpoint.initial_load_in_hf"] = Choice(
             True, "start from the weights beside the tokenizer"
         )
-    settings |= _tokenizer(wish) | _validation(wish)
-    return settings | (wish.given or {})
+    settings |= _tokenizer(request) | _validation(request)
+    return settings | (request.given or {})
 
 
-def _tokenizer(wish: Wish) -> Settings:
+def _tokenizer(request: Request) -> Choices:
     key = "model.hf_assets_path"
-    model = wish.model
+    model = request.model
     if model.folder:
-        return {key: Setting(str(model.folder), "tokenizer, sizes and weights")}
+        return {key: Choice(str(model.folder), "tokenizer, sizes and weights")}
     if model.repository is None:
         return {}  # the shipped one
     name = model.repository.rpartition("/")[2]
-    for folder in (wish.folder / "tokenizer", Path("assets/hf", name)):
+    for folder in (request.folder / "tokenizer", Path("assets/hf", name)):
         if any(
             (folder / file).is_file() for file in ("tokenizer.json", "original/tokenizer.model")
         ):
-            return {key: Setting(os.path.abspath(folder), f"the tokenizer of {model.repository}")}
-    fetch = f"to be fetched: {fetch_tokenizer(model, wish.folder)}"
-    return {key: Setting(os.path.abspath(wish.folder / "tokenizer"), fetch)}
+            return {key: Choice(os.path.abspath(folder), f"the tokenizer of {model.repository}")}
+    fetch = f"to be fetched: {fetch_tokenizer(model, request.folder)}"
+    return {key: Choice(os.path.abspath(request.folder / "tokenizer"), fetch)}
 
 
 def fetch_tokenizer(model: Model, folder: Path) -> str:
@@ -205,60 +205,60 @@ def fetch_tokenizer(model: Model, folder: Path) -> str:
     )
 
 
-def _validation(wish: Wish) -> Settings:
-    if wish.data.held_out is None:
+def _validation(request: Request) -> Choices:
+    if request.data.held_out is None:
         return {}
     return {
-        "validation.enable": Setting(True, "loss on text that training never sees"),
-        "validation.dataset": Setting(wish.data.held_out, "the held-out part"),
-        "validation.seq_len": Setting(wish.seq_len, "as in training"),
-        "validation.steps": Setting(_VALIDATION_BATCHES, "global batches per validation"),
+        "validation.enable": Choice(True, "loss on text that training never sees"),
+        "validation.dataset": Choice(request.data.held_out, "the held-out part"),
+        "validation.seq_len": Choice(request.seq_len, "as in training"),
+        "validation.steps": Choice(_VALIDATION_BATCHES, "global batches per validation"),
     }
 
 
 # ---- with a layout
 
 
-def final(settings: Settings, plan: Plan, wish: Wish) -> Settings:
+def final(settings: Choices, plan: Plan, request: Request) -> Choices:
     """The settings with a plan's layout, and what follows from its speed: steps, warm-up, saves."""
-    steps = steps_of(plan, wish)
+    steps = steps_of(plan, request)
     per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))
     warmup = min(_WARMUP, max(1, steps // 10))
     layout = settings | _layout(plan)
     chosen = {
-        "training.steps": Setting(steps, _length(plan, wish, steps)),
-        "lr_scheduler.warmup_steps": Setting(
+        "training.steps": Choice(steps, _length(plan, request, steps)),
+        "lr_scheduler.warmup_steps": Choice(
             warmup, "a tenth of the steps, at most 2,000 as Llama 2"
         ),
-        "checkpoint.interval": Setting(
+        "checkpoint.interval": Choice(
             per_save, "half an hour by the plan's speed, at most a tenth of the run"
         ),
     }
-    if wish.data.held_out is not None:
+    if request.data.held_out is not None:
         rows = plan.config.training.local_batch_size
-        chosen["validation.freq"] = Setting(per_save, "when a checkpoint is saved")
-        chosen["validation.local_batch_size"] = Setting(rows, "as in training, which fits")
-    return layout | chosen | (wish.given or {})
+        chosen["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
+        chosen["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
+    return layout | chosen | (request.given or {})
 
 
-def steps_of(plan: Plan, wish: Wish) -> int:
+def steps_of(plan: Plan, request: Request) -> int:
     """Steps of the run: of its tokens, or of the hours that the plan says they take."""
-    if wish.given and "training.steps" in wish.given:
-        return int(wish.given["training.steps"].value)
-    if wish.tokens is not None:
-        return max(1, math.ceil(wish.tokens / plan.workload.tokens_per_step))
-    return max(1, round((wish.hours or 0.0) * 3600 / plan.time.seconds))
+    if request.given and "training.steps" in request.given:
+        return int(request.given["training.steps"].value)
+    if request.tokens is not None:
+        return max(1, math.ceil(request.tokens / plan.workload.tokens_per_step))
+    return max(1, round((request.hours or 0.0) * 3600 / plan.time.seconds))
 
 
-def _length(plan: Plan, wish: Wish, steps: int) -> str:
+def _length(plan: Plan, request: Request, steps: int) -> str:
     tokens = float(steps * plan.workload.tokens_per_step)
-    ratio = tokens / wish.model.parameters()[1]
+    ratio = tokens / request.model.parameters()[1]
     which = "active parameter" if plan.workload.experts else "parameter"
     duration = show_duration(run_of(plan, tokens).hours * 3600)
     return f"{show_tokens(tokens)} tokens, {ratio:.3g} per {which}; {duration} by the plan's speed"
 
 
-def _layout(plan: Plan) -> Settings:
+def _layout(plan: Plan) -> Choices:
     """What a search has chosen."""
     p = plan.config.parallelism
     ac = plan.config.activation_checkpoint
@@ -292,13 +292,13 @@ def _layout(plan: Plan) -> Settings:
         }
     if plan.workload.world == 1:
         del keys[f"parallelism.{DEGREE_KEYS['dp_shard']}"]
-    return {key: Setting(read(plan.config, key), f"{text} (planned)") for key, text in keys.items()}
+    return {key: Choice(read(plan.config, key), f"{text} (planned)") for key, text in keys.items()}
 
 
 # ---- as a configuration
 
 
-def as_flags(settings: Settings) -> list[str]:
+def as_flags(settings: Choices) -> list[str]:
     """The settings as flags of the command line."""
     return [f"--{key}={_word(setting.value)}" for key, setting in settings.items()]
 
@@ -307,6 +307,6 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else to_toml_value(value)
 
 
-def config_of(settings: Settings) -> Config:
+def config_of(settings: Choices) -> Config:
     """The configuration of the settings, before values are derived."""
     return load_config(as_flags(settings)).config

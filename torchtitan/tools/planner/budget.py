@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torchtitan.config.derive import replace
 from torchtitan.tools.planner.memory import GIB, memory_of
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import Run, rounded, run_of
+from torchtitan.tools.planner.render import TrainingRun, rounded, run_of
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.text import plural, show_duration, show_gib, show_percent, show_tokens
 
@@ -137,7 +137,7 @@ def goodput(plan: Plan, failures: Failures) -> Goodput:
 class Budget:
     """What a run of a plan takes."""
 
-    run: Run
+    run: TrainingRun
     """Without failures."""
     goodput: Goodput | None
     hours: float

@@ -5,7 +5,7 @@ bytes over a sustained bandwidth. Communication is bytes over the bandwidth of i
 compute hides. A pipeline's bubble comes from simulating its schedule (`schedule.py`).
 `docs/guides/plan.md` lists the formulas with their sources; what depends on the hardware is in
 `hardware.py`. The constants below say where they come from: "counted" is by hand from the code of
-a block, checked only as part of the whole against `benchmarks/published.csv`.
+a block, checked only as part of the whole against `benchmarks/published/published.csv`.
 """
 
 import itertools

@@ -6,8 +6,9 @@ stream has freed, so parts that peak at different times still add up. A plan's a
 
 State and kept activations follow from the code to the byte (tests hold them to autograd). The
 working set of a block, and what is held beyond the tensors, were adjusted by hand until eager runs
-met traces, and compiled pipelines the published runs (`python benchmarks/plan_accuracy.py --trace
-repo paper`); constants from there are marked "adjusted".
+met traces, and compiled pipelines the published runs
+(`python benchmarks/published/plan_accuracy.py --trace repo paper`); constants from
+there are marked "adjusted".
 """
 
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ from torchtitan.utils.text import (
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run of so many tokens."""
 
     tokens: float
@@ -37,12 +37,12 @@ class Run:
     gpu_hours: float
 
 
-def run_of(plan: Plan, tokens: float | None = None) -> Run:
+def run_of(plan: Plan, tokens: float | None = None) -> TrainingRun:
     """The run that trains on `tokens`; by default on those of `training.steps`."""
     w = plan.workload
     tokens = tokens or float(w.tokens_per_step * w.config.training.steps)
     hours = tokens / (plan.tokens_per_second * w.world) / 3600
-    return Run(tokens, tokens / w.tokens_per_step, hours, hours * w.world)
+    return TrainingRun(tokens, tokens / w.tokens_per_step, hours, hours * w.world)
 
 
 def _model(plan: Plan) -> str:

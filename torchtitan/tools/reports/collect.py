@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.reports.compare import Candidate, compare
-from torchtitan.tools.reports.differences import differences
+from torchtitan.telemetry.run_record import KINDS
+from torchtitan.tools.reports.compare import LoadedRun, compare, differences
 from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
 from torchtitan.tools.reports.lines import number
 from torchtitan.tools.reports.series import POINTS, Curves, read_curves, read_window
-from torchtitan.utils.text import path_text
+from torchtitan.tools.web import web_page
+from torchtitan.utils.text import listed, path_text
 
 
 def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
@@ -23,19 +24,19 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
     return as_report(read_runs(folders, points=points))
 
 
-def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[Candidate]:
+def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[LoadedRun]:
     """What `collect` reads."""
     runs = []
     for name, path in zip(run_names(folders), folders, strict=True):
         folder = read_folder(path)
         began = folder.starts[0].time if folder.starts else None
         runs.append(
-            Candidate(name, folder, read_curves(path, folder.config, points=points, began=began))
+            LoadedRun(name, folder, read_curves(path, folder.config, points=points, began=began))
         )
     return runs
 
 
-def as_report(runs: Sequence[Candidate]) -> dict[str, Any]:
+def as_report(runs: Sequence[LoadedRun]) -> dict[str, Any]:
     """What `collect` returns."""
     return {
         "runs": [describe(run) for run in runs],
@@ -69,7 +70,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [path_text(path.relative_to(common)) for path in paths]
 
 
-def describe(run: Candidate) -> dict[str, Any]:
+def describe(run: LoadedRun) -> dict[str, Any]:
     """One run of a report."""
     folder = run.folder
     curves = run.curves
@@ -131,3 +132,23 @@ def _event(event: dict[str, Any], began: float) -> dict[str, Any]:
     return {"hours": (event["time"] - began) / 3600} | {
         key: event[key] for key in ("kind", "step", "message")
     }
+
+
+# ---- the page
+
+_FOLDER = Path(__file__).parent
+_SCRIPTS = [
+    _FOLDER / name for name in ("formats.js", "curves.js", "timeline.js", "live.js", "page.js")
+]
+_STYLES = [_FOLDER / "page.css"]
+
+
+def report_page(report: dict[str, Any]) -> str:
+    """A self-contained page that shows `report`, what `collect` returns."""
+    title = listed([run["name"] for run in report["runs"]], 4) or "no runs"
+    return web_page(title, {"kinds": KINDS, "report": report}, _SCRIPTS, _STYLES)
+
+
+def live_page(names: list[str]) -> str:
+    """The page that fetches its data from the server it came from."""
+    return web_page(listed(names, 4), {"kinds": KINDS, "report": None}, _SCRIPTS, _STYLES)

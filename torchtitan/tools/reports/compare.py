@@ -1,5 +1,6 @@
 """Whether runs differ in loss and speed by more than noise."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from torchtitan.tools.reports.folder import Folder
-from torchtitan.tools.reports.noise import Difference, at_points, paired, unpaired
+from torchtitan.tools.reports.noise import Gap, at_points, paired, unpaired
 from torchtitan.tools.reports.series import Curves, read_window
-from torchtitan.utils.text import plural, show_loss, show_rate, show_tokens
+from torchtitan.utils.text import cut, plural, show_loss, show_rate, show_tokens
 
 SHARE = 0.25
 """Part of the common tokens over which losses are compared: the last ones."""
@@ -31,7 +32,7 @@ class Point(NamedTuple):
 
 
 @dataclass
-class Candidate:
+class LoadedRun:
     """A run to compare."""
 
     name: str
@@ -55,12 +56,12 @@ class Candidate:
         ]
 
 
-def compare(runs: Sequence[Candidate]) -> list[dict[str, Any]]:
+def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     """Differences of each run to the first one."""
     return [one for run in runs[1:] for one in _against(run, runs[0])]
 
 
-def _against(run: Candidate, base: Candidate) -> Iterator[dict[str, Any]]:
+def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
     pair = {"run": run.name, "base": base.name}
     for found in (_loss(run, base), *_validation(run, base), _speed(run, base)):
         if found:
@@ -78,7 +79,7 @@ def _against(run: Candidate, base: Candidate) -> Iterator[dict[str, Any]]:
 # ---- loss
 
 
-def _loss(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None:
+def _loss(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
     """The difference over the last tokens that both have trained on."""
     tokens = min(run.curves.last_tokens, base.curves.last_tokens)
     series = [_losses(one, tokens) for one in (run, base)]
@@ -99,7 +100,7 @@ def _loss(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None
     return "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
 
 
-def _losses(run: Candidate, tokens: float) -> dict[float, float]:
+def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
     """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
     begin = (1 - SHARE) * tokens
     last = run.curves.step_at(tokens)
@@ -117,7 +118,7 @@ def _losses(run: Candidate, tokens: float) -> dict[float, float]:
 # ---- validation
 
 
-def _validation(run: Candidate, base: Candidate) -> Iterator[tuple[str, Difference, str]]:
+def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str]]:
     """The difference of each validation set at the last step at which both have validated."""
     other = base.curves.validation()
     for name, curve in run.curves.validation().items():
@@ -126,7 +127,7 @@ def _validation(run: Candidate, base: Candidate) -> Iterator[tuple[str, Differen
         if common:
             step = common[-1]
             metric = f"validation_loss/{name}".rstrip("/")
-            difference = Difference(losses[step] - base_losses[step], None)
+            difference = Gap(losses[step] - base_losses[step], None)
             text = (
                 f"validation loss{f' of {name}' if name else ''} "
                 f"{_verdict(difference, show_loss, _LOSS)}"
@@ -141,7 +142,7 @@ def _by_step(curve: dict[str, list[Any]] | None) -> dict[int, float]:
 # ---- speed
 
 
-def _speed(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | None:
+def _speed(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
     """The difference of the medians of tokens per second and device, over the last `SHARE` of each
     run's own steps.
     """
@@ -160,7 +161,7 @@ def _speed(run: Candidate, base: Candidate) -> tuple[str, Difference, str] | Non
     )
 
 
-def _rates(run: Candidate) -> list[float]:
+def _rates(run: LoadedRun) -> list[float]:
     """The rates of the last records, without the first of each start, which compiles."""
     first = (1 - SHARE) * run.curves.last_step
     begun = {start.resumed_step + 1 for start in run.folder.starts} | {1}
@@ -172,7 +173,7 @@ def _rates(run: Candidate) -> list[float]:
 
 
 def _verdict(
-    difference: Difference,
+    difference: Gap,
     show: Callable[[float], str],
     words: tuple[str, str],
     unit: str = "",
@@ -190,3 +191,47 @@ def _verdict(
     if difference.noise is None:
         return f"{text} (noise unknown)"
     return text if difference.significant else f"within noise: {text}"
+
+
+# ---- configurations
+
+_OWN = ("job.dump_folder", "job.save_config_file")
+"""Keys that differ between any two runs."""
+_LONGEST = 500
+
+
+def settings(folder: Folder) -> dict[str, Any]:
+    """A run's configuration, ranks, layout, devices, commit and versions, by key."""
+    found = {key: value for key, value in folder.config.items() if key not in _OWN}
+    if folder.starts:
+        last = folder.starts[-1]
+        layout = " x ".join(f"{axis} {degree}" for axis, degree in last.layout.items())
+        devices = ", ".join(f"{count} {name}" for name, count in last.devices.items())
+        found |= {
+            "ranks": last.ranks,
+            "layout": layout or None,
+            "devices": devices or None,
+        } | last.about
+    return found
+
+
+def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
+    """The keys whose values are not the same in all runs: `key` and `values`, None where it is
+    unset.
+    """
+    found = [settings(folder) for folder in folders]
+    keys = {key: None for one in found for key in one}
+    rows = [
+        {"key": cut(key, _LONGEST), "values": [_plain(one.get(key)) for one in found]}
+        for key in keys
+    ]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"][1:])]
+
+
+def _plain(value: Any) -> str | int | float | bool | None:
+    """A value that JSON can hold; a list as its text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    return cut(value if isinstance(value, str) else json.dumps(value, default=str), _LONGEST)

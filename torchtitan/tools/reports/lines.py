@@ -36,7 +36,7 @@ _LARGEST = 1e60
 _NUMBERS = (int, float, type(None))
 
 
-class Place(NamedTuple):
+class PlacedRecord(NamedTuple):
     """A record and where it is."""
 
     begin: int
@@ -49,8 +49,8 @@ class Place(NamedTuple):
 class Sample(NamedTuple):
     """Records of a part of a file."""
 
-    found: list[Place]
-    others: list[Place]
+    found: list[PlacedRecord]
+    others: list[PlacedRecord]
     """Records that are not wanted: those that were seen, or all if `whole`."""
     every: int
     """One of so many wanted records was found; about, if not `whole`."""
@@ -107,7 +107,7 @@ class JsonLines:
 
     def places(
         self, first: int = 0, after: int | None = None, reach: int = LONGEST
-    ) -> Iterator[Place]:
+    ) -> Iterator[PlacedRecord]:
         """Records that begin in `[first, after)`, in order; ends early if `_WRONG` lines in
         succession are none.
 
@@ -120,11 +120,11 @@ class JsonLines:
                 return
             if found := parse(line):
                 wrong = 0
-                yield Place(begin, begin + len(line) + 1, *found)
+                yield PlacedRecord(begin, begin + len(line) + 1, *found)
             elif (wrong := wrong + 1) == _WRONG:
                 return
 
-    def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[Place]:
+    def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[PlacedRecord]:
         """The last `most` records that are `wanted`, or fewer if they are further apart than
         `LONGEST`.
         """
@@ -135,7 +135,7 @@ class JsonLines:
             for begin, line in reversed(list(self._lines(first, reach))):
                 parsed = parse(line)
                 if parsed and wanted(parsed[1]):
-                    found.append(Place(begin, begin + len(line) + 1, *parsed))
+                    found.append(PlacedRecord(begin, begin + len(line) + 1, *parsed))
                     if len(found) == most:
                         break
             if len(found) == most or not first or reach >= max(LONGEST, most * DENSE):
@@ -177,12 +177,12 @@ class JsonLines:
         wanted: Callable[[Record], bool],
         first: int,
         after: int,
-    ) -> tuple[list[Place], list[Place]]:
+    ) -> tuple[list[PlacedRecord], list[PlacedRecord]]:
         """The first wanted record at or after each of `points` places, and the other records
         seen.
         """
-        found: list[Place] = []
-        others: list[Place] = []
+        found: list[PlacedRecord] = []
+        others: list[PlacedRecord] = []
         reach = LONGEST
         for i in range(points):
             offset = first + i * (after - first) // points
@@ -201,7 +201,9 @@ class JsonLines:
 
     # ---- by step
 
-    def find(self, step: int, below: Place | None = None, above: Place | None = None) -> int:
+    def find(
+        self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
+    ) -> int:
         """Where the first record of `step` or a later one begins; the end of the searched part if
         there is none.
 
@@ -235,8 +237,8 @@ class JsonLines:
         return next((place.begin for place in self.places(low, end) if place.step >= step), end)
 
     def of_step(
-        self, step: int, below: Place | None = None, above: Place | None = None
-    ) -> list[Place]:
+        self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
+    ) -> list[PlacedRecord]:
         """The records of a step, searched as by `find`."""
         found = []
         for place in self.places(self.find(step, below, above)):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.collect import as_report, describe, read_runs, run_names, window
-from torchtitan.tools.reports.compare import Candidate
+from torchtitan.tools.reports.compare import LoadedRun
 from torchtitan.tools.reports.folder import CONFIG, EVENTS, METRICS, RECORD, SPIKES, read_folder
-from torchtitan.tools.reports.lines import LONGEST, Place, parse
+from torchtitan.tools.reports.lines import LONGEST, PlacedRecord, parse
 from torchtitan.tools.reports.series import Curves, is_training
 from torchtitan.utils import lock
 from torchtitan.utils.files import open_regular
@@ -54,7 +54,7 @@ class Tail:
             self.identity = (stat.st_dev, stat.st_ino)
             self.position = begin + os.pread(file.fileno(), LONGEST, begin).rfind(b"\n") + 1
 
-    def read(self) -> list[Place]:
+    def read(self) -> list[PlacedRecord]:
         """The records since the last call.
 
         Raises:
@@ -75,7 +75,7 @@ class Tail:
         begin = self.position
         for line in data[:whole].splitlines(keepends=True):
             if record := parse(line):
-                found.append(Place(begin, begin + len(line), *record))
+                found.append(PlacedRecord(begin, begin + len(line), *record))
             begin += len(line)
         self.position = begin
         return found
@@ -84,7 +84,7 @@ class Tail:
 class Follower:
     """A run, and what has changed since it was read."""
 
-    def __init__(self, run: Candidate, shown: dict[str, Any], tail: Tail):
+    def __init__(self, run: LoadedRun, shown: dict[str, Any], tail: Tail):
         """
         Args:
             shown: what the report says of the run.
@@ -132,7 +132,7 @@ class Follower:
         curves = Curves(
             [*context, *training], [p for p in places if not is_training(p.record)], 1, self._began
         )
-        shown = describe(Candidate(self.name, folder, curves))
+        shown = describe(LoadedRun(self.name, folder, curves))
         self._training = (
             self._training[:1] + (context + training)[:1] + (self._training + training)[-1:]
         )

@@ -25,7 +25,7 @@ to 8 % of series without a difference are then said to have one, at any autocorr
 """
 
 
-class Difference(NamedTuple):
+class Gap(NamedTuple):
     """How far two runs are apart."""
 
     value: float
@@ -38,18 +38,18 @@ class Difference(NamedTuple):
         return self.noise is not None and abs(self.value) > self.noise
 
 
-def paired(differences: Sequence[float]) -> Difference:
+def paired(differences: Sequence[float]) -> Gap:
     """The mean of differences between values at the same points of two curves, in order."""
     if not differences:
-        return Difference(math.nan, None)
+        return Gap(math.nan, None)
     enough = independent_values(differences) >= _INDEPENDENT
-    return Difference(
+    return Gap(
         fmean(differences),
         _interval([fmean(block) for block in blocks(differences)]) if enough else None,
     )
 
 
-def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Difference:
+def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap:
     """The mean difference of two curves over the points that both cover, where few of their points
     are the same.
 
@@ -63,30 +63,30 @@ def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Dif
         for one in (series, base)
     ]
     if not all(cut):
-        return Difference(math.nan, None)
+        return Gap(math.nan, None)
     ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
     parts = [
         [[v for at, v in one if bisect_left(ends, at) == i] for i in range(BLOCKS)] for one in cut
     ]
     independent = min(independent_values([v for _, v in one]) for one in cut)
     if independent < _INDEPENDENT or not all(part for one in parts for part in one):
-        return Difference(fmean(v for _, v in cut[0]) - fmean(v for _, v in cut[1]), None)
+        return Gap(fmean(v for _, v in cut[0]) - fmean(v for _, v in cut[1]), None)
     means = [fmean(a) - fmean(b) for a, b in zip(*parts, strict=True)]
-    return Difference(fmean(means), _interval(means))
+    return Gap(fmean(means), _interval(means))
 
 
-def unpaired(values: Sequence[float], base: Sequence[float]) -> Difference:
+def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
     """The difference of the medians of two series in order; the medians of blocks tell the noise.
 
     Medians, because single values may be far off, as those of a step that waited for storage.
     """
     if not values or not base:
-        return Difference(math.nan, None)
+        return Gap(math.nan, None)
     difference = median(values) - median(base)
     if min(independent_values(_clipped(series)) for series in (values, base)) < _INDEPENDENT:
-        return Difference(difference, None)
+        return Gap(difference, None)
     halves = [_interval([median(block) for block in blocks(series)]) for series in (values, base)]
-    return Difference(difference, math.hypot(*halves))
+    return Gap(difference, math.hypot(*halves))
 
 
 def _clipped(values: Sequence[float]) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import METRICS
-from torchtitan.tools.reports.lines import JsonLines, Place, Record, number
+from torchtitan.tools.reports.lines import JsonLines, PlacedRecord, Record, number
 
 POINTS = 2000
 """Points of a curve, about."""
@@ -29,8 +29,8 @@ class Curves:
 
     def __init__(
         self,
-        training: Sequence[Place] = (),
-        others: Iterable[Place] = (),
+        training: Sequence[PlacedRecord] = (),
+        others: Iterable[PlacedRecord] = (),
         sampled: int = 1,
         began: float | None = None,
     ):
@@ -78,7 +78,7 @@ class Curves:
 
     def validation(self) -> dict[str, dict[str, list[Any]]]:
         """The losses of each validation set; '' is the name of the only one."""
-        found: dict[str, list[tuple[Place, float]]] = {}
+        found: dict[str, list[tuple[PlacedRecord, float]]] = {}
         for place in self.others:
             for key, value in place.record.items():
                 name = key.removeprefix(_VALIDATION)
@@ -150,7 +150,7 @@ class Curves:
             return None
         return (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
 
-    def _hours(self, place: Place) -> float | None:
+    def _hours(self, place: PlacedRecord) -> float | None:
         time = place.record.get("time")
         return None if time is None else (time - self.began) / 3600
 
@@ -205,7 +205,9 @@ def is_training(record: Record) -> bool:
     return "loss" in record
 
 
-def _checks(lines: JsonLines, sample: Sequence[Place], config: Mapping[str, Any]) -> list[Place]:
+def _checks(
+    lines: JsonLines, sample: Sequence[PlacedRecord], config: Mapping[str, Any]
+) -> list[PlacedRecord]:
     """Records of validations and benchmarks, found by the steps at which the configuration asks for
     them.
 
@@ -220,7 +222,7 @@ def _checks(lines: JsonLines, sample: Sequence[Place], config: Mapping[str, Any]
             every = freq * -(-last // (freq * _CHECKS))
             steps |= set(range(every, last + 1, every)) if every else set()
     known = [place.step for place in sample]
-    found: list[Place] = []
+    found: list[PlacedRecord] = []
     for step in sorted(steps):
         at = bisect_left(known, step)
         beyond = bisect_right(known, step)
@@ -232,9 +234,9 @@ def _checks(lines: JsonLines, sample: Sequence[Place], config: Mapping[str, Any]
     return found
 
 
-def _in_order(places: Iterable[Place]) -> list[Place]:
+def _in_order(places: Iterable[PlacedRecord]) -> list[PlacedRecord]:
     """The places with ascending steps; of records for the same steps, what was written last."""
-    kept: list[Place] = []
+    kept: list[PlacedRecord] = []
     for place in places:
         while kept and kept[-1].step >= place.step:
             kept.pop()
@@ -258,7 +260,7 @@ def _filled(values: Iterable[float | None]) -> list[float]:
     return list(accumulate((0.0 if v is None else v for v in values), max))
 
 
-def _curve(places: Iterable[Place], keys: Mapping[str, str]) -> dict[str, list[Any]]:
+def _curve(places: Iterable[PlacedRecord], keys: Mapping[str, str]) -> dict[str, list[Any]]:
     """The steps and values of those records that have all of `keys`; name in the result to key."""
     rows = [(p.step, *(p.record.get(key) for key in keys.values())) for p in places]
     columns = list(zip(*(row for row in rows if None not in row), strict=True)) or [()] * (

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from torchtitan.tools.reports.collect import live_page
 from torchtitan.tools.reports.live import Live
-from torchtitan.tools.reports.page import live_page
 from torchtitan.tools.web import content_security_policy
 from torchtitan.utils.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.config.derive import layout_name
 from torchtitan.tools.reports.collect import run_names
-from torchtitan.tools.reports.differences import differences
+from torchtitan.tools.reports.compare import differences
 from torchtitan.tools.reports.folder import METRICS, STATES, Folder, read_folder
 from torchtitan.tools.reports.lines import JsonLines, Record
 from torchtitan.tools.reports.series import is_training

@@ -1,0 +1,181 @@
+"""The tables that `gpu.py --tables` writes into docs/reference/performance.md, from its results."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from _gpu_bench import ROOT, Figures
+from _gpu_stages import STAGES
+
+PAGE = ROOT / "docs/reference/performance.md"
+BEGIN = "<!-- written by benchmarks/gpu/gpu.py --tables: begin -->"
+END = "<!-- end -->"
+NOTHING = "Not yet measured on GPU."
+GOALS = {"8b_layers": 55.0}
+"""MFU in percent that a stage should reach on one H100 or H200."""
+FLOAT8_GOAL = 1.35
+"""Tokens/s of Float8 over bf16's."""
+
+
+def write_tables(files: Iterable[Path], *, fast: bool = False, page: Path = PAGE) -> Path:
+    """Put the tables of `files` between the marks of `page`, and return it.
+
+    Args:
+        fast: compute the memory of the plans instead of tracing it.
+    """
+    text = page.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{tables(load(files), fast=fast)}\n{END}{after}")
+    return page
+
+
+def load(files: Iterable[Path]) -> list[Figures]:
+    """The last result of each stage, in the stages' order; one that succeeded counts before others,
+    a dry run never.
+    """
+    found: dict[str, Figures] = {}
+    for file in files:
+        for line in map(json.loads, file.read_text().splitlines()):
+            if not line["dry"] and (line["ok"] or not found.get(line["stage"], line)["ok"]):
+                found[line["stage"]] = line
+    return [found[name] for name in STAGES if name in found]
+
+
+def tables(found: Sequence[Figures], *, fast: bool = False) -> str:
+    """The page's section: machine, date and command, then speed, numbers, and all else."""
+    ran = [line for line in found if line.get("figures")]
+    if not ran:
+        return NOTHING
+    parts = ["\n".join(_machines(ran))]
+    speed = [line for line in ran if "tokens_per_second" in line["figures"]]
+    if speed:
+        parts += ["\n".join(_speed(speed, fast)), "\n".join(_kernels(speed))]
+    limited = [line for line in ran if "limits" in line["figures"]]
+    if limited:
+        parts.append("\n".join(_limits(limited)))
+    others = [line for line in ran if line not in speed and line not in limited]
+    if others:
+        parts.append("\n".join(_others(others)))
+    if missing := [line for line in found if not line["ok"]]:
+        parts.append("\n".join(_missing(missing)))
+    return "\n\n".join(parts)
+
+
+def _machines(ran: Sequence[Figures]) -> Iterator[str]:
+    """Each machine and command once, with its days."""
+    days: dict[tuple[str, str], set[str]] = {}
+    for line in ran:
+        about = line.get("machine", {})
+        name = ", ".join(
+            [
+                str(about.get("device", "unknown")),
+                *(f"{k} {v}" for k, v in about.items() if k != "device"),
+            ]
+        )
+        days.setdefault((name, line["command"]), set()).add(line["date"][:10])
+    for (name, command), dates in days.items():
+        yield f"- {', '.join(sorted(dates))}: {name}; `{command}`"
+
+
+def _row(*cells: Any) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def _speed(found: Sequence[Figures], fast: bool) -> Iterator[str]:
+    """Speed and memory, beside the plan and the goals."""
+    rates = {line["stage"]: line["figures"]["tokens_per_second"] for line in found}
+    yield _row("", "tokens/s", "planned", "MFU, %", "goal", "peak memory, GiB", "planned")
+    yield "|---|---|---|---|---|---|---|"
+    for line in found:
+        name = line["stage"]
+        figures = line["figures"]
+        planned_rate, planned_gib = _planned(line, fast)
+        base, _, recipe = name.partition("_float8")
+        mfu = f"{figures['mfu']:.1f}" if figures["mfu"] else "unknown"
+        goal = f"{GOALS[name]:g} %" if name in GOALS else ""
+        if recipe and base in rates:
+            goal = f"{rates[name] / rates[base]:.2f} x bf16, goal {FLOAT8_GOAL} x"
+        skipped = (
+            f" ({figures['skipped_steps']} steps without an update)"
+            if figures["skipped_steps"]
+            else ""
+        )
+        memory = f"{figures['peak_reserved_gib']:.1f}"
+        yield _row(
+            f"`{name}`{skipped}",
+            f"{figures['tokens_per_second']:,.0f}",
+            planned_rate,
+            mfu,
+            goal,
+            memory,
+            planned_gib,
+        )
+
+
+def _planned(line: Figures, fast: bool) -> tuple[str, str]:
+    """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know
+    the GPU.
+    """
+    from torchtitan.tools.planner.hardware import load_hardware
+    from torchtitan.tools.planner.planner import make_plan
+
+    device = line.get("machine", {}).get("device", "")
+    hardware = next((hw for hw in load_hardware().values() if device in hw.device_names), None)
+    if hardware is None:
+        return "", ""
+    flags = [*line["figures"]["flags"], f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
+    plan, _ = make_plan(
+        [*flags, "--training.dataset=demo"], line["figures"]["world"], hardware, tracing=not fast
+    )
+    return f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
+
+
+def _kernels(found: Sequence[Figures]) -> Iterator[str]:
+    """Where a step's time on the GPU goes."""
+    yield _row("", "largest kernels, share of the time of all")
+    yield "|---|---|"
+    for line in found:
+        largest = line["figures"]["kernels"][:4]
+        yield _row(
+            f"`{line['stage']}`",
+            ", ".join(f"`{k['kernel'][:60]}` {k['pct']:.0f} %" for k in largest),
+        )
+
+
+def _limits(found: Sequence[Figures]) -> Iterator[str]:
+    """Each check with its limit; a figure without one stands behind."""
+    yield _row("", "figure", "value", "limit")
+    yield "|---|---|---|---|"
+    for line in found:
+        limits = line["figures"]["limits"]
+        for name, value in line["figures"].items():
+            if name != "limits":
+                wrong = " **beyond**" if name in limits and not value <= limits[name] else ""
+                limit = f"{limits[name]:g}" if name in limits else ""
+                yield _row(f"`{line['stage']}`", name, f"{_short(value)}{wrong}", limit)
+
+
+def _others(found: Sequence[Figures]) -> Iterator[str]:
+    yield _row("", "figures")
+    yield "|---|---|"
+    for line in found:
+        yield _row(
+            f"`{line['stage']}`",
+            "; ".join(f"{name} {_short(v)}" for name, v in line["figures"].items()),
+        )
+
+
+def _missing(found: Sequence[Figures]) -> Iterator[str]:
+    """What failed, and what the machine couldn't run."""
+    yield _row("not measured", "why")
+    yield "|---|---|"
+    for line in found:
+        why = line.get("skipped") or f"failed: {line['error']}"
+        yield _row(f"`{line['stage']}`", _short(why))
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())[:300]

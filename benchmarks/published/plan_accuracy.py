@@ -1,0 +1,344 @@
+"""Compare the planner with published measurements.
+
+    python benchmarks/published/plan_accuracy.py [--fit]
+
+`published.csv` and `elsewhere.csv` hold the measurements with their settings and sources. Each row
+becomes a configuration of this project and is planned like any other (`_measurements.py`). `--fit`
+fits the constants again, to the rows marked `fit` alone, and the bands to the others. `--trace
+repo-T1 paper-70B` also traces the memory of the rows whose names begin so: half a minute to minutes
+each.
+"""
+
+import argparse
+import csv
+import io
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import plan_schedules
+from _measurements import FILES, TORCHTITAN, Row, load
+from scipy.optimize import least_squares, minimize
+from scipy.stats import spearmanr
+
+from torchtitan.tools.planner.hardware import load_hardware
+from torchtitan.tools.planner.memory import hidden_bytes, in_flight, memory_of
+from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, features, memory_band
+from torchtitan.tools.planner.trace import trace_ranks
+from torchtitan.tools.planner.workload import Workload
+
+COLUMNS = (
+    *("row", "tokens_per_second", "predicted", "error", "band"),
+    *("gib", "gib_predicted", "gib_error"),
+)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A constant of the performance model that is fitted."""
+
+    name: str
+    hardware: tuple[str, ...]
+    """That share it; () for all."""
+    prior: float
+    width: float
+    """Standard deviation of its logarithm before any measurement."""
+
+
+SLOW = ("h100-hbm2e",)
+FAST = ("h100-sxm", "h200")
+"""One chip with limits of 500 and 700 W."""
+FITTED = (
+    Fitted("gemm_bf16", SLOW, 0.55, 0.15),
+    Fitted("gemm_bf16", FAST, 0.66, 0.15),
+    Fitted("gemm_fp8", SLOW, 0.50, 0.2),
+    Fitted("gemm_fp8", FAST, 0.58, 0.2),
+    Fitted("gemm_fp8_rowwise", SLOW, 0.40, 0.2),
+    Fitted("attention", SLOW + FAST, 0.30, 0.2),
+    Fitted("ring_attention", (), 0.8, 0.4),
+    Fitted("eager", (), 2.4, 0.3),
+    Fitted("async_tp", (), 0.5, 0.4),
+    Fitted("link_efficiency", (), 0.75, 0.2),
+    Fitted("gemm_ramp", (), 2.2e6, 0.5),
+    Fitted("gemm_depth", (), 256, 0.5),
+    Fitted("tp_sync", (), 60e-6, 0.5),
+)
+ROWWISE_OVER_BF16 = "pr808-8B-bs1-rowwise", "pr808-8B-bs1-none", 1.095
+"""Two rows of one host, and the mean of the published gains of this recipe, 6.8 % (torchao pull
+request 1802) and 12.3 % (these rows).
+"""
+DEVIATION = 0.02
+DEVIATION_ELSEWHERE = 0.06
+"""Standard deviation assumed for the logarithm of a measured throughput: of TorchTitan; of another
+system, against its other rows, since a system may be faster or slower as a whole.
+"""
+Constants = dict[str, dict[str, float]]
+"""Constants that replace those of the tables, by hardware."""
+
+
+def fit(rows: list[Row]) -> Constants:
+    """Constants that best predict the throughput of the rows marked so: least squares on
+    logarithms.
+    """
+    by_id = {row.id: row for row in rows}
+    marked = [row for row in rows if row.fit]
+    faster, slower, gain = (by_id.get(part, part) for part in ROWWISE_OVER_BF16)
+    systems = sorted({row.system for row in marked} - {TORCHTITAN})
+    every = sorted(load_hardware())
+    expected = np.array([*np.log([of.prior for of in FITTED]), *[0.0] * len(systems)])
+    widths = np.array([*(of.width for of in FITTED), *[0.2] * len(systems)])
+
+    def constants(x: np.ndarray) -> Constants:
+        out: Constants = defaultdict(dict)
+        for of, value in zip(FITTED, np.exp(x).tolist(), strict=False):
+            for hardware in of.hardware or every:
+                out[hardware][of.name] = value
+        return out
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        made = constants(x)
+        off = []
+        whole = dict(zip(systems, x[len(FITTED) :], strict=True)) | {TORCHTITAN: 0.0}
+        for row in marked:
+            error = math.log(row.predicted(made) / row.tokens_per_second) + whole[row.system]
+            off.append(error / (DEVIATION if row.system == TORCHTITAN else DEVIATION_ELSEWHERE))
+        off.append(math.log(faster.predicted(made) / slower.predicted(made) / gain) / DEVIATION)
+        return np.array([*off, *((x - expected) / widths)])
+
+    return constants(least_squares(residuals, expected).x)
+
+
+# ---- bands
+
+SHARE = 0.92
+"""Of the rows that are within bands fitted to them: a little more than the 90 % that must be, of
+rows left out.
+"""
+Errors = list[tuple[Row, float]]
+"""Rows with predicted over measured, less 1."""
+
+
+@dataclass(frozen=True)
+class Bands:
+    """What `planner/bands.py` holds."""
+
+    deviations: dict[str, float]
+    width: float
+
+    def of(self, row: Row) -> float:
+        return self.width * math.hypot(*(self.deviations[name] for name in row_features(row)))
+
+
+def row_features(row: Row) -> list[str]:
+    """Of a plan for the row. Other software is like hardware that no constant was fitted to."""
+    fitted = row.hardware.fitted and row.system == TORCHTITAN
+    return features(row.workload, row.hardware.model_copy(update={"fitted": fitted}))
+
+
+def fit_bands(off: Errors) -> Bands:
+    """Deviations by maximum likelihood of normal errors whose variances add up; their number that
+    holds `SHARE`.
+    """
+    names = list(SPEED_DEVIATIONS)
+    uses = np.array([[name in row_features(row) for name in names] for row, _ in off], dtype=float)
+    squares = np.array([error**2 for _, error in off])
+
+    def cost(logarithms: np.ndarray) -> float:
+        variances = uses @ np.exp(2 * logarithms)
+        return float((np.log(variances) + squares / variances).sum())
+
+    bounds = [(math.log(0.002), 0.0)] * len(names)
+    deviations = np.exp(minimize(cost, np.full(len(names), math.log(0.05)), bounds=bounds).x)
+    width = np.quantile(np.sqrt(squares / (uses @ deviations**2)), SHARE, method="higher")
+    return Bands(dict(zip(names, deviations.tolist(), strict=True)), float(width))
+
+
+def within_band_left_out(off: Errors) -> list[bool]:
+    """Whether each row is within the band that the others give it."""
+    return [
+        abs(off[i][1]) <= fit_bands(off[:i] + off[i + 1 :]).of(off[i][0]) for i in range(len(off))
+    ]
+
+
+# ---- tables
+
+
+def held_then(w: Workload, pp_rank: int) -> float:
+    """Bytes that a pipeline of the published runs held and this project's doesn't.
+
+    Before 2.15, PyTorch's stages have a receive buffer for every microbatch, one for hidden states
+    and one for their gradients.
+    """
+    if w.pipeline is None:
+        return 0.0
+    every = 2 * w.microbatches * hidden_bytes(w) * len(w.stages_of(pp_rank))
+    return every - in_flight(w, pp_rank)[1]
+
+
+def memory_then(w: Workload) -> list[float]:
+    """Computed memory of each pipeline rank of a published run, in bytes."""
+    return [memory_of(w, rank).reserved + held_then(w, rank) for rank in range(w.pp)]
+
+
+def errors(rows: list[Row], changed: Constants | None = None) -> tuple[Errors, Errors]:
+    """Relative errors of throughput and of peak memory, where published."""
+    speed = [
+        (row, row.predicted(changed) / row.tokens_per_second - 1)
+        for row in rows
+        if row.tokens_per_second
+    ]
+    own = [row for row in rows if row.memory_gib and row.system == TORCHTITAN]
+    return speed, [
+        (row, max(memory_then(row.workload)) / 2**30 / row.memory_gib - 1) for row in own
+    ]
+
+
+def held_out(speed: Errors) -> Errors:
+    return [(row, error) for row, error in speed if not row.fit]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the constants and bands again and print them"
+    )
+    parser.add_argument(
+        "--file",
+        type=Path,
+        nargs="+",
+        default=FILES,
+        help="measurements in the format of either file",
+    )
+    parser.add_argument(
+        "--trace", nargs="+", metavar="ROW", help="trace the rows whose names begin so instead"
+    )
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write every row, as CSV")
+    options = parser.parse_args()
+    rows = [row for file in options.file for row in load(file)]
+    if options.trace:
+        for line in traces(
+            [row for row in rows if row.memory_gib and row.id.startswith(tuple(options.trace))]
+        ):
+            print(line, flush=True)
+        return
+    changed: Constants = {}
+    if options.fit:
+        changed = fit(rows)
+        for hardware in (*SLOW, *FAST):
+            print(
+                f"[{hardware}]",
+                "".join(f"\n{name} = {value:.4g}" for name, value in changed[hardware].items()),
+            )
+        speed, _ = errors(rows, changed)
+        bands = fit_bands(held_out(speed))
+        print(
+            f"[bands]\nwidth = {bands.width:.3g}",
+            *(f"{k} = {v:.3g}" for k, v in bands.deviations.items()),
+            sep="\n",
+        )
+    if options.rows:
+        options.rows.write_text(row_table(rows, changed))
+    print("\n".join(statistics_tables(rows, changed)))
+    print("\nPipeline schedules, relative to 1F1B:\n", *plan_schedules.table(), sep="\n")
+
+
+def summary(name: str, found: Errors, within: list[bool]) -> str:
+    sizes = [abs(error) for _, error in found]
+    mean = statistics.fmean(sizes)
+    middle = statistics.median(sizes)
+    return (
+        f"| {name} | {len(sizes)} | {middle:.1%} | {mean:.1%} | {max(sizes):.1%} | {sum(within)} |"
+    )
+
+
+def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iterator[str]:
+    """Statistics of the errors, held-out rows first, as Markdown."""
+    speed, space = errors(rows, changed)
+    out = held_out(speed)
+    within = within_band_left_out(out)
+    yield "| | rows | median error | mean | worst | within their band |\n|---|---|---|---|---|---|"
+    groups: dict[str, tuple[Errors, list[bool]]] = defaultdict(lambda: ([], []))
+    for pair, inside in zip(out, within, strict=True):
+        kind = "throughput, experts" if pair[0].workload.experts else "throughput"
+        for name in (f"{kind}, {pair[0].system}", "throughput, all"):
+            groups[name][0].append(pair)
+            groups[name][1].append(inside)
+    yield from (summary(name, *group) for name, group in groups.items())
+    yield summary(
+        "memory", space, [abs(error) <= memory_band(row.workload) for row, error in space]
+    )
+    yield (
+        "\n| pairs of the same system, model and hardware | in the right order | rank "
+        "correlation |\n|---|---|---|"
+    )
+    yield ordering(speed)
+
+
+def row_table(rows: list[Row], changed: Constants | None = None) -> str:
+    """Every row with its errors, as CSV."""
+    speed, space = errors(rows, changed)
+    speed_errors = {row.id: error for row, error in speed}
+    space_errors = {row.id: error for row, error in space}
+    bands = fit_bands(held_out(speed))
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        name = f"{row.id} (fit)" if row.fit else row.id
+        throughput = compared(row.tokens_per_second, speed_errors.get(row.id), digits=0)
+        memory = compared(row.memory_gib, space_errors.get(row.id), digits=1)
+        writer.writerow([name, *throughput, f"{bands.of(row):.0%}", *memory])
+    return table.getvalue()
+
+
+def compared(published: float | None, error: float | None, digits: int) -> list[str]:
+    """A published figure, the predicted one, and the error; empty where either is missing."""
+    if published is None or error is None:
+        return ["", "", ""]
+    return [f"{published:g}", f"{published * (1 + error):.{digits}f}", f"{error:+.1%}"]
+
+
+def ordering(speed: Errors) -> str:
+    """Pairs of rows that differ by more than 2 % and are predicted in their order; rank correlation
+    of all rows.
+    """
+    right = []
+    for (a, off_a), (b, off_b) in itertools.combinations(speed, 2):
+        kinds = [(row.system, row.workload.args, row.hardware.name) for row in (a, b)]
+        if (
+            kinds[0] != kinds[1]
+            or not max(ratio := a.tokens_per_second / b.tokens_per_second, 1 / ratio) > 1.02
+        ):
+            continue
+        right.append((ratio > 1) == (ratio * (1 + off_a) / (1 + off_b) > 1))
+    measured = [row.tokens_per_second for row, _ in speed]
+    planned = [row.tokens_per_second * (1 + off) for row, off in speed]
+    return f"| {len(right)} | {sum(right)} | {spearmanr(measured, planned).statistic:.3f} |"
+
+
+def traces(rows: list[Row]) -> Iterator[str]:
+    """Memory of the first, largest and last pipeline ranks, computed and traced."""
+    yield (
+        "| row | GiB | pp rank | closed form | error | traced | error "
+        "|\n|---|---|---|---|---|---|---|"
+    )
+    for row in rows:
+        w = row.workload
+        forms = [size / 2**30 for size in memory_then(w)]
+        for made in trace_ranks(w.config, w.world, sorted({0, forms.index(max(forms)), w.pp - 1})):
+            cells = [row.id, f"{row.memory_gib:g}", str(made.pp_rank)]
+            for gib in (
+                forms[made.pp_rank],
+                (made.peak_reserved + held_then(w, made.pp_rank)) / 2**30,
+            ):
+                cells += [f"{gib:.1f}", f"{gib / row.memory_gib - 1:+.1%}"]
+            yield f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

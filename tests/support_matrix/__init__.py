@@ -1,0 +1,1 @@
+"""The support matrix: which features work together under which layouts."""

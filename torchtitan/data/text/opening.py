@@ -1,0 +1,275 @@
+"""The bytes of data files: opened safely, decompressed in sequence or read at any place.
+
+A `FileStamp` tells whether a file is still the one that was looked at. Its hash costs little: for a
+large file, it is of samples at fixed places.
+"""
+
+import bz2
+import errno
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import stat
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from torchtitan.data.text.retry import DataError
+from torchtitan.utils.files import regular_handle
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_BUFFER = 2**20
+_BLOCK = 2**14
+_BLOCKS = 16
+WHOLE = _BLOCK * _BLOCKS
+"""Bytes that `sample` reads: all of a file that isn't larger."""
+
+
+def sample(handle: int) -> str:
+    """A hash of the size and contents of an open file; of a large one, of 16 blocks from its
+    beginning to its end.
+    """
+    size = os.fstat(handle).st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    if size <= WHOLE:
+        _add(digest, handle, 0, size)
+    else:
+        for i in range(_BLOCKS):
+            _add(digest, handle, (size - _BLOCK) * i // (_BLOCKS - 1), _BLOCK)
+    return digest.hexdigest()
+
+
+def whole(handle: int) -> str:
+    """A hash of all bytes of an open file."""
+    digest = hashlib.blake2b(digest_size=8)
+    _add(digest, handle, 0, os.fstat(handle).st_size)
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib.blake2b", handle: int, start: int, size: int) -> None:
+    end = start + size
+    while start < end:
+        part = os.pread(handle, min(_BUFFER, end - start), start)
+        if not part:  # cut in the meantime
+            return
+        digest.update(part)
+        start += len(part)
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What changes when a file does."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    hash: str = ""
+    """Decides if only the inode differs: file systems in user space may number files anew."""
+    hasher: Callable[[int], str] = sample
+    """Makes `hash` from the open file."""
+    copies: bool = False
+    """Whether a copy of the file will do, whose time differs as well."""
+
+    @classmethod
+    def of(cls, path: Path) -> "FileStamp":
+        """The stamp of a file, without opening it.
+
+        Raises:
+            DataError: it is not a regular file, or a link to none.
+            OSError: its folder can't be read.
+        """
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            if path.is_symlink():
+                raise DataError(
+                    f"{path} is a link to {os.readlink(path)}, which doesn't exist"
+                ) from None
+            raise
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise DataError(f"{path} is a link that leads in a circle") from None
+            raise
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path} {_NOT_REGULAR}")
+        return cls(os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def matches(self, status: os.stat_result) -> bool:
+        """Whether size, time and inode are the same."""
+        same_file = self.inode == status.st_ino
+        return same_file and (self.size, self.mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+    def check(self, handle: int) -> None:
+        """
+        Raises:
+            DataError: the file that was opened is another one.
+        """
+        now = os.fstat(handle)
+        if self.matches(now):
+            return
+        same = self.size == now.st_size and (self.copies or self.mtime_ns == now.st_mtime_ns)
+        if not same or self.hash != self.hasher(handle):
+            raise changed(self.path)
+
+    def is_current(self) -> bool:
+        """Whether the file is still the same; opened only if time or inode is another."""
+        try:
+            if not self.matches(os.stat(self.path)):
+                os.close(data_handle(self.path, self))
+        except (OSError, DataError):
+            return False
+        return True
+
+
+def changed(path: str) -> DataError:
+    """The error about a file that is no longer what it was."""
+    return DataError(f"{path} has changed since the run indexed it; start the run again")
+
+
+_NOT_REGULAR = (
+    "is not a regular file (a pipe, device or socket?); data is only read from regular files"
+)
+
+
+def data_handle(path: str | Path, stamp: FileStamp | None = None) -> int:
+    """The descriptor of a data file, opened to read it. All local data files are opened here.
+
+    Args:
+        path: may be a link.
+        stamp: of the file when its contents were indexed.
+
+    Raises:
+        OSError: it can't be opened.
+        DataError: it is not a regular file, or has changed since `stamp`.
+    """
+    try:
+        handle = regular_handle(path, links=True)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENXIO):  # ENXIO: a socket
+            raise DataError(f"{path} {_NOT_REGULAR}") from None
+        raise
+    try:
+        if stamp is not None:
+            stamp.check(handle)
+    except DataError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def open_data(path: str | Path, stamp: FileStamp | None = None) -> IO[bytes]:
+    """The bytes of a data file; see `data_handle`."""
+    return open(data_handle(path, stamp), "rb")
+
+
+def is_compressed(file: Path) -> bool:
+    return file.name.lower().endswith(COMPRESSED)
+
+
+def open_plain(
+    file: Path, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
+) -> IO[bytes]:
+    """The bytes of a data file, decompressed by the ending of its name; see `data_handle`.
+
+    Args:
+        advance: called with the number of (compressed) bytes of every read.
+    """
+    handle = data_handle(file, stamp)
+    raw = io.FileIO(handle) if advance is None else _Counted(handle, advance)
+    buffered = cast(IO[bytes], io.BufferedReader(raw, _BUFFER))
+    ending = file.suffix.lower()
+    if ending == ".zst":
+        import pyarrow
+
+        plain = pyarrow.CompressedInputStream(buffered, "zstd")
+        return cast(IO[bytes], io.BufferedReader(plain, _BUFFER))
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    if ending in openers:
+        return openers[ending](buffered)
+    return buffered
+
+
+class _Counted(io.FileIO):
+    """A file that reports the size of each read."""
+
+    def __init__(self, handle: int, advance: Callable[[int], None]):
+        super().__init__(handle)
+        self.advance = advance
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self.advance(count or 0)
+        return count
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether reading failed because a compressed file is damaged, not because of the disk."""
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return error.errno is None
+    return isinstance(error, EOFError | zlib.error | lzma.LZMAError | gzip.BadGzipFile)
+
+
+class EndOfFileError(OSError):
+    """A file ends before what was to be read."""
+
+
+class OpenFiles:
+    """Reads anywhere in many files, and keeps those used last open.
+
+    They aren't memory-mapped: a failing disk would kill the process.
+    """
+
+    def __init__(self, most: int = 128):
+        self.most = most
+        self._open: OrderedDict[str, tuple[int, tuple[int, int]]] = OrderedDict()
+        """Descriptors, with the size and time of the file when it was opened."""
+        self._lock = threading.Lock()
+
+    def read(self, path: str, start: int, size: int, stamp: FileStamp | None = None) -> bytes:
+        """`size` bytes from `start` on.
+
+        Args:
+            stamp: of the file when its contents were indexed.
+
+        Raises:
+            OSError: it can't be read, or ends before.
+            DataError: it is not a regular file, or has changed since `stamp`.
+        """
+        with self._lock:
+            opened = self._open.pop(path, None)
+            if opened is None:
+                handle = data_handle(path, stamp)
+                opened = handle, _times(handle)
+                while len(self._open) >= self.most:
+                    _, (oldest, _) = self._open.popitem(last=False)
+                    os.close(oldest)
+            self._open[path] = opened
+            handle, before = opened
+            parts = []
+            while size:
+                # Linux reads at most 2 GiB at once.
+                part = os.pread(handle, min(size, 2**30), start)
+                if not part:
+                    raise EndOfFileError(f"{path} ends before byte {start + size} (truncated?)")
+                parts.append(part)
+                start = start + len(part)
+                size = size - len(part)
+            if stamp is not None and _times(handle) != before:
+                raise changed(path)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def __del__(self) -> None:
+        for handle, _ in self._open.values():
+            os.close(handle)
+
+
+def _times(handle: int) -> tuple[int, int]:
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,213 @@
+"""Finding a trained model, opening its tokenizer, and loading both into a `TextGenerator`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan.checkpoint.commit import checkpoints_at
+from torchtitan.checkpoint.convert import check_averaged, model_of
+from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
+from torchtitan.checkpoint.hf.weights import check_hf, load_hf
+from torchtitan.checkpoint.load import Reader, alone
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.state import check_own_model, read_weights
+from torchtitan.config.load.decode import load_config
+from torchtitan.config.load.extend import recorded_tokenizer
+from torchtitan.config.registry import import_custom
+from torchtitan.config.sections.schema import Comm
+from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.inference.generator import TextGenerator
+from torchtitan.models import ModelSpec, hf_map, spec_of_hf
+from torchtitan.models.layers import attention_backend
+from torchtitan.parallel.groups import init_distributed
+from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.utils.device import current_device, tune_cpu
+from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
+from torchtitan.utils.storage import is_remote, path_argument, storage_path
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A trained model on disk or in object storage."""
+
+    folder: Path
+    hugging_face: bool
+    spec: ModelSpec
+    args: Any
+    """Hyper-parameters."""
+    assets: str
+    """Folder of the tokenizer."""
+    tokenizer: str | None = None
+    """Fingerprint of the tokenizer in training; None if unknown."""
+    stop: tuple[int, ...] = ()
+    """Tokens that end a text, in addition to the tokenizer's own."""
+    averaged: bool = False
+    """Load the average of the weights."""
+    make_tokenizer: Callable[[Path], Tokenizer] | None = None
+    """Builds a registered tokenizer; None for the built-in kinds."""
+
+
+def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
+    """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face
+    model's folder.
+
+    Args:
+        custom_import: module that registers the model's family.
+        averaged: take the average of the weights.
+
+    Raises:
+        UserError: there is none, it is damaged, has no average, or its family is unknown.
+    """
+    folder = path_argument(path, "--checkpoint")
+    if (folder / "config.json").is_file():
+        if averaged:
+            problem = f"--ema: {folder} is a Hugging Face model, which has only weights"
+            raise ConfigError([f"{problem}; leave --ema out"])
+        return _hugging_face(folder, custom_import)
+    config = folder / "config.toml"
+    # a run's folder: the file names that of its checkpoints
+    if config.is_file() and not is_remote(folder):
+        run = load_config([f"--job.config_file={config}"]).config
+        folder = storage_path(run.checkpoint.folder, folder)
+    folder = checkpoints_at(folder)[-1]
+    manifest = read_manifest(folder)
+    if averaged:
+        check_averaged(folder, manifest)
+    for name, expected in manifest.files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != expected.bytes:
+            raise CheckpointError(
+                f"{folder} is damaged: {name} is missing or has the wrong size; choose an earlier "
+                "step (torchtitan ckpt verify lists the intact ones)"
+            )
+    spec, args, assets = model_of(folder, manifest, custom_import)
+    return ModelSource(
+        folder=folder,
+        hugging_face=False,
+        spec=spec,
+        args=args,
+        assets=assets,
+        tokenizer=manifest.data.get("tokenizer"),
+        averaged=averaged,
+        make_tokenizer=recorded_tokenizer(manifest.settings(), folder),
+    )
+
+
+def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
+    if custom_import:
+        import_custom(custom_import)
+    try:
+        config = read_hf_config(folder)
+        spec = spec_of_hf(config)
+        args = hf_map(spec).args(config)
+        reader = SafetensorsReader(folder, hf_map(spec).names(args))
+        check_hf(reader, spec, args)  # before memory for weights of these sizes is allocated
+    except UserError as error:
+        lines = str(error).splitlines()
+        raise ConfigError([f"--checkpoint: {folder}: {line}" for line in lines]) from None
+    stop = config.get("eos_token_id")
+    if stop is None:
+        stop = []
+    elif not isinstance(stop, list):
+        stop = [stop]
+    if any(type(i) is not int or not 0 <= i < args.vocab_size for i in stop):
+        file = folder / "config.json"
+        raise ConfigError([f"--checkpoint: {file}: eos_token_id must be ids of the vocabulary"])
+    return ModelSource(
+        folder=folder,
+        hugging_face=True,
+        spec=spec,
+        args=args,
+        assets=str(folder),
+        stop=tuple(stop),
+    )
+
+
+def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
+    """Open the model's tokenizer, from the folder `assets` or the one recorded in the checkpoint.
+
+    Raises:
+        ConfigError: it can't be read, or is not the one the model was trained with.
+    """
+    try:
+        tokenizer = build_tokenizer(assets or source.assets, source.make_tokenizer)
+    except UserError as error:
+        raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
+    problem = ""
+    if tokenizer.vocab_size > source.args.vocab_size:
+        problem = (
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, the model in "
+            f"{source.folder} only {source.args.vocab_size}; give the folder of the tokenizer it "
+            "was trained with"
+        )
+    elif not assets and source.tokenizer not in (None, tokenizer.fingerprint):
+        problem = (
+            f"{tokenizer.name} is not the tokenizer that the model in {source.folder} was trained "
+            "with; give the folder of that one, or of this one if the difference doesn't matter"
+        )
+    if problem:
+        raise ConfigError([f"--assets: {problem}"])
+    return tokenizer
+
+
+def load_weights(source: ModelSource, models: Sequence[nn.Module]) -> None:
+    """Fill the weights of a model, sharded or not, or of this rank's pipeline stages."""
+    with alone():
+        if source.hugging_face:
+            load_hf(models, source.folder, hf_map(source.spec).names(source.args))
+        else:
+            read_weights(models, source.folder, averaged=source.averaged)
+
+
+def load(
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    rows: int,
+    dtype: str | None,
+    world: int,
+) -> TextGenerator:
+    """Load the model onto this process's device, or split it over the `world` ranks of torchrun.
+
+    Args:
+        max_seq_len: longest text, prompt included.
+        rows: prompts per batch.
+        dtype: of the weights; None: bfloat16 on CUDA, float32 on the CPU.
+    """
+    device = current_device()
+    tune_cpu()
+    mesh = None
+    if world > 1:
+        if not dist.is_initialized():
+            init_distributed(Comm(), device)
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
+    args = source.args.model_copy(update={"max_seq_len": max_seq_len + world})
+    with torch.device("meta"):
+        model: Any = source.spec.build(args, attention_backend(device.type))
+    if not source.hugging_face:
+        check_own_model(model, Reader(source.folder))
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    model.to(getattr(torch, dtype or usual))
+    if mesh is not None:
+        apply_tensor_parallel(
+            model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False
+        )
+    model.to_empty(device=device)
+    model.init_buffers()  # on the CPU, as in training
+    model.to(device)
+    load_weights(source, [model])
+    return TextGenerator(
+        model,
+        device,
+        rows=rows,
+        max_seq_len=max_seq_len,
+        vocab_size=tokenizer.vocab_size,
+        stop=(tokenizer.eos_id, *source.stop),
+        mesh=mesh,
+    )

@@ -1,0 +1,83 @@
+"""What the framework asks of a family's hyper-parameters and of the model it builds. Imports no
+torch.
+
+Shapes: b batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from torchtitan.models.layers import Mask
+
+
+class TransformerArgs(Protocol):
+    """Hyper-parameters that the planner and the parity check read; `DecoderArgs` has them all.
+
+    Training itself reads only those of `ModelArgs`.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def n_heads(self) -> int: ...
+
+    @property
+    def n_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def ffn_dim(self) -> int: ...
+
+
+class Model(Protocol):
+    """A built model, or the part of it on a pipeline stage: an `nn.Module` with these attributes.
+
+    Without `tok_embeddings` the input, and without `output` the result, is hidden states
+    `[b, s, dim]`.
+    """
+
+    tok_embeddings: nn.Module | None
+    layers: nn.ModuleDict
+    """The blocks by index, which is the same on every pipeline stage."""
+    norm: nn.Module | None
+    output: nn.Module | None
+
+    def init_buffers(self) -> None:
+        """Compute all buffers. Called again when a model on the meta device gets memory."""
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Weight of the output projection: `[vocab, dim]`."""
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        *,
+        project: bool = True,
+        **token_weights: Tensor,
+    ) -> Tensor:
+        """`[b, s] -> [b, s, vocab]`. Models with experts also take `token_weights`, `[b, s]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The rest of `nn.Module`."""
