@@ -20,9 +20,10 @@ from tests.faults import rehearsal_faults
 from tests.runs import EXPERTS, arguments
 from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
-from torchtitan.tools.rehearsal.events import Creation, Group, Message, Post, Record, Wait
+from torchtitan.health.collectives import Group
+from torchtitan.tools.rehearsal.events import Creation, Message, Post, Record, Wait
 from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
-from torchtitan.tools.rehearsal.rank_sample import Cast, coordinates, corners, rank_at
+from torchtitan.tools.rehearsal.rank_sample import RankSample, coordinates, corners, rank_at
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal, few_layers, few_ranks, rehearse
 from torchtitan.tools.rehearsal.render import as_text
@@ -253,8 +254,8 @@ def test_ranks_that_stand_for_others():
     ranks = corners(degrees)
     assert ranks == [0, 4, 7, 16, 24, 31, 32, 63]
     assert all(rank_at(coordinates(rank, degrees), degrees) == rank for rank in range(64))
-    cast = Cast(ranks, degrees)
-    assert [cast.stands_for(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [
+    sample = RankSample(ranks, degrees)
+    assert [sample.stand_in(rank) for rank in (0, 3, 8, 9, 33, 32, 63)] == [
         0,
         4,
         16,
@@ -263,7 +264,7 @@ def test_ranks_that_stand_for_others():
         32,
         63,
     ]
-    assert all(cast.stands_for(rank) // 32 == rank // 32 for rank in range(64))
+    assert all(sample.stand_in(rank) // 32 == rank // 32 for rank in range(64))
 
 
 def test_the_verdict_claims_no_more_than_was_rehearsed():
@@ -362,7 +363,7 @@ def test_order_of_messages(first, second, hangs):
 )
 def test_a_message_is_sent_and_received_over_the_same_communicator(first, second, text):
     records = {0: messages(0, *first), 1: messages(1, *second)}
-    faults = check_messages(records, Cast([0, 1], {"pp": 2}), Counts())
+    faults = check_messages(records, RankSample([0, 1], {"pp": 2}), Counts())
     assert [(fault.kind, fault.rank) for fault in faults] == [("messages", 0)] * (text is not None)
     assert text is None or text in faults[0].text
 

@@ -25,7 +25,7 @@ from torchtitan.config.derive import layout_degrees
 from torchtitan.config.sections.schema import Comm
 from torchtitan.health import hang_watch as watching
 from torchtitan.health.hang_watch import Watch
-from torchtitan.health.rank_dumps import read_case
+from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.parallel import expert
 from torchtitan.testing.ranks import RankError
 from torchtitan.train.preflight import preflight
@@ -237,7 +237,7 @@ def test_ranks_that_disagree_about_the_rows_they_exchange(ranks, tmp_path):
         ranks(2, uneven_exchange, arguments(tmp_path, *MIXTURE))
     sentence = until_diagnosed(tmp_path / "out")
     found = re.match(
-        r"rank 0 sends (\d+) rows to rank 1, which expects (\d+), in the exchange #17 of experts' rows among ranks 0-1"  # noqa: E501
+        r"rank 0 sends (\d+) rows to rank 1, which expects (\d+), in exchange #17 of experts' rows among ranks 0-1"  # noqa: E501
         r"; rank 1 raised RuntimeError in step 2 while running forward and backward of batch 1 of 2, at torchtitan/",  # noqa: E501
         sentence,
     )
@@ -342,12 +342,10 @@ def test_sigusr2_lets_all_ranks_write_and_changes_nothing(ranks, tmp_path):
     _, step = ranks(2, train_interrupted, arguments(tmp_path))[0]
     assert step == 4
     assert losses({"metrics": read_metrics(tmp_path / "out")}) == losses(plain)
-    case = read_case(tmp_path / "out/comm_traces")
-    assert case.why == "SIGUSR2"
-    assert sorted(case.witnesses) == [0, 1]
-    assert all(
-        witness.collectives and witness.state["step"] >= 2 for witness in case.witnesses.values()
-    )
+    dumps = read_dumps(tmp_path / "out/comm_traces")
+    assert dumps.why == "SIGUSR2"
+    assert sorted(dumps.by_rank) == [0, 1]
+    assert all(one.collectives and one.state["step"] >= 2 for one in dumps.by_rank.values())
 
 
 def small_group():

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.commands.doctor import main
 from torchtitan.health.diagnose import diagnose
-from torchtitan.health.rank_dumps import Case, read_case
+from torchtitan.health.rank_dumps import Dumps, read_dumps
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}
@@ -77,9 +77,9 @@ def write(folder, records, states=()):
 
 
 def sentence(folder, **options):
-    case = read_case(folder)
-    assert isinstance(case, Case)
-    return diagnose(case, **options)
+    dumps = read_dumps(folder)
+    assert isinstance(dumps, Dumps)
+    return diagnose(dumps, **options)
 
 
 def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
@@ -146,7 +146,7 @@ def test_rows_that_their_receiver_does_not_expect(tmp_path):
         [state(0, exchanges=ahead), state(1, exchanges=late), state(2, exchanges=others), state(3)],
     )
     assert sentence(tmp_path) == (
-        "rank 0 sends 5 rows to rank 1, which expects 3, in the exchange #7 of experts' "
+        "rank 0 sends 5 rows to rank 1, which expects 3, in exchange #7 of experts' "
         "rows among ranks 0-1; rank 1 "
         "has been running forward and backward for 75 s in step 7, at /code/run.py:5 in sleep"
     )
@@ -292,10 +292,10 @@ def test_what_an_earlier_case_left_is_not_read(tmp_path):
         {},
         [state(0), state(1, ask={"rank": 1, "kind": "signal", "why": "SIGUSR2", "time": 5.0})],
     )
-    case = read_case(tmp_path)
-    assert sorted(case.witnesses) == [0]
-    assert sorted(case.silent) == [1, 2, 3]
-    assert read_case(tmp_path, since=2e9) is None
+    dumps = read_dumps(tmp_path)
+    assert sorted(dumps.by_rank) == [0]
+    assert sorted(dumps.silent) == [1, 2, 3]
+    assert read_dumps(tmp_path, since=2e9) is None
 
 
 @pytest.mark.parametrize(
@@ -319,9 +319,9 @@ def test_a_dump_that_is_none_is_skipped_and_not_run(tmp_path, monkeypatch, dump)
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {0: [entry("3", 4, "started")]}, [state(r) for r in range(4)])
     (tmp_path / "rank_1").write_bytes(dump)
-    case = read_case(tmp_path)
-    assert case.witnesses[0].collectives
-    assert not case.witnesses[1].collectives
+    dumps = read_dumps(tmp_path)
+    assert dumps.by_rank[0].collectives
+    assert not dumps.by_rank[1].collectives
     assert not (tmp_path / "ran").exists()
 
 

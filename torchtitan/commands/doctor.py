@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan.config.sections.schema import Comm
 from torchtitan.health.diagnose import diagnose
-from torchtitan.health.rank_dumps import read_case
+from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.utils.errors import UserError
 
 
@@ -31,14 +31,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _report(folder: Path, prefix: str) -> list[str]:
     """The diagnosis, and what each rank was doing; nothing if there are no reports."""
-    case = read_case(folder, prefix)
-    if case is None:
+    dumps = read_dumps(folder, prefix)
+    if dumps is None:
         return []
-    doing = [(rank, witness.doing()) for rank, witness in sorted(case.witnesses.items())]
-    return [
-        diagnose(case),
-        *(f"  rank {rank}: {text}" for rank, text in [*doing, *sorted(case.silent.items())]),
-    ]
+    doing = {rank: f"it {dump.doing()}" for rank, dump in sorted(dumps.by_rank.items())}
+    doing |= dict(sorted(dumps.silent.items()))
+    return [diagnose(dumps), *(f"  rank {rank}: {text}" for rank, text in doing.items())]
 
 
 def main(argv: list[str]) -> int:

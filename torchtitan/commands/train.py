@@ -24,7 +24,7 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.command_line import parse_args, show_help, split_args
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.diagnose import diagnose, killed
-from torchtitan.health.rank_dumps import read_case
+from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.telemetry.notify import report_failure
 from torchtitan.tools.launch.ranks import Stop, common_status
 from torchtitan.train.preflight import preflight
@@ -293,14 +293,14 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
     code.
     """
     exits = {rank: failure.exitcode for rank, failure in failures.items()}
-    case = read_case(
+    dumps = read_dumps(
         Path(config.job.dump_folder, config.comm.save_traces_folder),
         config.comm.save_traces_file_prefix,
     )
-    if case and any(
-        w.pid == failures[rank].pid for rank, w in case.witnesses.items() if rank in failures
+    if dumps and any(
+        dump.pid == failures[rank].pid for rank, dump in dumps.by_rank.items() if rank in failures
     ):
-        return diagnose(case, exits)
+        return diagnose(dumps, exits)
     return (
         f"rank {first} "
         f"{killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"

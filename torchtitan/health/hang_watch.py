@@ -1,12 +1,9 @@
-"""A rank's watch: a thread that notices when nothing moves, and makes every rank write down where
-it is.
+"""A thread that notices when nothing moves, and makes every rank write down where it is.
 
 It must be a thread: a main thread blocked in a collective runs no Python, not even signal handlers.
-The files, in
-`<job.dump_folder>/<comm.save_traces_folder>/`, are what `health/diagnose.py` reads:
+`health/diagnose.py` reads the files in `<job.dump_folder>/<comm.save_traces_folder>/`:
 
-    state-<rank>.json    step, phase, exception, last exchanges of experts' rows, stacks of all
-    threads
+    state-<rank>.json    step, phase, exception, last exchanges of experts' rows, all stacks
     rank_<rank>          the Flight Recorder's collectives, also readable by `torchfrtrace`
     diagnosis.txt        the sentence that names the cause
 
@@ -24,11 +21,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from signal import SIGUSR2
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -37,10 +36,10 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Comm
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.flight_recorder import collective_counts, dump_flight_recorder
-from torchtitan.health.rank_dumps import STATE, read_case
+from torchtitan.health.rank_dumps import STATE, read_dumps
 from torchtitan.parallel.groups import store_of_a_thread
 from torchtitan.utils.activity import SAVING, Activity, current, forget_exchanges, last_exchanges
-from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.errors import failure_of
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.signals import on_signal
 
@@ -51,14 +50,13 @@ SAVE_SECONDS = 1800
 ANSWER_SECONDS = 10
 """How long to wait for the other ranks' answers."""
 DIAGNOSIS = "diagnosis.txt"
-_TIMED_OUT = ("Timed out waiting", "collective operation timeout")
+_Position = tuple[Activity, dict[str, dict[str, int]]]
+"""What a rank is doing, and its numbers of collectives."""
 _watches = itertools.count()
 
 
 class Watch:
-    """Watches this process until `close`. All ranks create theirs together, after the default
-    process group.
-    """
+    """Watches this process until `close`. All ranks create it, after the default process group."""
 
     def __init__(self, comm: Comm, dump_folder: str, degrees: dict[str, int]):
         """
@@ -75,18 +73,16 @@ class Watch:
         """Time limit of collectives, in seconds."""
         self._asks = 0
         self._lost = False
-        self._seen: tuple[Any, float] = (None, 0.0)
-        self._hang: Any = None
-        """Activity and collectives when a hang was seen."""
-        self._hung: Activity | None = None
-        """This rank's phase at that time."""
+        self._seen: _Position | None = None
+        self._seen_at = 0.0
+        self._hang: _Position | None = None
+        """Where this rank was when a hang was seen."""
         self._error_known = False
         """Whether a rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
         self._store.set_timeout(timedelta(seconds=self.limit))  # until all ranks are here
-        self._store.set(
-            f"process/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), time.time()])
-        )
+        process = json.dumps([os.getpid(), socket.gethostname(), time.time()])
+        self._store.set(f"process/{self.rank}", process)
         processes = self._store.multi_get([f"process/{rank}" for rank in range(self.world)])
         self._processes = [json.loads(process) for process in processes]
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
@@ -96,11 +92,7 @@ class Watch:
         self._signaled = False
         self._closing = False
         on_signal(SIGUSR2, self._on_signal)
-        self._thread = threading.Thread(
-            target=self._run,
-            name="watch",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         # A thread that runs C++ code while the interpreter shuts down aborts the process.
         atexit.register(self.close)
@@ -113,20 +105,22 @@ class Watch:
         self._thread.join()
 
     def failed(self, error: BaseException) -> None:
-        """Write down this rank's exception and what the other ranks are doing, unless it ends a
-        known hang.
-        """
+        """Write down the exception and what the other ranks do, unless it ends a known hang."""
         with self._lock:
-            if not (_is_consequence(error) and (self._error_known or self._hung is current())):
+            known = self._error_known or self._is_hung()
+            if failure_of(error).is_cause or not known:
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
         """The hang that `error` ended, in a sentence; None if no hang was seen here."""
         with self._lock:  # the sentence may be about to be written
-            if self._hung is not current() or not _is_consequence(error):
+            if not self._is_hung() or failure_of(error).is_cause:
                 return None
         path = self.folder / DIAGNOSIS
         return path.read_text().strip() if path.exists() else None
+
+    def _is_hung(self) -> bool:
+        return self._hang is not None and self._hang[0] is current()
 
     # ---- the thread
 
@@ -144,25 +138,24 @@ class Watch:
                     self._signaled = False
                     self._ask("signal", "SIGUSR2")
                 elif self._hangs():
-                    self._ask(
-                        "hang", f"nothing moved for {time.monotonic() - current().since:.0f} s"
-                    )
+                    still = time.monotonic() - current().since
+                    self._ask("hang", f"nothing moved for {still:.0f} s")
 
     @property
     def _patience(self) -> float:
-        return PATIENCE * (SAVE_SECONDS if current().activity.startswith(SAVING) else self.limit)
+        saves = current().activity.startswith(SAVING)
+        return PATIENCE * (SAVE_SECONDS if saves else self.limit)
 
     def _hangs(self) -> bool:
-        """Whether phase and collectives have not changed for too long, and this was not reported
-        yet.
-        """
+        """Whether a hang is to be reported: phase and collectives have not changed for too long."""
         waited = time.monotonic() - current().since
         if waited < self._patience / 2:
             return False
         now = current(), collective_counts()
-        if now != self._seen[0]:
-            self._seen = now, time.monotonic()
-        still = time.monotonic() - self._seen[1] > self._patience / 2
+        if now != self._seen:
+            self._seen = now
+            self._seen_at = time.monotonic()
+        still = time.monotonic() - self._seen_at > self._patience / 2
         return still and waited > self._patience and now != self._hang
 
     # ---- asking and answering
@@ -176,68 +169,53 @@ class Watch:
             return None
 
     def _ask(self, kind: str, why: str, error: BaseException | None = None) -> None:
-        """Write, make the others write, and print the diagnosis; or answer the rank that asked
-        first.
-        """
-        ask = {
-            "rank": self.rank,
-            "kind": kind,
-            "why": why,
-            "time": time.time(),
-        }
-        claim = self._on_store(
-            self._store.compare_set, f"ask/{self._asks + 1}", "", json.dumps(ask)
-        )
+        """Write, make the others write, and print the diagnosis; or answer an earlier ask."""
+        ask = {"rank": self.rank, "kind": kind, "why": why, "time": time.time()}
+        key = f"ask/{self._asks + 1}"
+        claim = self._on_store(self._store.compare_set, key, "", json.dumps(ask))
         if claim is None:  # every rank names this same ask, so their files belong together
-            self._write(
-                {
-                    "rank": 0,
-                    "kind": "error",
-                    "why": "rank 0 is gone",
-                    "time": self._processes[0][2],
-                },
-                error,
-            )
+            gone = {"rank": 0, "kind": "error", "why": "rank 0 is gone"}
+            self._write(gone | {"time": self._processes[0][2]}, error)
             return
         self._asks += 1
-        if (first := json.loads(claim)) != ask:
+        first = json.loads(claim)
+        if first != ask:
             self._write(first, error)
             return
         with self._reporting_disk_errors():
             (self.folder / DIAGNOSIS).unlink(missing_ok=True)  # from an earlier incident
         self._write(ask, error)
-        if silent := self._await_answers():
+        silent = self._await_answers()
+        if silent:
             with self._reporting_disk_errors():
                 self._write_state(ask, error, silent)
-        case = read_case(self.folder, self.comm.save_traces_file_prefix, since=ask["time"])
-        if case is None:  # writing failed
+        dumps = read_dumps(self.folder, self.comm.save_traces_file_prefix, since=ask["time"])
+        if dumps is None:  # writing failed
             return
-        sentence = diagnose(case)
+        sentence = diagnose(dumps)
         with self._reporting_disk_errors():
             write_whole(self.folder / DIAGNOSIS, f"{sentence}\n".encode())
         if error is None:  # an exception is reported with its traceback
             print(f"rank {self.rank}: {why}: {sentence}", file=sys.stderr, flush=True)
 
     def _answer(self) -> None:
-        while self._on_store(self._store.check, [key := f"ask/{self._asks + 1}"]):
+        while self._has(f"ask/{self._asks + 1}"):
             self._asks += 1
-            if asked := self._on_store(self._store.get, key):
+            asked = self._on_store(self._store.get, f"ask/{self._asks}")
+            if asked:
                 self._write(json.loads(asked), None)
 
+    def _has(self, key: str) -> bool:
+        return bool(self._on_store(self._store.check, [key]))
+
     def _await_answers(self) -> dict[int, str]:
-        """Wait for the other ranks; those that gave no answer, with what is known about their
-        processes.
-        """
+        """Wait for the other ranks; those without an answer, and what is known about them."""
         missing = {rank: "" for rank in range(self.world) if rank != self.rank}
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and not self._lost and time.monotonic() < deadline:
             time.sleep(0.05)
-            answers = (
-                r
-                for r in missing
-                if not self._on_store(self._store.check, [f"answer/{self._asks}/{r}"])
-            )
-            missing = {rank: self._process(rank) for rank in answers}
+            silent = [rank for rank in missing if not self._has(f"answer/{self._asks}/{rank}")]
+            missing = {rank: self._process(rank) for rank in silent}
             if all("is gone" in text for text in missing.values()):
                 break
         return missing
@@ -260,8 +238,7 @@ class Watch:
 
     def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
         if ask["kind"] == "hang":
-            self._hang = (current(), collective_counts())
-            self._hung = current()
+            self._hang = current(), collective_counts()
         self._error_known |= ask["kind"] == "error"
         with self._reporting_disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -277,20 +254,18 @@ class Watch:
         try:
             yield
         except OSError as error:
-            print(
-                f"rank {self.rank}: can't write to {self.folder}: {error.strerror}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"rank {self.rank}: can't write to {self.folder}: {error.strerror}"
+            print(text, file=sys.stderr, flush=True)
 
     def _write_state(
         self, ask: dict[str, Any], error: BaseException | None, silent: dict[int, str] | None = None
     ) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = {
-            names.get(ident, str(ident)): _frames(frame)
-            for ident, frame in sys._current_frames().items()
-        }
+        threads = {}
+        for ident, frame in sys._current_frames().items():
+            name = names.get(ident, str(ident))
+            if name != "watch":
+                threads[name] = _frames(traceback.walk_stack(frame))
         position = current()
         state = {
             "ask": ask,
@@ -305,35 +280,21 @@ class Watch:
             "error": error and _error(error),
             "silent": silent or {},
             "exchanges": [exchange._asdict() for exchange in last_exchanges()],
-            "threads": {name: stack for name, stack in frames.items() if name != "watch"},
+            "threads": threads,
         }
         write_whole(self.folder / STATE.format(self.rank), json.dumps(state, indent=1).encode())
 
 
-def _is_consequence(error: BaseException) -> bool:
-    return from_another_rank(error) or any(text in str(error) for text in _TIMED_OUT)
-
-
 def _error(error: BaseException) -> dict[str, Any]:
-    frames: list[tuple[str, int, str]] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        frames.insert(0, (code.co_filename, traceback.tb_lineno, code.co_qualname))
-        traceback = traceback.tb_next
-    text = (str(error).splitlines() or [""])[0][:300]
+    failure = failure_of(error)
     return {
-        "type": type(error).__name__,
-        "text": text,
-        "frames": frames,
-        "cause": not _is_consequence(error),
+        "type": failure.kind,
+        "text": failure.headline[:300],
+        "frames": _frames(traceback.walk_tb(error.__traceback__))[::-1],
+        "cause": failure.is_cause,
     }
 
 
-def _frames(frame: Any) -> list[tuple[str, int, str]]:
-    """A stack, innermost frame first."""
-    frames: list[tuple[str, int, str]] = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
-        frame = frame.f_back
-    return frames
+def _frames(places: Iterator[tuple[FrameType, int]]) -> list[tuple[str, int, str]]:
+    """File, line and function of each place."""
+    return [(f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in places]

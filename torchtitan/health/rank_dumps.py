@@ -6,18 +6,19 @@ torch.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from torchtitan.health.collectives import Collective, Group, describe_group, name_ranks
 from torchtitan.utils.activity import DATA, SAVING, Exchange
 from torchtitan.utils.formats import safe_loads
+from torchtitan.utils.limits import MOST_RANKS
 
 STATE = "state-{}.json"
-_MOST_RANKS = 2**20
-_MOST_SPLITS = 8
-
+_SHOWN_SPLITS = 8
+_EQUAL_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _LIBRARY = re.compile(
     r"(site|dist)-packages/(?!torchtitan/)|/lib/python3[\d.]*/(?!(site|dist)-packages/)|^<"
 )
@@ -25,72 +26,68 @@ _DISPATCH = re.compile(r"torch/(_ops\.py|_library/)")
 """Frames between a call of torch.distributed and the operation that waits."""
 _ROWS = re.compile(r" \[(\d+), \d+\]$")
 _PEER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_NOT_A_DUMP = (ValueError, TypeError, LookupError, AttributeError)
+_WORKING_THREADS = {
+    DATA: re.compile("torchtitan/data/"),
+    SAVING: re.compile("torchtitan/checkpoint/|torch/distributed/checkpoint/"),
+}
+"""Activity, and the folders of the code that another thread runs for it."""
 
 
-class Group(NamedTuple):
-    """A process group. The name alone is not unique: groups split off together share it."""
+@dataclass(frozen=True)
+class Recorded(Collective):
+    """An entry of a rank's Flight Recorder."""
 
-    name: str
-    description: str
-    ranks: tuple[int, ...]
-
-
-class Collective(NamedTuple):
-    """One entry of a rank's Flight Recorder."""
-
-    group: Group
-    number: int
-    """Sequence number in its group; sends and receives are counted separately."""
-    op: str
-    tensors: str
-    done: bool
-    created: int
-    at: str
-    """Where it was called."""
-    peer: int | None
+    done: bool = True
+    created: int = 0
+    """Nanoseconds since the epoch."""
+    peer: int | None = None
     """The other rank of a send or receive."""
+
+    @property
+    def call(self) -> tuple[str, str, int | None]:
+        """What must be equal on all members of the group; other operations may differ in size."""
+        sized = self.op.replace("_base", "").startswith(_EQUAL_SIZES)
+        return self.op, self.tensors if sized else "", None
 
 
 @dataclass
-class Witness:
+class RankDump:
     """What one rank wrote."""
 
     state: dict[str, Any] = field(default_factory=dict)
-    """See `watch.Watch`; empty if only a Flight Recorder dump was found."""
+    """See `hang_watch.Watch`; empty if only a Flight Recorder dump was found."""
     groups: dict[str, Group] = field(default_factory=dict)
-    """The rank's process groups, by name."""
-    collectives: list[Collective] = field(default_factory=list)
+    """The rank's process groups, by torch's name."""
+    collectives: list[Recorded] = field(default_factory=list)
 
     def last(self, group: Group) -> int:
         """Number of the last collective the rank entered in a group."""
-        return max(
-            (c.number for c in self.collectives if c.group == group and c.peer is None), default=0
-        )
+        numbers = (c.number for c in self.collectives if c.group == group and c.peer is None)
+        return max(numbers, default=0)
 
     @property
     def exchanges(self) -> list[Exchange]:
         """Its last exchanges of experts' rows, oldest first."""
         return [Exchange(**exchange) for exchange in self.state.get("exchanges", ())]
 
-    def exchange_in(self, collective: Collective) -> Exchange | None:
-        """The exchange that one of its collectives is, if known: both records have the same
-        order.
+    def exchange_in(self, collective: Recorded) -> Exchange | None:
+        """The exchange that one of its collectives is, if known.
+
+        Both records have the same order.
         """
         exchanges = self.exchanges
         for c in reversed(self.collectives):
+            if not exchanges:
+                break
+            last = exchanges[-1]
             rows = _ROWS.search(c.tensors)
-            last = exchanges[-1] if exchanges else None
-            if (
-                last
-                and rows
-                and c.op.startswith("all_to_all")
-                and c.group.ranks == tuple(last.ranks)
-            ):
-                if int(rows[1]) != sum(last.sent):
-                    continue
-                if c is collective:
-                    return last
-                exchanges.pop()
+            in_group = c.op.startswith("all_to_all") and c.group.ranks == tuple(last.ranks)
+            if not in_group or rows is None or int(rows[1]) != sum(last.sent):
+                continue
+            if c is collective:
+                return last
+            exchanges.pop()
         return None
 
     @property
@@ -102,89 +99,74 @@ class Witness:
         return self.state.get("phase", "")
 
     @property
+    def error(self) -> dict[str, Any] | None:
+        """The exception that the rank raised, if any."""
+        return self.state.get("error")
+
+    @property
     def blocked(self) -> bool:
         """Whether the main thread is inside a call of torch.distributed.
 
         Meaningful only on the CPU: with CUDA the host runs ahead.
         """
-        files = [frame[0] for frame in self.state.get("threads", {}).get("MainThread", [])]
-        inner = next((f for f in files if not _DISPATCH.search(f)), "")
-        return "torch/distributed/" in inner
+        for file, *_ in self._threads.get("MainThread", []):
+            if not _DISPATCH.search(file):
+                return "torch/distributed/" in file
+        return False
+
+    @property
+    def _threads(self) -> dict[str, list[Any]]:
+        """The stack of each thread, innermost frame first."""
+        return self.state.get("threads", {})
 
     def place(self) -> str:
-        """`file:line in function`, outside libraries, of the main thread or the one that reads or
-        saves for it.
-        """
-        if error := self.state.get("error"):
-            return where(error["frames"])
-        threads: dict[str, list[Any]] = self.state.get("threads", {})
-        folders = {
-            DATA: ("torchtitan/data/",),
-            SAVING: ("torchtitan/checkpoint/", "torch/distributed/checkpoint/"),
-        }
-        for phase, wanted in folders.items():
-            for name, frames in threads.items():
-                inside = any(folder in frame[0] for frame in frames for folder in wanted)
-                if self.phase.startswith(phase) and name != "MainThread" and inside:
+        """`file:line in function`, outside libraries, of the thread that does the work."""
+        if self.error:
+            return where(self.error["frames"])
+        for activity, folder in _WORKING_THREADS.items():
+            if not self.phase.startswith(activity):
+                continue
+            for name, frames in self._threads.items():
+                inside = any(folder.search(frame[0]) for frame in frames)
+                if inside and name != "MainThread":
                     return where(frames)
-        return where(threads.get("MainThread", []))
+        return where(self._threads.get("MainThread", []))
 
     def doing(self) -> str:
-        """What the rank is doing, in words."""
+        """What the rank is doing, as the rest of a sentence about it."""
         if not self.state:
-            return "it wrote only its collectives"
-        if error := self.state.get("error"):
-            return (
-                f"it raised {error['type']} in step {self.state['step']} while {self.phase}, "
-                f"at {self.place()}"
-            )
-        lasts = (
-            f"it has been {self.phase} for {self.state['seconds']:.0f} s in step "
-            f"{self.state['step']}"
-        )
-        return f"{lasts}, at {self.place()}"
+            return "wrote only its collectives"
+        step = f"in step {self.state['step']}"
+        if self.error:
+            return f"raised {self.error['type']} {step} while {self.phase}, at {self.place()}"
+        seconds = self.state["seconds"]
+        return f"has been {self.phase} for {seconds:.0f} s {step}, at {self.place()}"
 
 
 @dataclass
-class Case:
+class Dumps:
     """What all ranks wrote about one incident."""
 
     world: int
     why: str
-    witnesses: dict[int, Witness]
+    by_rank: dict[int, RankDump]
     silent: dict[int, str]
     """Ranks that wrote nothing, and what is known about their processes."""
 
     def idle(self, rank: int) -> bool:
         """Whether the rank is not known to be inside a call of torch.distributed."""
-        return rank not in self.witnesses or not self.witnesses[rank].blocked
+        return rank not in self.by_rank or not self.by_rank[rank].blocked
 
-    def describe(self, collective: Collective | None) -> str:
+    def describe_splits(self, rank: int, collective: Recorded | None) -> str:
+        """The rows that a rank sends and expects; empty if it is no exchange of experts' rows."""
         if collective is None:
-            return "a send or receive, or a collective, that was not recorded"
-        _, axis, ranks = collective.group
-        if axis == "default_pg":  # also the group of an axis that spans all ranks
-            degrees: dict[str, int] = next(
-                (w.state["degrees"] for w in self.witnesses.values() if w.state), {}
-            )
-            axis = " = ".join(
-                ["all ranks", *(axis for axis, degree in degrees.items() if degree == self.world)]
-            )
-        name = axis.removeprefix("mesh_")
-        return (
-            f"{collective.op} #{collective.number} of {name} ({collective.tensors}; "
-            f"{name_ranks(ranks)})"
-        )
-
-    def describe_splits(self, rank: int, collective: Collective | None) -> str:
-        """The rows that a rank sends and expects in a collective; empty if it is no exchange of
-        experts' rows.
-        """
-        if collective is None or (exchange := self.witnesses[rank].exchange_in(collective)) is None:
             return ""
+        exchange = self.by_rank[rank].exchange_in(collective)
+        if exchange is None:
+            return ""
+        sent = _splits(exchange.sent)
         return (
-            f"sends {_split(exchange.sent)} rows to these ranks and expects "
-            f"{_split(exchange.expected)} from them"
+            f"sends {sent} rows to these ranks and expects {_splits(exchange.expected)} from them"
         )
 
     def describe_silent(self, ranks: Iterable[int]) -> str:
@@ -193,83 +175,94 @@ class Case:
         return f"{name_ranks(r for r in ranks if self.silent[r] == text)} {text}"
 
 
-def read_case(folder: Path, prefix: str = "rank_", since: float = 0) -> Case | None:
-    """The newest case in a folder of dumps, if it is not older than `since` (seconds since the
-    epoch).
+def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps | None:
+    """The newest incident in a folder of dumps, unless it is older than `since`.
+
+    Args:
+        since: seconds since the epoch.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: a report is damaged.
     """
-    states = {}
-    for path in folder.glob(STATE.format("*")):
-        state = json.loads(path.read_text())
-        states[state["rank"]] = state
-    ask = max(
-        (state["ask"] for state in states.values()), key=lambda ask: ask["time"], default=None
-    )
-    states = {rank: state for rank, state in states.items() if state["ask"] == ask}
+    ask, states = _newest_states(folder)
     asked = ask["time"] if ask else 0.0
-    witnesses = {rank: Witness(state) for rank, state in states.items()}
+    by_rank = {rank: RankDump(state) for rank, state in states.items()}
+    degrees: dict[str, int] = next((state["degrees"] for state in states.values()), {})
     for path in folder.glob(prefix + "*"):
         number = path.name.removeprefix(prefix)
-        if not number.isdigit() or (
-            int(number) not in states and path.stat().st_mtime < max(asked, since)
-        ):
-            continue  # from an earlier case
+        if not number.isdigit():
+            continue
+        rank = int(number)
+        if rank not in states and path.stat().st_mtime < max(asked, since):
+            continue  # from an earlier incident
+        dump = by_rank.setdefault(rank, RankDump())
         try:
-            _add_collectives(
-                witnesses.setdefault(int(number), Witness()), safe_loads(path.read_bytes())
-            )
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-        ):  # its writer was killed, or it is no dump
+            _add_collectives(dump, safe_loads(path.read_bytes()), degrees)
+        except _NOT_A_DUMP:  # or its writer was killed
             continue
-    if not witnesses or (ask and asked < since):
+    if not by_rank or (ask and asked < since):
         return None
-    members = [r for w in witnesses.values() for group in w.groups.values() for r in group.ranks]
-    world = max(
-        [*(state["world"] for state in states.values()), *(r + 1 for r in (*witnesses, *members))]
-    )
-    if world > _MOST_RANKS:
+    world = max(by_rank) + 1
+    for dump in by_rank.values():
+        world = max(world, dump.state.get("world", 0))
+        for group in dump.groups.values():
+            world = max(world, max(group.ranks, default=-1) + 1)
+    if world > MOST_RANKS:
         raise ValueError(f"a report names rank {world - 1:,}")
-    silent = {r: "gave no answer" for r in range(world) if r not in witnesses}
+    silent = {rank: "gave no answer" for rank in range(world) if rank not in by_rank}
     for state in states.values():
-        silent |= {int(r): text for r, text in state.get("silent", {}).items() if int(r) in silent}
-    return Case(world, ask["why"] if ask else "", witnesses, silent)
+        for rank, text in state.get("silent", {}).items():
+            if int(rank) in silent:
+                silent[int(rank)] = text
+    return Dumps(world, ask["why"] if ask else "", by_rank, silent)
 
 
-def _add_collectives(witness: Witness, dump: dict[str, Any]) -> None:
-    for name, about in dump["pg_config"].items():
-        ranks = about["ranks"]
-        numbers = re.findall("[0-9]+", ranks) if isinstance(ranks, str) else ranks
-        witness.groups[name] = Group(name, about["desc"], tuple(map(int, numbers)))
-    for entry in dump.get("entries", ()):
-        group = witness.groups.get(str(entry["process_group"][0]))
-        if group is None or len(group.ranks) < 2:
-            continue
-        peer = None
-        if entry["is_p2p"]:
-            match = _PEER.search(entry["profiling_name"])
-            if match is None:
-                continue
-            peer = group.ranks[int(match[3])]
-        kinds = entry.get("input_dtypes") or [""]
-        tensors = ", ".join(
-            f"{kind} {size}" for kind, size in zip(kinds, entry["input_sizes"], strict=False)
-        )
-        frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
-        op = entry["profiling_name"].split(":")[-1].lstrip("_")
-        if op == "all_reduce" and any("reduce_scatter" in name for *_, name in frames[:5]):
-            op = "reduce_scatter"  # gloo implements it with an all-reduce
-        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        done = entry["state"] == "completed"
-        created = entry["time_created_ns"]
-        witness.collectives.append(
-            Collective(group, number, op, tensors, done, created, where(frames), peer)
-        )
+def _newest_states(folder: Path) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:
+    """The newest request for dumps, and the states that ranks wrote on it."""
+    states = [json.loads(path.read_text()) for path in folder.glob(STATE.format("*"))]
+    asks = [state["ask"] for state in states]
+    ask = max(asks, key=lambda ask: ask["time"], default=None)
+    return ask, {state["rank"]: state for state in states if state["ask"] == ask}
+
+
+def _add_collectives(dump: RankDump, record: dict[str, Any], degrees: Mapping[str, int]) -> None:
+    for name, about in record["pg_config"].items():
+        members = about["ranks"]
+        numbers = re.findall("[0-9]+", members) if isinstance(members, str) else members
+        ranks = tuple(map(int, numbers))
+        dump.groups[name] = Group(ranks, describe_group(about["desc"], ranks, degrees), name=name)
+    for entry in record.get("entries", ()):
+        group = dump.groups.get(str(entry["process_group"][0]))
+        if group is not None and len(group.ranks) > 1 and (one := _recorded(entry, group)):
+            dump.collectives.append(one)
+
+
+def _recorded(entry: Mapping[str, Any], group: Group) -> Recorded | None:
+    """An entry of a Flight Recorder; None for a send or receive that doesn't name its peer."""
+    peer = None
+    number = entry["collective_seq_id"]
+    if entry["is_p2p"]:
+        number = entry["p2p_seq_id"]
+        match = _PEER.search(entry["profiling_name"])
+        if match is None:
+            return None
+        peer = group.ranks[int(match[3])]
+    dtypes = entry.get("input_dtypes") or [""]
+    sizes = zip(dtypes, entry["input_sizes"], strict=False)
+    frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
+    op = entry["profiling_name"].split(":")[-1].lstrip("_")
+    if op == "all_reduce" and any("reduce_scatter" in name for *_, name in frames[:5]):
+        op = "reduce_scatter"  # gloo implements it with an all-reduce
+    return Recorded(
+        group,
+        number,
+        op,
+        tensors=", ".join(f"{dtype} {size}" for dtype, size in sizes),
+        at=where(frames),
+        done=entry["state"] == "completed",
+        created=entry["time_created_ns"],
+        peer=peer,
+    )
 
 
 def is_library(file: str) -> bool:
@@ -278,8 +271,10 @@ def is_library(file: str) -> bool:
 
 
 def where(frames: Iterable[Any]) -> str:
-    """`file:line in function` of the innermost of `(file, line, function)` outside libraries, or
-    else the innermost.
+    """`file:line in function` of the innermost frame outside libraries, or else the innermost.
+
+    Args:
+        frames: `(file, line, function)`, innermost first.
     """
     frames = list(frames)
     for file, line, function in [f for f in frames if not is_library(f[0])] or frames:
@@ -289,19 +284,8 @@ def where(frames: Iterable[Any]) -> str:
     return "an unknown place"
 
 
-def _split(rows: Sequence[int]) -> str:
-    """Numbers of rows: `3, 0, 5, 12`, or of many ranks their range."""
-    return ", ".join(map(str, rows)) if len(rows) <= _MOST_SPLITS else f"{min(rows)} to {max(rows)}"
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 2-5`."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' * (len(ordered) > 1)} {text}"
+def _splits(rows: Sequence[int]) -> str:
+    """`3, 0, 5, 12`, or the range of many numbers."""
+    if len(rows) > _SHOWN_SPLITS:
+        return f"{min(rows)} to {max(rows)}"
+    return ", ".join(map(str, rows))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.derive import AXES
+from torchtitan.health.collectives import name_ranks
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
 
@@ -40,15 +41,15 @@ def check_replicas(
     Raises:
         GuardError: copies differ.
     """
-    models = checkpointer.trained.models
-    parts = checkpointer.trained.tensors()
-    tensors = parts.pop("model") | {
-        f"{part} {name}": x for part, found in parts.items() for name, x in found.items()
-    }
-    tensors |= {
-        f"buffer {name}": value for model in models for name, value in model.named_buffers()
-    }
-    if found := disagreements(tensors, mesh, device):
+    tensors = {}
+    for part, values in checkpointer.trained.tensors().items():
+        for name, value in values.items():
+            tensors[name if part == "model" else f"{part} {name}"] = value
+    for model in checkpointer.trained.models:
+        for name, value in model.named_buffers():
+            tensors[f"buffer {name}"] = value
+    found = disagreements(tensors, mesh, device)
+    if found:
         checkpointer.wait()
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise GuardError(
@@ -75,15 +76,16 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> list[str]:
-    """Copies that differ, as text: the tensor, the mesh axis, the ranks. The same list on every
-    rank.
+    """Copies that differ, each as tensor, mesh axis and ranks; the same list on every rank.
 
     Args:
-        tensors: by name; ranks along an axis other than pp must pass the same names in the same
-        order.
+        tensors: by name; ranks along an axis other than pp pass the same names in the same order.
     """
-    own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
-    hashes = torch.stack([fingerprint(value).to(device) for value in own])
+    own = []
+    for value in tensors.values():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        own.append(fingerprint(local).to(device))
+    hashes = torch.stack(own)
     copies: dict[str, tuple[dist.ProcessGroup, list[int]]] = {}
     for index, value in enumerate(tensors.values()):
         for axis, group in _replicated_along(value, mesh):
@@ -91,10 +93,12 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
     names = list(tensors)
     found = []
     for axis, (group, indices) in sorted(copies.items()):
-        parts = [torch.empty_like(hashes[indices]) for _ in range(group.size())]
-        dist.all_gather(parts, hashes[indices], group=group)
+        copied = hashes[indices]
+        parts = [torch.empty_like(copied) for _ in range(group.size())]
+        dist.all_gather(parts, copied, group=group)
         ranks = dist.get_process_group_ranks(group)
-        for index, column in zip(indices, torch.stack(parts, 1).tolist(), strict=True):
+        columns = torch.stack(parts, 1).tolist()
+        for index, column in zip(indices, columns, strict=True):
             if len(set(column)) > 1:
                 found.append(f"{names[index]} differs along {axis}: {_versions(ranks, column)}")
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
@@ -103,17 +107,19 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
 
 
 def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Axes along which a tensor has copies, with their groups."""
+    axes: dict[str, dist.ProcessGroup | None] = {}
     if isinstance(value, DTensor):
         own = value.device_mesh
         names = own.mesh_dim_names or ()
-        axes = [
-            (n, own.get_group(n))
-            for n, p in zip(names, value.placements, strict=True)
-            if p.is_replicate()
-        ]
+        for axis, placement in zip(names, value.placements, strict=True):
+            if placement.is_replicate():
+                axes[axis] = own.get_group(axis)
     else:
-        axes = [(axis, mesh.group(axis)) for axis in AXES if axis != "pp"]
-    return ((axis, group) for axis, group in axes if group is not None and group.size() > 1)
+        axes = {axis: mesh.group(axis) for axis in AXES if axis != "pp"}
+    for axis, group in axes.items():
+        if group is not None and group.size() > 1:
+            yield axis, group
 
 
 def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
@@ -122,4 +128,4 @@ def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
     for rank, value in zip(ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)
     sets = sorted(by_value.values(), key=len)
-    return " against ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in sets)
+    return " against ".join(map(name_ranks, sets))

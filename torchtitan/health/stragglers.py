@@ -19,6 +19,7 @@ class Stragglers:
         self.factor = config.straggler_factor
         self.records = config.straggler_records
         self.slow: dict[int, int] = {}
+        """Rank to the number of records in a row for which it has been slow."""
 
     def check(self, record: dict[str, Any], device: torch.device) -> None:
         """Measure each rank's own speed and warn about slow ones. Called by all ranks.
@@ -29,13 +30,12 @@ class Stragglers:
         if not self.factor:
             return
         waits = record["data_loading_pct"] / 100 * record["step_time_s"]
+        step = record["step"]
         compute, data = zip(*gather([seconds_of_matmuls(), waits], device), strict=True)
-        for rank, what in self.observe(compute, data, record["step_time_s"]).items():
-            step = record["step"]
-            logger.warning(
-                f"step {step}: rank {rank} is slow: it {what}",
-                extra=event("straggler", step, rank=rank),
-            )
+        slow = self.observe(compute, data, record["step_time_s"])
+        for rank, what in slow.items():
+            text = f"step {step}: rank {rank} is slow: it {what}"
+            logger.warning(text, extra=event("straggler", step, rank=rank))
 
     def observe(
         self, compute: Sequence[float], data: Sequence[float], step_time: float
@@ -56,9 +56,11 @@ class Stragglers:
             without = max(step_time - max(own_data - usual_data, 0.0), 1e-9)
             in_compute = own_compute / max(usual_compute, 1e-9)
             in_data = step_time / without
-            slow = max(in_compute, in_data) > self.factor
-            self.slow[rank] = self.slow.get(rank, 0) + 1 if slow else 0
-            if slow and self.slow[rank] % self.records == 0:
+            if max(in_compute, in_data) <= self.factor:
+                self.slow[rank] = 0
+                continue
+            self.slow[rank] = self.slow.get(rank, 0) + 1
+            if self.slow[rank] % self.records == 0:
                 if in_compute >= in_data:
                     found[rank] = f"computes {in_compute:.1f} times as long as the median rank"
                 else:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median_low
+from typing import Any
 
 from torchtitan.telemetry.trackers import Record
 from torchtitan.utils.logging import logger
@@ -158,7 +159,7 @@ class _Bar:
         )
         self._progress.start()
 
-    def show(self, step: int, **fields: str) -> None:
+    def show(self, step: int, **fields: Any) -> None:
         """
         Args:
             fields: `figures` and `eta`, those that have changed.

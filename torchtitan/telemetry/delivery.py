@@ -8,11 +8,11 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from torchtitan.config.rules.machine import url_problem
+from torchtitan.telemetry.events import Event
 from torchtitan.utils.retry import retry
 from torchtitan.utils.text import cut
 
@@ -28,13 +28,14 @@ class _TransientError(DeliveryError):
     """Another attempt may succeed."""
 
 
-def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
+def post(url: str, body: Event, timeout: float) -> None:
     """POST `body` as JSON. Waits `timeout` seconds for an answer, up to three times.
 
     Raises:
         DeliveryError: it was not accepted.
     """
-    if problem := url_problem(url):
+    problem = url_problem(url)
+    if problem:
         raise DeliveryError(problem)
     retry(
         lambda: _post_once(url, body, timeout),
@@ -44,11 +45,10 @@ def post(url: str, body: Mapping[str, Any], timeout: float) -> None:
     )
 
 
-def _post_once(url: str, body: Mapping[str, Any], timeout: float) -> None:
+def _post_once(url: str, body: Event, timeout: float) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "torchtitan"}
-    request = urllib.request.Request(
-        url, json.dumps(body, default=str).encode(), headers, method="POST"
-    )
+    data = json.dumps(body, default=str).encode()
+    request = urllib.request.Request(url, data, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=timeout):
             return
@@ -58,11 +58,9 @@ def _post_once(url: str, body: Mapping[str, Any], timeout: float) -> None:
         raise kind(f"the server answered HTTP {error.code}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        words = (
-            (reason.strerror or str(reason))
-            if isinstance(reason, OSError)
-            else type(error).__name__
-        )
+        words = type(error).__name__
+        if isinstance(reason, OSError):
+            words = reason.strerror or str(reason)
         raise _TransientError(f"can't be reached: {words}") from None
 
 
@@ -74,7 +72,7 @@ class Command:
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
 
-    def run(self, event: Mapping[str, Any]) -> None:
+    def run(self, event: Event) -> None:
         """Run it with the event as JSON on standard input, and its parts in the environment.
 
         Raises:
@@ -87,7 +85,7 @@ class Command:
         # a pipe could stay open in what the program started
         with tempfile.TemporaryFile() as errors:
             try:
-                self._child = child = subprocess.Popen(
+                child = subprocess.Popen(
                     self.words,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
@@ -95,24 +93,24 @@ class Command:
                     env=os.environ | named,
                     start_new_session=True,
                 )
+                self._child = child
                 child.communicate(json.dumps(event, default=str).encode(), timeout=self.timeout)
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise DeliveryError(f"killed after {self.timeout:g} s") from None
             except (OSError, ValueError) as error:
-                raise DeliveryError(
-                    f"can't be run: {getattr(error, 'strerror', None) or error}"
-                ) from None
+                reason = getattr(error, "strerror", None) or error
+                raise DeliveryError(f"can't be run: {reason}") from None
             if child.returncode:
                 errors.seek(0)
-                said = " ".join(errors.read(2000).decode(errors="replace").split())
-                raise DeliveryError(
-                    f"exit status {child.returncode}: {cut(said, 200)}".rstrip(": ")
-                )
+                output = " ".join(errors.read(2000).decode(errors="replace").split())
+                problem = f"exit status {child.returncode}: {cut(output, 200)}"
+                raise DeliveryError(problem.rstrip(": "))
 
     def kill(self) -> None:
         """Kill it, and what it started, if it runs."""
-        if (child := self._child) is not None and child.poll() is None:
+        child = self._child
+        if child is not None and child.poll() is None:
             with suppress(OSError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()

@@ -1,5 +1,4 @@
-"""What happened to a run, in `<dump_folder>/events.jsonl`: starts, saves, spikes, rewinds,
-failures.
+"""Events of a run, in `<dump_folder>/events.jsonl`: starts, saves, spikes, rewinds, failures.
 
 An event is a line of the log that is marked with `torchtitan.utils.logging.event`. The file is only
 ever appended to: unlike `metrics.jsonl` it keeps what a rewind or a resume undoes.
@@ -17,10 +16,10 @@ from torchtitan.utils.logging import EVENT, event, logger
 from torchtitan.utils.text import show_loss
 
 FILE = "events.jsonl"
-Listener = Callable[[Mapping[str, Any]], None]
-"""Is called with each event, in the thread that logged it: it must not block, nor raise."""
-
-
+Event = Mapping[str, Any]
+"""A line of the file: time, kind, step, message, and details of the kind."""
+Listener = Callable[[Event], None]
+"""Called with each event, in the thread that logged it: it must neither block nor raise."""
 _KIND = {
     "completed": "finished",
     "preempted": "preempted",
@@ -29,7 +28,7 @@ _KIND = {
 
 
 class Events(logging.Handler):
-    """Writes the marked lines of this rank's log, and passes them on."""
+    """Writes the marked lines of this rank's log, and passes them to listeners."""
 
     def __init__(
         self,
@@ -57,11 +56,7 @@ class Events(logging.Handler):
         about = getattr(record, EVENT, None)
         if about is None:
             return
-        found = {
-            "time": record.created,
-            **about,
-            "message": record.getMessage(),
-        }
+        found = {"time": record.created, **about, "message": record.getMessage()}
         with suppress(OSError):  # the log has it too; not worth stopping the run for
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:  # opened each time: the file may have been deleted
@@ -78,10 +73,11 @@ class Events(logging.Handler):
         """
         if reason is not None:
             kind = _KIND.get(reason, "failed")
-            ended = f"{reason.capitalize()} after step {step:,}"
-            if loss is not None:
-                ended += f", loss {show_loss(loss)}"
-            message = reason.removeprefix("failed: ") if kind == "failed" else ended
+            message = reason.removeprefix("failed: ")
+            if kind != "failed":
+                message = f"{reason.capitalize()} after step {step:,}"
+                if loss is not None:
+                    message += f", loss {show_loss(loss)}"
             # the log says it elsewhere
             self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))
         logger.removeHandler(self)

@@ -1,7 +1,7 @@
 """Tells people about events of the run: through a webhook, and by running a command.
 
 Nothing here can stop or delay training: events wait in a short queue for a thread that limits their
-rate, and gives up on whoever doesn't answer.
+rate and gives up on a receiver that doesn't answer.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -20,28 +20,28 @@ from typing import IO, Any
 from torchtitan.config.sections.metrics import Notifications
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.delivery import Command, DeliveryError, post
-from torchtitan.utils.errors import from_another_rank
+from torchtitan.telemetry.events import Event
+from torchtitan.utils.errors import failure_of
+from torchtitan.utils.limits import NOTIFICATIONS_TAIL
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import launcher_reports, rank_and_world
 from torchtitan.utils.text import cut
 
 FILE = "notifications.jsonl"
 FLUSH_SECONDS = 5.0
-"""At the end of a run, for messages that wait."""
+"""Time to send waiting messages at the end of a run."""
 FAILURE_SECONDS = 15.0
-"""At the end of one that failed: this message matters most."""
+"""Time to send the message about a failure, which matters most."""
 _QUEUED = 100
 _SAME_FAILURE_SECONDS = 60
 """Failures of several ranks or nodes within this time are one."""
 _CAUSE_FIRST_SECONDS = 3.0
-"""For a rank that knows the cause to report it, before rank 0 reports that another one stopped."""
+"""Rank 0 waits this long for the rank that knows the cause to report it."""
 _ALIAS = {"rewound": "spike"}
 """Events that count as another kind here."""
 _NEVER_LEFT_OUT = ("failed", "finished")
-_SAYS_ALL = ("finished", "preempted")
-"""Their messages begin with kind and step."""
-_TAIL = 256 * 1024
-"""Bytes of `notifications.jsonl` that are read."""
+_COMPLETE = ("finished", "preempted")
+"""Kinds whose messages begin with kind and step."""
 
 
 class Notifier:
@@ -52,24 +52,18 @@ class Notifier:
         self.folder = folder
         self.limit = RateLimit(folder / FILE, config)
         self.command = Command(config.command, config.timeout_seconds)
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue(_QUEUED)
+        self._events: queue.Queue[Event | None] = queue.Queue(_QUEUED)
         self._warned: set[str] = set()
-        self._thread = threading.Thread(
-            target=self._run,
-            name="notifications",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="notifications", daemon=True)
         self._thread.start()
 
-    def listen(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the log, but a failure: whoever knows its cause calls
-        `report_failure`.
-        """
-        kind = _ALIAS.get(event["kind"], event["kind"])
+    def listen(self, event: Event) -> None:
+        """Send an event of the log; failures come from `report_failure`, which knows the cause."""
+        kind = _kind(event)
         if kind in self.config.events and kind != "failed":
             self.send(event)
 
-    def send(self, event: Mapping[str, Any]) -> None:
+    def send(self, event: Event) -> None:
         """Send this event as soon as possible. Returns at once; if too many wait, it is dropped."""
         with suppress(queue.Full):
             self._events.put_nowait(dict(event))
@@ -83,14 +77,12 @@ class Notifier:
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
-            try:
-                left_out = self.limit.admit(event)
-                if left_out is not None:
-                    self._deliver(event, left_out)
-            except Exception as error:  # whatever happens here, training goes on
-                self._warn("event", type(error).__name__)
+            self._try("event", self._deliver, event)
 
-    def _deliver(self, event: Mapping[str, Any], left_out: int) -> None:
+    def _deliver(self, event: Event) -> None:
+        left_out = self.limit.admit(event)
+        if left_out is None:
+            return
         about = {
             **event,
             "run": self.folder.resolve().name,
@@ -99,61 +91,71 @@ class Notifier:
         }
         text = message(about, left_out)
         # At once, so that one that hangs doesn't take the other's time at the end of a run.
-        posting = threading.Thread(
-            target=self._post,
-            args=({"text": _for_slack(text), "event": about},),
-            daemon=True,
-        )
+        posting = threading.Thread(target=self._post, args=(text, about), daemon=True)
         posting.start()
         if self.config.command:
-            try:
-                self.command.run(about | {"text": text})
-            except DeliveryError as error:
-                self._warn(f"command {self.config.command[0]}", str(error))
+            receiver = f"command {self.config.command[0]}"
+            self._try(receiver, self.command.run, about | {"text": text})
         posting.join()
 
-    def _post(self, body: Mapping[str, Any]) -> None:
+    def _post(self, text: str, about: Event) -> None:
         name = self.config.webhook_env
+        url = os.environ.get(name) if name else None
+        if url:
+            body = {"text": _for_slack(text), "event": about}
+            self._try(f"webhook in {name}", post, url, body, self.config.timeout_seconds)
+
+    def _try(self, receiver: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Whatever fails here, training goes on; the first failure of a receiver is a warning."""
         try:
-            if url := name and os.environ.get(name):
-                post(url, body, self.config.timeout_seconds)
-        except Exception as error:  # the text of any but ours may hold the URL
-            known = isinstance(error, DeliveryError)
-            self._warn(f"webhook in {name}", str(error) if known else type(error).__name__)
-
-    def _warn(self, what: str, problem: str) -> None:
-        if what not in self._warned:
+            action(*arguments)
+        except Exception as error:
+            if receiver in self._warned:
+                return
+            self._warned.add(receiver)
+            # the text of any other error may hold the URL, which is a secret
+            problem = str(error) if isinstance(error, DeliveryError) else type(error).__name__
             logger.warning(
-                f"notifications: {what}: {problem}. The run continues; this is said once"
+                f"notifications: {receiver}: {problem}. The run continues; further failures are "
+                "not reported"
             )
-        self._warned.add(what)
 
 
-def message(about: Mapping[str, Any], left_out: int) -> str:
+def _kind(event: Event) -> str:
+    kind: str = event["kind"]
+    return _ALIAS.get(kind, kind)
+
+
+def message(about: Event, left_out: int) -> str:
     """An event in one line."""
-    at = "" if about.get("step") is None else f" at step {about['step']:,}"
-    lead = "" if about["kind"] in _SAYS_ALL else f"{about['kind']}{at}: "
+    lead = ""
+    if about["kind"] not in _COMPLETE:
+        at = "" if about.get("step") is None else f" at step {about['step']:,}"
+        lead = f"{about['kind']}{at}: "
     more = f" ({left_out:,} more since the last message)" if left_out else ""
-    return f"{about['run']}: {lead}{cut(' '.join(str(about['message']).split()), 1000)}{more}"
+    text = " ".join(str(about["message"]).split())
+    return f"{about['run']}: {lead}{cut(text, 1000)}{more}"
 
 
 def _for_slack(text: str) -> str:
-    """Slack reads these as markup: `<!channel>` would notify everyone."""
+    """Escape Slack's markup: `<!channel>` would notify everyone."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 class RateLimit:
-    """Which events to send. What was sent stands in a file, because a run that fails and restarts
-    in a loop is many processes, and because several ranks or nodes may report the same failure.
+    """Decides which events to send, by a file of what was sent.
+
+    The file is shared: a run that fails and restarts in a loop is many processes, and several ranks
+    or nodes may report the same failure.
     """
 
     def __init__(self, path: Path, config: Notifications):
         self.path = path
         self.config = config
 
-    def admit(self, event: Mapping[str, Any]) -> int | None:
-        """How many events of this kind were left out since the last message; None if this one is
-        left out, too.
+    def admit(self, event: Event) -> int | None:
+        """How many events of this kind were left out since its last message; None to leave out
+        this one, too.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,55 +166,52 @@ class RateLimit:
         except OSError:  # a full disk is worth a message
             return 0
 
-    def _admit(self, event: Mapping[str, Any], file: IO[bytes]) -> int | None:
+    def _admit(self, event: Event, file: IO[bytes]) -> int | None:
         now = time.time()
-        kind = _ALIAS.get(event["kind"], event["kind"])
-        earlier = _entries(file)
+        kind = _kind(event)
         last = -math.inf
         left_out = 0
-        for entry in earlier:
-            if entry["kind"] == kind:
-                last, left_out = (entry["time"], 0) if entry["sent"] else (last, left_out + 1)
+        in_last_hour = 0
+        for at, earlier, sent in _entries(file):
+            in_last_hour += sent and now - at < 3600
+            if earlier == kind and sent:
+                last = at
+                left_out = 0
+            elif earlier == kind:
+                left_out += 1
         interval = 0 if kind == "finished" else self.config.interval_seconds
         if kind == "failed":
             interval = max(interval, _SAME_FAILURE_SECONDS)
-        sent = sum(entry["sent"] and now - entry["time"] < 3600 for entry in earlier)
-        admitted = now - last >= interval and (
-            sent < self.config.max_per_hour or kind in _NEVER_LEFT_OUT
-        )
+        free = in_last_hour < self.config.max_per_hour or kind in _NEVER_LEFT_OUT
+        admitted = free and now - last >= interval
         entry = {
             "time": now,
             "kind": kind,
             "step": event.get("step"),
             "message": str(event["message"])[:500],
+            "sent": admitted,
         }
-        file.write(json.dumps(entry | {"sent": admitted}).encode() + b"\n")
+        file.write(json.dumps(entry).encode() + b"\n")
         return left_out if admitted else None
 
 
-def _entries(file: IO[bytes]) -> list[dict[str, Any]]:
-    """The last lines of the file that can be read."""
+def _entries(file: IO[bytes]) -> list[tuple[float, str, bool]]:
+    """Time, kind, and whether it was sent, of the last readable lines of the file."""
     file.seek(0, os.SEEK_END)
-    file.seek(max(0, file.tell() - _TAIL))
-    found = []
+    file.seek(max(0, file.tell() - NOTIFICATIONS_TAIL))
+    entries = []
     for line in file.read().splitlines():
         with suppress(ValueError, TypeError, LookupError):
             entry = json.loads(line)
-            found.append(
-                {
-                    "time": float(entry["time"]),
-                    "kind": str(entry["kind"]),
-                    "sent": bool(entry["sent"]),
-                }
-            )
-    return found
+            entries.append((float(entry["time"]), str(entry["kind"]), bool(entry["sent"])))
+    return entries
 
 
 # ---- who sends what
 
 
 def start_notifier(config: Config) -> Notifier | None:
-    """Sends the events of rank 0; None if nobody is to be told."""
+    """Sends the events of rank 0; None without a receiver."""
     wanted = config.notifications
     if not wanted.webhook_env and not wanted.command:
         return None
@@ -221,31 +220,24 @@ def start_notifier(config: Config) -> Notifier | None:
 
 def report_failure(config: Config, cause: str) -> None:
     """Send that the run failed, once, however many ranks and launchers call this."""
-    if "failed" not in config.notifications.events or (notifier := start_notifier(config)) is None:
+    notifier = start_notifier(config) if "failed" in config.notifications.events else None
+    if notifier is None:
         return
     step = _last_step(Path(config.job.dump_folder))
-    notifier.send(
-        {
-            "time": time.time(),
-            "kind": "failed",
-            "step": step,
-            "message": cause,
-        }
-    )
+    notifier.send({"time": time.time(), "kind": "failed", "step": step, "message": cause})
     notifier.close(FAILURE_SECONDS)
 
 
 def report_error(config: Config, error: BaseException) -> None:
-    """Send that this rank failed, unless its launcher will, which also knows of ranks that were
-    killed.
-    """
+    """Send that this rank failed, unless its launcher will, which also knows of killed ranks."""
     if launcher_reports() or not isinstance(error, Exception):
         return
-    if from_another_rank(error):
+    failure = failure_of(error)
+    if failure.elsewhere:
         if rank_and_world()[0] != 0:
             return
         time.sleep(_CAUSE_FIRST_SECONDS)
-    report_failure(config, str(error).strip() or type(error).__name__)
+    report_failure(config, failure.message)
 
 
 def _last_step(folder: Path) -> int | None:

@@ -18,7 +18,7 @@ import tomli
 
 from torchtitan.utils.activity import Kind, Stopwatch
 from torchtitan.utils.assets import CHECKOUT
-from torchtitan.utils.errors import from_another_rank
+from torchtitan.utils.errors import failure_of
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import flat, plural, show_duration, show_percent
@@ -211,27 +211,21 @@ class RunRecord:
         Returns:
             what rank 0 recorded; None on the others.
         """
-        if error is None:
-            reason = "completed" if step >= last_step else "preempted"
-        elif isinstance(error, KeyboardInterrupt):
-            reason = "interrupted"
-        elif from_another_rank(error):
-            reason = "failed: another rank stopped"
+        failure = None if error is None else failure_of(error)
+        if failure is not None:
+            reason = failure.end
         else:
-            reason = f"failed: {str(error).strip() or type(error).__name__}".splitlines()[0]
-        starts = []
+            reason = "completed" if step >= last_step else "preempted"
+        starts: list[dict[str, Any]] = []
         with suppress(OSError, ValueError, LookupError):
             run = self._read()
             starts = run["starts"]
         if self.writes:
-            told = (
-                starts[-1]["end"]
-                if starts and error is not None and from_another_rank(error)
-                else None
-            )
-            self.starts[-1] |= {"step": step, "end": told or reason}
+            if failure is not None and failure.elsewhere and starts:
+                reason = starts[-1]["end"] or reason
+            self.starts[-1] |= {"step": step, "end": reason}
             self._write(self.starts)
-        elif starts and isinstance(error, Exception) and not from_another_rank(error):
+        elif starts and isinstance(error, Exception) and not failure_of(error).elsewhere:
             starts[-1]["end"] = reason
             self._take(run)
             self._write(starts)

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchtitan.utils.limits import PROBLEM_CHARACTERS
 from torchtitan.utils.text import cut
@@ -108,11 +109,54 @@ _ANOTHER_RANK_FAILED = (
     "NCCL communicator was aborted",
 )
 """Messages of collectives after another rank has died; never the cause of a failure."""
+_TIMED_OUT = ("Timed out waiting", "collective operation timeout")
+"""Messages of collectives that another rank did not enter in time."""
 
 
 def from_another_rank(error: BaseException | str) -> bool:
     """Whether `error`, or its text, only reports that another rank has died."""
     return any(text in str(error) for text in _ANOTHER_RANK_FAILED)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank fails, in the words that the log, the run's files and messages share."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    """Never empty."""
+    expected: bool
+    """The user can fix it, or asked for it: a traceback would say nothing more."""
+    elsewhere: bool
+    """It only reports that another rank has died."""
+    is_cause: bool
+    """It follows neither from another rank's death nor from a hang."""
+
+    @property
+    def headline(self) -> str:
+        """The first line of the message."""
+        return self.message.splitlines()[0]
+
+    @property
+    def end(self) -> str:
+        """How the run ended, in `run.json`."""
+        if self.kind == KeyboardInterrupt.__name__:
+            return "interrupted"
+        return f"failed: {'another rank stopped' if self.elsewhere else self.headline}"
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Put an error into words."""
+    text = str(error)
+    elsewhere = from_another_rank(text)
+    return Failure(
+        kind=type(error).__name__,
+        message=text.strip() or type(error).__name__,
+        expected=isinstance(error, UserError | KeyboardInterrupt),
+        elsewhere=elsewhere,
+        is_cause=not elsewhere and not any(words in text for words in _TIMED_OUT),
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -41,10 +41,13 @@ STATE_LEVELS = 100
 """Levels of lists and objects in a stream's state; pydantic's parser accepts about 200."""
 
 # health
+MOST_RANKS = 2**20
+"""Number of ranks in the reports of a hang."""
 
 # inference
 
 # telemetry
+NOTIFICATIONS_TAIL = 256 * 1024
 
 # tools
 

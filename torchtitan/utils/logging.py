@@ -15,7 +15,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.errors import UserError
+from torchtitan.utils.errors import failure_of
 from torchtitan.utils.limits import PENDING_LOG_LINES
 from torchtitan.utils.text import DATE
 
@@ -96,9 +96,9 @@ def log_failure(error: BaseException) -> None:
     """Log why this rank fails to its file only: on the terminal, the error is reported once for all
     ranks.
     """
-    expected = isinstance(error, UserError | KeyboardInterrupt)
-    text = str(error) or type(error).__name__
-    logger.error(text, exc_info=None if expected else error, extra={"only_in_file": True})
+    failure = failure_of(error)
+    traceback = None if failure.expected else error
+    logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
 
 
 class _Stdout(logging.StreamHandler):

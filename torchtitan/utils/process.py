@@ -20,7 +20,7 @@ from torchtitan.utils.errors import (
     HangError,
     UserError,
     error_text,
-    from_another_rank,
+    failure_of,
     report,
 )
 
@@ -108,7 +108,7 @@ def run_main(
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
-        if os.environ.get(DEBUG_ENV) != "1" and from_another_rank(error):
+        if os.environ.get(DEBUG_ENV) != "1" and failure_of(error).elsewhere:
             print(f"rank {rank}: stopped because another rank failed", file=sys.stderr)
         else:
             traceback.print_exception(error)

@@ -81,7 +81,7 @@ class Logging(Section):
     format: Literal["text", "json"] = "text"
     """Write lines as on stdout, or JSON objects, one per line, to `rank_<rank>.jsonl`."""
     max_megabytes: Annotated[int, Field(ge=1, le=10**6)] = 100
-    """Rotate a file before it grows larger: it becomes `rank_<rank>.log.1`, a new one starts."""
+    """Rotate a file before it grows larger: it becomes `rank_<rank>.log.1`; a new one starts."""
     keep: Few = 3
     """Number of rotated files to keep per rank."""
 

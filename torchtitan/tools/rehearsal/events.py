@@ -1,14 +1,15 @@
 """What one rank does that other ranks wait for. Imports no torch.
 
-A group is known by its slot: its place among the groups that a rank is a member of, in the order of
-their creation. Slot 0 is all ranks. If all ranks create the same groups, a slot means the same on
-all of them: the rank's own group along one axis, say.
+A group is identified by its slot: its index among the groups that a rank is a member of, in the
+order of creation. Slot 0 is all ranks. If all ranks create the same groups, a slot means the same
+on all of them, for example the rank's own group along one axis.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torchtitan.health.collectives import Collective, Group
 from torchtitan.utils.activity import Exchange
 
 
@@ -22,30 +23,15 @@ class Creation(NamedTuple):
     """Python line."""
 
 
-class Group(NamedTuple):
-    """A group that the rank is a member of."""
+@dataclass(frozen=True)
+class Entered(Collective):
+    """A collective that the rank entered.
 
-    ranks: tuple[int, ...]
-    description: str
-    """In words: `tp`, `all ranks`."""
-    at: str
+    Its number starts at 1 in each group. Rows whose number depends on the data have the size `any`.
+    """
 
-
-class Collective(NamedTuple):
-    """A collective that the rank entered."""
-
-    slot: int
-    number: int
-    """In its group, from 1. Sends and receives don't count, as in the Flight Recorder."""
-    op: str
-    tensors: str
-    """Type and shape of what it passes; rows whose number depends on the data have `any`."""
-    bytes: int
-    root: int | None
-    """Index of a root in the group."""
-    at: str
-    during: str
-    """Part of the rehearsal."""
+    slot: int = 0
+    bytes: int = 0
 
 
 class Message(NamedTuple):
@@ -59,16 +45,14 @@ class Message(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Sends and receives that the rank posts as one batch; they begin and end together."""
+    """A batch of sends and receives; they begin and end together."""
 
     slot: int
     number: int
-    """Of this rank's posts, from 0."""
+    """Index among this rank's posts."""
     messages: tuple[Message, ...]
     pair: bool
-    """They travel over a communicator of two ranks, as those that are posted alone do, not over
-    that of the group.
-    """
+    """Posted alone, and so over the communicator of the two ranks instead of the group's."""
     at: str
     during: str
 
@@ -88,7 +72,7 @@ class Read(NamedTuple):
     """All ranks are known to read the same value: it is a sum, or a maximum, over all of them."""
 
 
-Event = Collective | Post | Wait
+Event = Entered | Post | Wait
 
 
 @dataclass
@@ -101,33 +85,31 @@ class Record:
     creations: list[Creation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     reads: dict[Read, int] = field(default_factory=dict)
-    """How often each place read a value."""
+    """Place and the number of values it read."""
     own_reads: list[tuple[int, str]] = field(default_factory=list)
-    """(number of events before, place) of each read of a value that other ranks may not share."""
+    """Reads of values that other ranks may not share, as (number of earlier events, place)."""
     exchanges: list[Exchange] = field(default_factory=list)
     """Rows that it sent to experts, and expected from them."""
     error: str | None = None
     """The exception that ended it, with its place."""
     loop: str | None = None
-    """The line of a loop that its values never end."""
+    """The line of a loop that never ends with the values of a rehearsal."""
     broadcasts: list[Any] = field(default_factory=list)
-    """Objects that it told all others, in order."""
+    """Objects that it broadcast to all others, in order."""
     layers: tuple[int, int] = (1, 1)
-    """How many layers of its stages ran, and how many there are."""
+    """Number of layers of its stages that ran, and number that there are."""
     parts: tuple[int, int] = (0, 0)
-    """Into which a checkpoint cuts the tensors of the layers that ran, and those of other modules,
-    over all ranks.
-    """
+    """Pieces of tensors in a checkpoint, over all ranks: of layers that ran, of other modules."""
     cpu_seconds: float = 0.0
-    """Of its process."""
+    """CPU time of its process."""
     memory: int = 0
-    """Most bytes that its process held."""
+    """Peak memory of its process in bytes."""
     metadata: float = 0.0
-    """Bytes of a checkpoint's metadata for each part."""
+    """Bytes of a checkpoint's metadata per part."""
 
     @property
-    def collectives(self) -> Sequence[Collective]:
-        return [event for event in self.events if isinstance(event, Collective)]
+    def collectives(self) -> Sequence[Entered]:
+        return [event for event in self.events if isinstance(event, Entered)]
 
     @property
     def posts(self) -> Sequence[Post]:

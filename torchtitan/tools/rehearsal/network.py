@@ -1,8 +1,6 @@
-"""What a rank tells and sends to others on the fake process group: objects, and tensors from one
-rank to another.
+"""Stand-ins for torch.distributed's object and point-to-point calls on the fake process group.
 
-These calls of torch.distributed are replaced, because their results would be data that no rank has
-sent.
+Without them, the results would be data that no rank has sent.
 """
 
 import dataclasses
@@ -22,6 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtitan.tools.planner.tracer import nbytes
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, reduction
+
+_OBJECTS = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+)
+_MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")
+_REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
 
 
 class _Work:
@@ -43,20 +50,20 @@ class _Work:
 
 
 class Network:
-    """The calls, each in the place of torch's of the same name."""
+    """The calls, each replacing torch's of the same name."""
 
-    def __init__(self, recorder: Recorder, told: list[Any] | None):
+    def __init__(self, recorder: Recorder, broadcasts: list[Any] | None):
         """
         Args:
-            told: what rank 0 broadcasts, in order; None on rank 0.
+            broadcasts: objects that rank 0 broadcasts, in order; None on rank 0.
         """
         self.recorder = recorder
-        self.told = told
-        self._heard = 0
+        self.broadcasts = broadcasts
+        self._received = 0
         self._gathered: Any = None
 
     def reducing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A reduction of torch.distributed, which tells the recorder its kind."""
+        """Wrap a reduction of torch.distributed, so that the recorder knows its kind."""
 
         @functools.wraps(call)
         def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -67,24 +74,8 @@ class Network:
 
     # ---- objects
 
-    def told_by_rank_0(self, values: list[Any], root: int, group: ProcessGroup | None) -> None:
-        """A broadcast of objects: rank 0's own, or what rank 0 told in its rehearsal."""
-        size = len(pickle.dumps(values)) if self.recorder.record.rank == root else 0
-        self._object("broadcast_object_list", group, size, root)
-        if root != 0:
-            return
-        if self.told is None:
-            self.recorder.record.broadcasts.append(list(values))
-        elif self._heard < len(self.told):
-            values[:] = self.told[self._heard]
-        self._heard += 1
-
     def _object(
-        self,
-        op: str,
-        group: ProcessGroup | None,
-        size: int,
-        root: int | None = None,
+        self, op: str, group: ProcessGroup | None, size: int, root: int | None = None
     ) -> None:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
@@ -93,7 +84,7 @@ class Network:
     def all_gather_object(
         self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
     ) -> None:
-        self._object("all_gather_object", group, len(pickle.dumps(obj)))
+        self._object("all_gather_object", group, _size(obj))
         object_list[:] = [obj] * len(object_list)
 
     def broadcast_object_list(
@@ -105,7 +96,18 @@ class Network:
         group_src: int | None = None,
         **_: Any,
     ) -> None:
-        self.told_by_rank_0(object_list, self._global(src, group_src, group), group)
+        """Keep what rank 0 broadcasts; give other ranks what it broadcast in its rehearsal."""
+        record = self.recorder.record
+        root = self._global(src, group_src, group)
+        size = _size(object_list) if record.rank == root else 0
+        self._object("broadcast_object_list", group, size, root)
+        if root != 0:
+            return
+        if self.broadcasts is None:
+            record.broadcasts.append(list(object_list))
+        elif self._received < len(self.broadcasts):
+            object_list[:] = self.broadcasts[self._received]
+        self._received += 1
 
     def gather_object(
         self,
@@ -115,9 +117,7 @@ class Network:
         group: ProcessGroup | None = None,
         group_dst: int | None = None,
     ) -> None:
-        self._object(
-            "gather_object", group, len(pickle.dumps(obj)), self._global(dst, group_dst, group)
-        )
+        self._object("gather_object", group, _size(obj), self._global(dst, group_dst, group))
         self._gathered = obj
         if object_gather_list is not None:
             object_gather_list[:] = [obj] + [_without_items(obj)] * (len(object_gather_list) - 1)
@@ -131,12 +131,8 @@ class Network:
         group_src: int | None = None,
     ) -> None:
         own = scatter_object_input_list[0] if scatter_object_input_list else self._gathered
-        self._object(
-            "scatter_object_list",
-            group,
-            len(pickle.dumps(own)),
-            self._global(src, group_src, group),
-        )
+        root = self._global(src, group_src, group)
+        self._object("scatter_object_list", group, _size(own), root)
         scatter_object_output_list[0] = own
 
     def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
@@ -154,12 +150,13 @@ class Network:
         in_group: int | None,
         group: Any,
     ) -> Message:
-        other = self._global(peer, in_group, group)
         if not sends:
             mark(tensor, frozenset())
+        other = self._global(peer, in_group, group)
         return Message(sends, other, describe(tensor, "send"), nbytes(tensor))
 
-    def _post(self, slot: int, messages: list[Message], *, pair: bool) -> _Work:
+    def _post(self, group: Any, messages: list[Message], *, pair: bool) -> _Work:
+        slot = self.recorder.slot(group)
         return _Work(self.recorder, self.recorder.posted(slot, messages, pair=pair))
 
     def isend(
@@ -170,11 +167,8 @@ class Network:
         tag: int = 0,
         group_dst: int | None = None,
     ) -> _Work:
-        return self._post(
-            self.recorder.slot(group),
-            [self._message(True, tensor, dst, group_dst, group)],
-            pair=True,
-        )
+        message = self._message(True, tensor, dst, group_dst, group)
+        return self._post(group, [message], pair=True)
 
     def irecv(
         self,
@@ -184,11 +178,8 @@ class Network:
         tag: int = 0,
         group_src: int | None = None,
     ) -> _Work:
-        return self._post(
-            self.recorder.slot(group),
-            [self._message(False, tensor, src, group_src, group)],
-            pair=True,
-        )
+        message = self._message(False, tensor, src, group_src, group)
+        return self._post(group, [message], pair=True)
 
     def send(self, *args: Any, **kwargs: Any) -> None:
         self.isend(*args, **kwargs).wait()
@@ -198,22 +189,27 @@ class Network:
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
         group = operations[0].group
-        messages = [
-            self._message(o.op is distributed_c10d.isend, o.tensor, None, o.group_peer, group)
-            for o in operations
-        ]
-        return [self._post(self.recorder.slot(group), messages, pair=False)]
+        messages = []
+        for one in operations:
+            sends = one.op is distributed_c10d.isend
+            messages.append(self._message(sends, one.tensor, None, one.group_peer, group))
+        return [self._post(group, messages, pair=False)]
+
+
+def _size(value: object) -> int:
+    """Bytes of an object on the network."""
+    return len(pickle.dumps(value))
 
 
 def _without_items(plan: Any) -> Any:
-    """The plan of another rank for a save or load, of which only that it has one matters here."""
+    """Stands for the plan of another rank for a save or load; only its existence matters here."""
     return dataclasses.replace(plan, items=[]) if isinstance(plan, SavePlan | LoadPlan) else plan
 
 
 @contextmanager
-def recording(recorder: Recorder, told: list[Any] | None) -> Iterator[None]:
+def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None]:
     """Replace what makes groups, exchanges objects, sends and receives, and record the rest."""
-    network = Network(recorder, told)
+    network = Network(recorder, broadcasts)
     create = distributed_c10d._new_process_group_helper
 
     @functools.wraps(create)
@@ -228,26 +224,22 @@ def recording(recorder: Recorder, told: list[Any] | None) -> Iterator[None]:
         **kwargs: Any,
     ) -> Any:
         with _disable_current_modes():
-            made = create(size, place, ranks, "fake", store, name, *args, **kwargs)
-        members = tuple(ranks) or tuple(range(size))
-        member = made[0] is not dist.GroupMember.NON_GROUP_MEMBER
-        recorder.created(
-            members, kwargs.get("group_desc") or "default_pg", name if member else None
-        )
-        return made
+            result = create(size, place, ranks, "fake", store, name, *args, **kwargs)
+        members = tuple(ranks or range(size))
+        own = name if result[0] is not dist.GroupMember.NON_GROUP_MEMBER else None
+        recorder.created(members, kwargs.get("group_desc") or "default_pg", own)
+        return result
 
-    names = ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
-    names += ["isend", "irecv", "send", "recv", "batch_isend_irecv"]
+    replacements: dict[str, Callable[..., Any]] = {
+        name: getattr(network, name) for name in (*_OBJECTS, *_MESSAGES)
+    }
+    for name in ("isend", "irecv"):  # compared by identity
+        replacements[name] = functools.partial(replacements[name])
+    for name in _REDUCTIONS:
+        replacements[name] = network.reducing(getattr(dist, name))
     with ExitStack() as stack:
         stack.enter_context(patch.object(distributed_c10d, "_new_process_group_helper", created))
-        for name in names:
-            replacement: Callable[..., Any] = getattr(network, name)
-            if name in ("isend", "irecv"):  # compared by identity
-                replacement = functools.partial(replacement)
-            for module in (dist, distributed_c10d):
-                stack.enter_context(patch.object(module, name, replacement))
-        for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce"):
-            replacement = network.reducing(getattr(dist, name))
+        for name, replacement in replacements.items():
             for module in (dist, distributed_c10d):
                 stack.enter_context(patch.object(module, name, replacement))
         yield

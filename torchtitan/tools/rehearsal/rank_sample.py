@@ -1,18 +1,17 @@
-"""Which ranks are rehearsed, and which of them stands for each of the others.
+"""Which ranks are rehearsed, and which of them represents each of the others.
 
-Ranks at one place of the pipeline run the same stages, so what they do can differ in their
-coordinates along the other axes alone: the first has the root's or the log's work, the last has
-what uneven shards leave. Rehearsed are, at each place of the pipeline, the rank that is first along
-all other axes and the one that is last; at the first place also those that are last, or in the
-middle, along one axis only.
+Ranks at one place of the pipeline run the same stages, so they can differ only in their coordinates
+along the other axes: the first rank has a root's or the log's work, the last has what uneven shards
+leave. At each place of the pipeline, the rank that is first along all other axes is rehearsed, and
+the one that is last; at the first place also those that are last, or in the middle, along one axis
+only.
 """
 
-import math
 from collections.abc import Collection, Mapping
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """A rank's place along each mesh axis.
+    """A rank's index along each mesh axis.
 
     Args:
         degrees: of the axes, from outer to inner.
@@ -24,7 +23,7 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_at(place: Mapping[str, int], degrees: Mapping[str, int]) -> int:
-    """The rank at a place: the inverse of `coordinates`."""
+    """The inverse of `coordinates`; axes that `place` lacks are at 0."""
     rank = 0
     for axis, degree in degrees.items():
         rank = rank * degree + place.get(axis, 0)
@@ -41,18 +40,8 @@ def corners(degrees: Mapping[str, int]) -> list[int]:
     return sorted({rank_at(place, degrees) for place in places})
 
 
-def every(degrees: Mapping[str, int]) -> list[int]:
-    return list(range(math.prod(degrees.values())))
-
-
-def _likeness(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int]:
-    """On how many axes two kinds of ranks agree about being first, and are equal."""
-    pairs = list(zip(a, b, strict=True))
-    return sum((x > 0) == (y > 0) for x, y in pairs), sum(x == y for x, y in pairs)
-
-
-class Cast:
-    """Who stands for whom."""
+class RankSample:
+    """The rehearsed ranks, and which of them represents each rank."""
 
     def __init__(self, rehearsed: Collection[int], degrees: Mapping[str, int]):
         self.rehearsed = set(rehearsed)
@@ -61,18 +50,20 @@ class Cast:
         self._kinds = {rank: self._kind(rank) for rank in sorted(rehearsed)}
 
     def _kind(self, rank: int) -> tuple[int, ...]:
-        """The place in the pipeline; along each other axis 0 for the first rank, 2 for the last, 1
-        between them.
-        """
+        """The place in the pipeline, then for each axis 0 (first), 1 (between) or 2 (last)."""
         kind = []
         for axis, at in coordinates(rank, self.degrees).items():
-            is_last = at == self.degrees[axis] - 1
-            kind.append(at if axis == "pp" or at == 0 else 2 if is_last else 1)
+            if axis == "pp" or at == 0:
+                kind.append(at)
+            else:
+                kind.append(2 if at == self.degrees[axis] - 1 else 1)
         return tuple(kind)
 
-    def stands_for(self, rank: int) -> int:
-        """The rehearsed rank at the same place of the pipeline that is most like `rank`: first
-        along most of the axes along which `rank` is, then last along most. A rehearsed rank itself.
+    def stand_in(self, rank: int) -> int:
+        """The rehearsed rank that represents `rank`, which may be itself.
+
+        It is at the same place of the pipeline, first along most of the axes along which `rank` is
+        first, then last along most.
         """
         if rank in self.rehearsed:
             return rank
@@ -83,8 +74,15 @@ class Cast:
         return self._known[kind]
 
     def large(self, rank: int) -> bool:
-        """Whether what the rank reads of its own tensors is large: its neighbours in the comparison
-        get the other.
+        """Whether the values that the rank reads of its own tensors are large; those of its
+        neighbors in the comparison are small.
         """
         place = coordinates(rank, self.degrees)
-        return sum(at > 0 if axis != "pp" else at for axis, at in place.items()) % 2 == 1
+        steps = [at if axis == "pp" else min(at, 1) for axis, at in place.items()]
+        return sum(steps) % 2 == 1
+
+
+def _likeness(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int]:
+    """Number of axes on which two kinds of ranks agree about being first, and are equal."""
+    pairs = list(zip(a, b, strict=True))
+    return sum((x > 0) == (y > 0) for x, y in pairs), sum(x == y for x, y in pairs)

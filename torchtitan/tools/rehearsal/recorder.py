@@ -1,5 +1,4 @@
-"""Records what a rank does on the fake process group: groups, collectives of tensors, and values
-that it reads.
+"""Records a rank on the fake process group: its groups, collectives, and values that it reads.
 
 A dispatch mode below DTensor sees collectives of tensors. `network.py` adds those of objects, sends
 and receives.
@@ -21,18 +20,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.tools.planner.tracer import INSIDE, group_name, nbytes, tensors
-from torchtitan.tools.rehearsal.events import (
-    Collective,
-    Creation,
-    Group,
-    Message,
-    Post,
-    Read,
-    Record,
-    Wait,
-)
+from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, Read, Record, Wait
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 
 _OPS = (
@@ -61,18 +52,14 @@ _HELPERS = (
     "AnyRank.__init__",
 )
 """Functions that communicate for others: the place of a collective is their caller's."""
-
-
-_MOST_READS = 20_000
-"""Reads of values by one line, above which it is taken for a loop. The optimizer reads a few per
-parameter.
-"""
+_ROOTED = ("broadcast", "gather", "scatter", "reduce")
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+_ENDLESS_READS = 20_000
+"""A line that reads more values is in an endless loop. The optimizer reads a few per parameter."""
 
 
 class EndlessLoopError(Exception):
-    """A loop waits for a value to change, which the values of a rehearsal never do. Its text is the
-    loop's line.
-    """
+    """A loop waits for a value of a rehearsal to change. The text is the loop's line."""
 
 
 class Recorder(TorchDispatchMode):
@@ -82,9 +69,8 @@ class Recorder(TorchDispatchMode):
         """
         Args:
             degrees: of the mesh axes, from outer to inner.
-            large: what a rank reads of its own tensors is large and true, otherwise small and
-            false. Ranks that are
-                compared get different ones.
+            large: values that the rank reads of its own tensors are large and true, otherwise
+                small and false. Ranks that are compared get different ones.
         """
         super().__init__()
         self.record = Record(rank)
@@ -92,64 +78,54 @@ class Recorder(TorchDispatchMode):
         self.large = large
         self.during = "start"
         self.slots: dict[str, int] = {}
-        """By the group's name."""
+        """torch's name of a group to its slot."""
         self._axes: dict[int, frozenset[str]] = {}
         self._counts: dict[int, int] = {}
         self._posts = 0
         self.reduction = ""
-        """Of the call of torch.distributed that runs; c10d's operators don't say which it is."""
+        """Reduction of the running call of torch.distributed; c10d's operators don't name it."""
         self._all = frozenset(axis for axis, degree in degrees.items() if degree > 1)
 
     # ---- groups
 
     def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
-        """A group was created. `name` is None if this rank is not a member."""
+        """Record a new group. `name` is None if this rank is not a member."""
         at = self.at()
-        world = math.prod(self.degrees.values())
-        spanning = (axis for axis, degree in self.degrees.items() if degree == world > 1)
-        if description == "default_pg":
-            description = " = ".join(["all ranks", *spanning])
-        description = description.removeprefix("mesh_")
+        description = describe_group(description, ranks, self.degrees)
         self.record.creations.append(Creation(ranks, description, at))
         if name is not None:
-            slot = self.slots[name] = len(self.record.groups)
+            slot = len(self.record.groups)
+            self.slots[name] = slot
             self.record.groups.append(Group(ranks, description, at))
             self._axes[slot] = self._axes_of(ranks)
 
     def _axes_of(self, ranks: tuple[int, ...]) -> frozenset[str]:
-        """Mesh axes that a group spans whole."""
+        """Mesh axes that a group spans whole; none if it also spans a part of another one."""
         places = [coordinates(rank, self.degrees) for rank in ranks]
-        spans = {axis: len({place[axis] for place in places}) for axis in self.degrees}
-        whole = {
-            axis for axis, degree in self.degrees.items() if degree > 1 and spans[axis] == degree
-        }
-        count = 1
-        for axis in whole:
-            count *= self.degrees[axis]
-        return frozenset(whole) if count == len(ranks) else frozenset()
+        whole = []
+        for axis in self._all:
+            if len({place[axis] for place in places}) == self.degrees[axis]:
+                whole.append(axis)
+        size = math.prod(self.degrees[axis] for axis in whole)
+        return frozenset(whole if size == len(ranks) else ())
 
     def slot(self, group: ProcessGroup | None) -> int:
         return self.slots[(group or dist.group.WORLD).group_name]
 
     # ---- collectives
 
-    def entered(
-        self,
-        slot: int,
-        op: str,
-        what: str,
-        size: int,
-        root: int | None = None,
-    ) -> None:
-        if len(self.record.groups[slot].ranks) == 1:
+    def entered(self, slot: int, op: str, what: str, size: int, root: int | None = None) -> None:
+        group = self.record.groups[slot]
+        if len(group.ranks) == 1:
             return
-        number = self._counts[slot] = self._counts.get(slot, 0) + 1
-        self.record.events.append(
-            Collective(slot, number, op, what, size, root, self.at(), self.during)
-        )
+        number = self._counts.get(slot, 0) + 1
+        self._counts[slot] = number
+        at = self.at()
+        event = Entered(group, number, op, what, at, root, self.during, slot=slot, bytes=size)
+        self.record.events.append(event)
 
     def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
-        """Sends and receives begin; the number of the post."""
+        """Record sends and receives that begin; the number of the post."""
         post = Post(slot, self._posts, tuple(messages), pair, self.at(), self.during)
         self._posts += 1
         self.record.events.append(post)
@@ -183,40 +159,36 @@ class Recorder(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        name = func._overloadpacket.__name__
-        kind = next((op for text, op in _OPS if text in name), None)
+        kind = _kind(func)
         slot = self.slots.get(group_name((*args, *kwargs.values())))
         if kind is None or slot is None:
             for result in tensors(out):  # wait_tensor
                 mark(result, _shared(tensors(args)))
             return out
-        inputs = list(tensors(args))
-        if func.namespace == "c10d" and kind in ("all_gather", "reduce_scatter"):
-            inputs = sorted(inputs, key=nbytes)[:: -1 if kind == "reduce_scatter" else 1][:1]
-        elif func.namespace == "c10d" and kind != "barrier":
-            inputs = inputs[:1] if kind in ("broadcast", "all_reduce") else inputs[-1:]
-        if kind == "barrier":
-            inputs = []
+        in_place = func.namespace == "c10d"
+        inputs = _inputs(kind, list(tensors(args)), in_place)
         what = ", ".join(describe(x, kind) for x in inputs)
-        if kind in ("all_reduce", "reduce_scatter", "reduce"):
+        if kind in _REDUCING:
             what += f" {reduction(args) or self.reduction}"
         root = None
-        if kind in ("broadcast", "gather", "scatter", "reduce") and func.namespace == "c10d":
-            root = next(
-                (arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)), None
-            )
+        if in_place and kind in _ROOTED:
+            numbers = (x for x in args if isinstance(x, int) and not isinstance(x, bool))
+            root = next(numbers, None)
         self.entered(slot, kind, what, sum(map(nbytes, inputs)), root)
-        before = _shared(tensors(args))
-        for result in (*tensors(out), *(tensors(args) if func.namespace == "c10d" else ())):
-            gives_all = kind in ("all_reduce", "all_gather", "broadcast")
-            mark(result, before | self._axes[slot] if gives_all else before - self._axes[slot])
+        axes = _shared(tensors(args))
+        if kind in ("all_reduce", "all_gather", "broadcast"):
+            axes |= self._axes[slot]
+        else:
+            axes -= self._axes[slot]
+        results = [*tensors(out), *tensors(args)] if in_place else list(tensors(out))
+        for result in results:
+            mark(result, axes)
         return out
 
     # ---- values
 
     def _read(self, tensor: Tensor) -> bool | int | float:
-        """A value for the host: the same on all ranks if all are known to compute the same, else
-        this rank's own.
+        """A value for the host: this rank's own unless all ranks are known to compute the same.
 
         Raises:
             EndlessLoopError: this line reads values without end.
@@ -227,14 +199,16 @@ class Recorder(TorchDispatchMode):
         read = Read(self.at(), shared)
         count = self.record.reads.get(read, 0) + 1
         self.record.reads[read] = count
-        if count > _MOST_READS:
+        if count > _ENDLESS_READS:
             raise EndlessLoopError(read.at)
         if not shared:
             self.record.own_reads.append((len(self.record.events), read.at))
         large = self.large and not shared
         if tensor.dtype is torch.bool:
             return large
-        return (1e4 if large else 1.0) if tensor.dtype.is_floating_point else 16 if large else 1
+        if tensor.dtype.is_floating_point:
+            return 1e4 if large else 1.0
+        return 16 if large else 1
 
     def _propagate(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """A result is the same on all ranks along an axis if all inputs are."""
@@ -251,16 +225,13 @@ class Recorder(TorchDispatchMode):
 
     def at(self) -> str:
         """The line outside of libraries that this is called from."""
-        frame: FrameType | None = sys._getframe(2)
-        last = None
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if not _skipped(name) and frame.f_code.co_qualname not in _HELPERS:
-                return _where(name, frame.f_lineno, frame.f_code.co_qualname)
-            last = frame
+        frame: FrameType = sys._getframe(2)
+        while frame.f_back is not None:
+            code = frame.f_code
+            if not _skipped(code.co_filename) and code.co_qualname not in _HELPERS:
+                break
             frame = frame.f_back
-        assert last is not None
-        return _where(last.f_code.co_filename, last.f_lineno, last.f_code.co_qualname)
+        return _where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
 @functools.cache
@@ -273,25 +244,41 @@ def _where(file: str, line: int, function: str) -> str:
     return where([(file, line, function.partition(".<locals>")[0])])
 
 
+def _kind(func: Any) -> str | None:
+    """The collective that an operator is."""
+    name = func._overloadpacket.__name__
+    return next((op for text, op in _OPS if text in name), None)
+
+
+def _inputs(kind: str, given: list[Tensor], in_place: bool) -> list[Tensor]:
+    """The tensors that a collective communicates; operators in place also get the outputs."""
+    if kind == "barrier":
+        return []
+    if not in_place:
+        return given
+    if kind == "all_gather":
+        return [min(given, key=nbytes)]
+    if kind == "reduce_scatter":
+        return [max(given, key=nbytes)]
+    return given[:1] if kind in ("broadcast", "all_reduce") else given[-1:]
+
+
 def describe(tensor: Tensor, kind: str) -> str:
-    shape = list(tensor.shape)
-    text: list[int | str] = [*shape]
+    """`float32 [8, 4]`; the first size of an all-to-all is `any`."""
+    shape = [str(size) for size in tensor.shape]
     if kind == "all_to_all" and shape:
-        text[0] = "any"  # checked as exchanges
-    return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(map(str, text))}]"
+        shape[0] = "any"  # checked as exchanges
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(shape)}]"
 
 
 def reduction(args: tuple[Any, ...]) -> str:
-    """The reduction of a call of torch.distributed, or of an operator that names it; empty for
-    c10d's operators.
-    """
+    """The reduction that the arguments of a call name; empty for c10d's operators."""
     for arg in args:
         if isinstance(arg, str) and arg in ("sum", "avg", "max", "min", "product"):
             return arg
         if isinstance(arg, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            return re.sub(
-                r"[^a-z_].*", "", str(arg).lower().removeprefix("<").removeprefix("redoptype.")
-            )
+            name = str(arg).lower().removeprefix("<").removeprefix("redoptype.")
+            return re.sub(r"[^a-z_].*", "", name)
     return ""
 
 

@@ -4,10 +4,9 @@ other.
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torchtitan.config.derive import axis_degrees
@@ -23,11 +22,12 @@ from torchtitan.tools.rehearsal.mismatches import (
     check_messages,
     errors,
 )
-from torchtitan.tools.rehearsal.rank_sample import Cast, corners
+from torchtitan.tools.rehearsal.rank_sample import RankSample, corners
 from torchtitan.tools.rehearsal.waits import check_circles
 
 _EVERY_RANK_BELOW = 64
 """Number of ranks. Each takes seconds of CPU time."""
+_MAY_DEPEND_ON_DATA = ("collectives", "messages", "error", "groups")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rehearsal:
     config: Config
     world: int
     layers: int | None
-    """Of each stage that ran; None: all."""
+    """Layers of each stage that ran; None: all."""
     records: dict[int, Record]
     """By rank."""
     counts: Counts
@@ -55,40 +55,32 @@ def rehearse(
 
     Args:
         config: derived and validated for `world` ranks.
-        ranks: to rehearse besides those that stand for all others.
+        ranks: more ranks to rehearse, besides those that represent all others.
         layers: of each pipeline stage to run; None: all.
     """
     degrees = axis_degrees(config.parallelism)
-    cast = Cast(sorted({*corners(degrees), *ranks}), degrees)
+    sample = RankSample({*corners(degrees), *ranks}, degrees)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    with ProcessPoolExecutor(
-        min(cores, len(cast.rehearsed)), mp_context=context, max_tasks_per_child=1
-    ) as pool:
+    processes = min(_cores(), len(sample.rehearsed))
+    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
 
-        def run(rank: int, large: bool, told: list[Any] | None) -> Any:
-            return pool.submit(_alone, config, world, rank, layers, large, told)
+        def run(rank: int, large: bool, broadcasts: list[Any] | None) -> Future[Record]:
+            return pool.submit(_alone, config, world, rank, layers, large, broadcasts)
 
-        first = run(0, cast.large(0), None).result()
-        others = sorted(cast.rehearsed - {0})
-        running = {rank: run(rank, cast.large(rank), first.broadcasts) for rank in others}
-        records = {0: first, **{rank: future.result() for rank, future in running.items()}}
+        records = {0: run(0, sample.large(0), None).result()}
+        broadcasts = records[0].broadcasts
+        others = sorted(sample.rehearsed - {0})
+        running = {rank: run(rank, sample.large(rank), broadcasts) for rank in others}
+        records |= {rank: future.result() for rank, future in running.items()}
         counts = Counts()
-        faults = check(records, cast, counts)
-        again = partial(run, told=first.broadcasts)
-        faults = [
-            _because_of_data(
-                fault, records, lambda rank: again(rank, not cast.large(rank)).result()
-            )
-            if fault.kind in ("collectives", "messages", "error", "groups")
-            and fault.rank in records
-            and fault.rank
-            else fault
-            for fault in faults
-        ]
+        faults = []
+        for fault in check(records, sample, counts):
+            rank = fault.rank
+            if rank in records and rank != 0 and fault.kind in _MAY_DEPEND_ON_DATA:
+                again = run(rank, not sample.large(rank), broadcasts).result()
+                fault = _because_of_data(fault, records[rank], again)
+            faults.append(fault)
     return Rehearsal(config, world, layers, records, counts, faults)
 
 
@@ -106,42 +98,43 @@ def few_layers(config: Config) -> int:
     return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
 
 
-def check(records: dict[int, Record], cast: Cast, counts: Counts) -> list[Fault]:
-    """The most certain explanations first. Later checks assume that earlier ones found nothing."""
+def check(records: dict[int, Record], sample: RankSample, counts: Counts) -> list[Fault]:
+    """Faults of the first check that finds any; later checks assume that earlier ones passed."""
     faults = [*errors(records), *check_groups(records)]
     if faults:
         return faults
-    faults = check_collectives(records, cast, counts)
-    faults += check_messages(records, cast, counts)
+    faults = check_collectives(records, sample, counts)
+    faults += check_messages(records, sample, counts)
     faults += check_exchanges(records, counts)
     return faults or check_circles(records)
 
 
-def _because_of_data(
-    fault: Fault, records: dict[int, Record], again: Callable[[int], Record]
-) -> Fault:
-    """The fault, or that it is due to the rank's own data: if its tensors hold other values, it
-    does something else.
+def _because_of_data(fault: Fault, before: Record, after: Record) -> Fault:
+    """The fault, or that it is due to the rank's own data.
+
+    Args:
+        before, after: of the rank, with different values in its tensors.
     """
-    before = records[fault.rank]
-    after = again(fault.rank)
-    same = (
-        before.events == after.events
-        and before.creations == after.creations
-        and before.error == after.error
-    )
-    if same:
+    same = before.creations == after.creations and before.error == after.error
+    if same and before.events == after.events:
         return fault
-    pairs = enumerate(zip(before.events, after.events, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(len(before.events), len(after.events)))
+    first = min(len(before.events), len(after.events))
+    for i, (one, other) in enumerate(zip(before.events, after.events, strict=False)):
+        if one != other:
+            first = i
+            break
     read = [place for position, place in before.own_reads if position <= first]
     if not read:
         return fault
-    text = (
-        f"rank {fault.rank} depends on a value of its own data, which it reads at "
-        f"{read[-1]}: {fault.text}"
-    )
-    return Fault("data", fault.rank, text)
+    where = f"rank {fault.rank} depends on a value of its own data, which it reads at {read[-1]}"
+    return Fault("data", fault.rank, f"{where}: {fault.text}")
+
+
+def _cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _alone(
@@ -150,17 +143,10 @@ def _alone(
     rank: int,
     layers: int | None,
     large: bool,
-    told: list[Any] | None,
+    broadcasts: list[Any] | None,
 ) -> Record:
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(
-        config,
-        world,
-        rank,
-        layers=layers,
-        large=large,
-        told=told,
-    )
+    return rehearse_rank(config, world, rank, layers=layers, large=large, told=broadcasts)

@@ -1,12 +1,10 @@
-"""What a start, a save and a resume cost beside training, as it grows with the number of ranks.
-Imports no torch.
-"""
+"""What a start, a save and a resume cost as the number of ranks grows. Imports no torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from torchtitan.config.derive import axis_degrees
+from torchtitan.tools.rehearsal.events import Record
 from torchtitan.tools.rehearsal.mismatches import all_groups
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
@@ -20,24 +18,24 @@ class Startup:
     """Numbers of one cluster size."""
 
     groups: int
-    """Process groups that rank 0 is a member of."""
+    """Number of process groups that rank 0 is a member of."""
     calls: int
-    """That create groups, on each rank, with gloo alone: one for each group of the cluster."""
+    """Calls that create groups, on each rank, with gloo: one for each group of the cluster."""
     splits: int
-    """The same with NCCL: one for each axis."""
+    """Calls that create groups with NCCL: one for each axis."""
     connections: int
-    """Between rank 0 and others, if gloo connects all pairs of each group when it is created."""
+    """Connections of rank 0, if gloo connects all pairs of a group when it is created."""
     store: int
-    """Operations on the key-value store, of all ranks together, with which gloo does so."""
+    """Operations on the key-value store, over all ranks, for these connections."""
     lazy_store: int
-    """The same if gloo connects pairs that communicate, before they do."""
+    """Operations on the store if gloo connects only pairs that communicate."""
     start_objects: int
     """Bytes of objects that a rank receives from others until the first step."""
     save_objects: int
-    """The same of rank 0 in each save, and those that it sends to others."""
+    """Bytes of objects that rank 0 receives and sends in each save."""
     resume_objects: int
     parts: int
-    """Of tensors in a checkpoint."""
+    """Number of parts of tensors in a checkpoint."""
     metadata: int
     """Bytes of `.metadata` and `tensors.json`."""
 
@@ -51,6 +49,7 @@ def startup(rehearsal: Rehearsal) -> Startup:
     record = rehearsal.records[0]
     own = [group.ranks for group in record.groups if len(group.ranks) > 1]
     sizes = [len(ranks) for ranks, _ in all_groups(record)]
+    parts = _parts(rehearsal)
     return Startup(
         groups=len(own),
         calls=len(record.creations),
@@ -58,26 +57,32 @@ def startup(rehearsal: Rehearsal) -> Startup:
         connections=sum(len(ranks) - 1 for ranks in own),
         store=sum(n * (2 * n + 1) for n in sizes),
         lazy_store=sum(sizes),
-        start_objects=_objects(rehearsal, "start"),
-        save_objects=_objects(rehearsal, "save"),
-        resume_objects=_objects(rehearsal, "resume"),
-        parts=(parts := _parts(rehearsal)),
+        start_objects=_objects(record, "start"),
+        save_objects=_objects(record, "save"),
+        resume_objects=_objects(record, "resume"),
+        parts=parts,
         metadata=round(parts * record.metadata),
     )
 
 
-def _objects(rehearsal: Rehearsal, during: str) -> int:
+def _objects(record: Record, during: str) -> int:
     """Bytes of objects that rank 0 exchanges with the others during a part of the rehearsal."""
-    record = rehearsal.records[0]
     total = 0.0
-    run, of = record.layers
     for event in record.collectives:
         if event.during == during and event.tensors == "object":
-            members = len(record.groups[event.slot].ranks)
-            per_layer = event.op in _GATHERED and event.bytes > 1000  # a plan
-            factor = 1 if event.op.startswith("broadcast") else members
-            total += event.bytes * factor * (of / run if per_layer and run else 1)
+            size: float = event.bytes
+            if not event.op.startswith("broadcast"):
+                size *= len(event.group.ranks)
+            if event.op in _GATHERED and event.bytes > 1000:  # a plan
+                size *= _scale(record)
+            total += size
     return round(total)
+
+
+def _scale(record: Record) -> float:
+    """Number of a rank's layers, relative to those that ran."""
+    run, of = record.layers
+    return of / run if run else 1.0
 
 
 def _parts(rehearsal: Rehearsal) -> int:
@@ -85,31 +90,25 @@ def _parts(rehearsal: Rehearsal) -> int:
     total = 0.0
     for rank, record in rehearsal.records.items():
         if not any(at for axis, at in coordinates(rank, degrees).items() if axis != "pp"):
-            run, of = record.layers
-            total += record.parts[0] * (of / run if run else 1) + record.parts[1]
+            total += record.parts[0] * _scale(record) + record.parts[1]
     return round(total)
 
 
 def rows(found: Startup) -> list[tuple[str, str]]:
-    """In words."""
-    mib = 2**20
+    """The numbers in words."""
+
+    def mib(size: int) -> str:
+        return f"{size / 2**20:,.1f} MiB"
+
+    store = f"{found.store:,}; {found.lazy_store:,} and more"
+    parts = f"{found.parts:,}; {mib(found.metadata)}"
     return [
         ("process groups of rank 0", f"{found.groups:,}"),
         ("calls that create groups (gloo; NCCL)", f"{found.calls:,}; {found.splits:,}"),
         ("connections of rank 0, if gloo makes all at once", f"{found.connections:,}"),
-        (
-            "store operations (all at once; as needed)",
-            f"{found.store:,}; {found.lazy_store:,} and more",
-        ),
-        ("objects received by a rank at the start", f"{found.start_objects / mib:,.1f} MiB"),
-        ("objects through rank 0 in a save", f"{found.save_objects / mib:,.1f} MiB"),
-        ("objects through rank 0 in a resume", f"{found.resume_objects / mib:,.1f} MiB"),
-        (
-            "parts of tensors in a checkpoint, and their metadata",
-            f"{found.parts:,}; {found.metadata / mib:,.1f} MiB",
-        ),
+        ("store operations (all at once; as needed)", store),
+        ("objects received by a rank at the start", mib(found.start_objects)),
+        ("objects through rank 0 in a save", mib(found.save_objects)),
+        ("objects through rank 0 in a resume", mib(found.resume_objects)),
+        ("parts of tensors in a checkpoint, and their metadata", parts),
     ]
-
-
-def as_data(found: Startup) -> dict[str, Any]:
-    return asdict(found)

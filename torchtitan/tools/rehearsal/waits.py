@@ -1,31 +1,28 @@
-"""Whether ranks can wait for each other in a circle: their collectives, sends and receives, run in
-order.
+"""Whether ranks can wait for each other in a circle: runs their collectives, sends and receives.
 
-The strictest order that a backend can impose, so one that waits less can't hang either:
+They run in the strictest order that a backend can impose; one that waits less can't hang either:
 
-- a collective blocks its rank until all members of the group have entered it;
-- sends and receives are posted without blocking, but those of one communicator run one after the
-other, in the order
-  of posting, as on a stream of NCCL. A send or receive ends only together with its other end (no
-  buffers). A batch ends when all of it has;
-- messages that are posted alone use the communicator of the two ranks, those of a mixed batch, and
-collectives, that
-  of the group;
-- waiting for a post blocks.
+- A collective blocks its rank until all members of the group have entered it.
+- Sends and receives are posted without blocking, but on one communicator they run one after the
+  other in the order of posting, as on a stream of NCCL. A send or receive ends only together with
+  its other end (no buffers), and a batch when all of it has.
+- A message that is posted alone uses the communicator of the two ranks; batches and collectives
+  use the group's.
+- Waiting for a post blocks.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from torchtitan.tools.rehearsal.events import Collective, Message, Post, Record, Wait
-from torchtitan.tools.rehearsal.mismatches import Fault, describe
+from torchtitan.tools.rehearsal.events import Entered, Event, Message, Post, Record, Wait
+from torchtitan.tools.rehearsal.mismatches import Fault
 
 _Stream = tuple[int, int]
-"""(slot, other rank; -1 for the group's communicator)."""
+"""(slot, other rank); the rank is -1 for the group's communicator."""
 
 
 class _Rank:
-    """How far a rank is."""
+    """The position of a rank in its events."""
 
     def __init__(self, record: Record):
         self.record = record
@@ -35,8 +32,8 @@ class _Rank:
         self.done: set[int] = set()
 
     @property
-    def event(self) -> Collective | Post | Wait | None:
-        """What it does next, or waits in."""
+    def event(self) -> Event | None:
+        """The next event, which may block; None at the end."""
         events = self.record.events
         return events[self.position] if self.position < len(events) else None
 
@@ -66,11 +63,13 @@ def check_circles(records: Mapping[int, Record]) -> list[Fault]:
 
 
 def _with_their_peers(records: Mapping[int, Record]) -> list[int]:
-    """The ranks all of whose correspondents were rehearsed; the others are like one of them."""
-    peers = {
-        r: {m.peer for post in record.posts for m in post.messages} for r, record in records.items()
-    }
-    return sorted(rank for rank, others in peers.items() if others <= records.keys())
+    """The ranks whose peers were all rehearsed; the others are like one of them."""
+    closed = []
+    for rank, record in records.items():
+        peers = {message.peer for post in record.posts for message in post.messages}
+        if peers <= records.keys():
+            closed.append(rank)
+    return sorted(closed)
 
 
 def _advance(
@@ -89,7 +88,7 @@ def _advance(
                 break
             state.position += 1
         else:
-            others = members[state.record.groups[event.slot].ranks]
+            others = members[event.group.ranks]
             if not all(_has_entered(ranks[other], event) for other in others):
                 break
             for other in others:
@@ -98,18 +97,15 @@ def _advance(
     return woken
 
 
-def _has_entered(state: _Rank, event: Collective) -> bool:
+def _has_entered(state: _Rank, event: Entered) -> bool:
     own = state.event
-    free = not state.streams[event.slot, -1]
-    return (
-        isinstance(own, Collective)
-        and (own.slot, own.number) == (event.slot, event.number)
-        and free
-    )
+    if not isinstance(own, Entered) or (own.slot, own.number) != (event.slot, event.number):
+        return False
+    return not state.streams[event.slot, -1]
 
 
 def _match(rank: int, stream: _Stream, ranks: Mapping[int, _Rank]) -> set[int]:
-    """End what has both ends at the head of its streams; the ranks that may now continue."""
+    """End messages with both ends at the head of their streams; the ranks that may continue."""
     woken = set[int]()
     todo = deque([(rank, stream)])
     while todo:
@@ -117,24 +113,29 @@ def _match(rank: int, stream: _Stream, ranks: Mapping[int, _Rank]) -> set[int]:
         queue = ranks[own].streams[at]
         if not queue:
             continue
-        _, left = queue[0]
+        slot, peer = at
+        mirrored = slot, own if peer >= 0 else -1
+        left = queue[0][1]
         for message in list(left):
-            there = at[0], own if at[1] >= 0 else -1
-            if message not in left or not (others := ranks[message.peer].streams[there]):
-                continue
-            mirror = next(
-                (m for m in others[0][1] if m.peer == own and m.sends != message.sends), None
-            )
-            if mirror is None:
+            others = ranks[message.peer].streams[mirrored]
+            mirror = _other_end(own, message, others[0][1]) if others else None
+            if message not in left or mirror is None:
                 continue
             left.remove(message)
             others[0][1].remove(mirror)
-            for who, where, line in ((own, at, queue), (message.peer, there, others)):
+            for who, where, line in ((own, at, queue), (message.peer, mirrored, others)):
                 if line and not line[0][1]:
                     ranks[who].done.add(line.popleft()[0].number)
                     woken.add(who)
                     todo.append((who, where))
     return woken
+
+
+def _other_end(own: int, message: Message, candidates: list[Message]) -> Message | None:
+    for one in candidates:
+        if one.peer == own and one.sends != message.sends:
+            return one
+    return None
 
 
 # ---- words
@@ -143,7 +144,7 @@ def _match(rank: int, stream: _Stream, ranks: Mapping[int, _Rank]) -> set[int]:
 def _circle(
     stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]
 ) -> list[tuple[int, _Rank]]:
-    """Ranks of which each waits for the next, and the last for the first."""
+    """Ranks that wait for each other: each for the next, the last for the first."""
     rank = min(stuck)
     path = list[int]()
     while rank not in path:
@@ -160,7 +161,7 @@ def _head(state: _Rank) -> Post | None:
     if isinstance(event, Wait):
         posted = next(p for p in state.record.posts if p.number == event.post)
         return state.streams[state.stream(posted)][0][0]
-    if isinstance(event, Collective) and state.streams[event.slot, -1]:
+    if isinstance(event, Entered) and state.streams[event.slot, -1]:
         return state.streams[event.slot, -1][0][0]
     return None
 
@@ -169,23 +170,26 @@ def _waits_for(
     rank: int, stuck: Mapping[int, _Rank], members: Mapping[tuple[int, ...], list[int]]
 ) -> set[int]:
     state = stuck[rank]
-    if head := _head(state):
+    head = _head(state)
+    if head:
         return {m.peer for m in state.streams[state.stream(head)][0][1]}
     event = state.event
-    assert isinstance(event, Collective)
-    others = members[state.record.groups[event.slot].ranks]
+    assert isinstance(event, Entered)
+    others = members[event.group.ranks]
     return {other for other in others if other in stuck and not _has_entered(stuck[other], event)}
 
 
 def _doing(state: _Rank, ranks: Mapping[int, _Rank]) -> str:
     event = state.event
-    if head := _head(state):
+    head = _head(state)
+    if head:
         left = state.streams[state.stream(head)][0][1]
-        what = " and ".join(
-            f"to {'send to' if m.sends else 'receive from'} rank {m.peer} ({m.tensors})"
-            for m in left
-        )
+        waits = []
+        for m in left:
+            verb = "send to" if m.sends else "receive from"
+            waits.append(f"to {verb} rank {m.peer} ({m.tensors})")
+        what = " and ".join(waits)
         group = state.record.groups[head.slot].description
         return f"waits {what} in {group}, posted at {head.at}"
-    assert isinstance(event, Collective)
-    return f"waits in {describe(event, state.record.groups[event.slot])}, at {event.at}"
+    assert isinstance(event, Entered)
+    return f"waits in {event.describe()}, at {event.at}"

@@ -1,0 +1,151 @@
+"""Collectives that disagree between ranks, the same for ranks that hang and for a rehearsal.
+
+Imports no torch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchtitan.utils.activity import Exchange
+
+
+class Group(NamedTuple):
+    """A process group."""
+
+    ranks: tuple[int, ...]
+    description: str
+    """In words: `tp`, `all ranks = dp_shard`."""
+    at: str = ""
+    """Where it was created, if known."""
+    name: str = ""
+    """torch's name, if known. Not unique: groups split off together share it."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank entered."""
+
+    group: Group
+    number: int
+    """Sequence number in its group; sends and receives are counted separately."""
+    op: str
+    tensors: str
+    """Types and shapes of its inputs."""
+    at: str
+    """Where it was called."""
+    root: int | None = None
+    """Index in the group."""
+    during: str = ""
+    """Part of a rehearsal."""
+
+    @property
+    def call(self) -> tuple[str, str, int | None]:
+        """What must be equal on all members of the group."""
+        return self.op, self.tensors, self.root
+
+    def describe(self) -> str:
+        """`all_reduce #4 of tp (float32 [8]; ranks 0-1)`."""
+        tensors = f"{self.tensors}; " if self.tensors else ""
+        group = self.group
+        return (
+            f"{self.op} #{self.number} of {group.description} ({tensors}{name_ranks(group.ranks)})"
+        )
+
+    @property
+    def place(self) -> str:
+        """When and where it was called, as the end of a clause."""
+        during = f" during the {self.during}" if self.during else ""
+        return f"{during}, at {self.at}"
+
+
+def describe_group(description: str, ranks: tuple[int, ...], degrees: Mapping[str, int]) -> str:
+    """torch's description of a group in words.
+
+    Args:
+        degrees: degree of each mesh axis, by name.
+    """
+    if description == "default_pg":  # also the group of an axis that spans all ranks
+        spanning = [axis for axis, degree in degrees.items() if degree == len(ranks) > 1]
+        return " = ".join(["all ranks", *spanning])
+    return description.removeprefix("mesh_")
+
+
+def minority(
+    by_rank: Mapping[int, object], key: Callable[..., object]
+) -> tuple[list[int], list[int]] | None:
+    """The smallest set of ranks with equal values, and the largest; None if all values are equal.
+
+    Of two sets of equal size, the one with the lowest rank counts as larger.
+    """
+    kinds: dict[object, list[int]] = {}
+    for rank, value in sorted(by_rank.items()):
+        kinds.setdefault(key(value), []).append(rank)
+    if len(kinds) < 2:
+        return None
+    few, *_, most = sorted(kinds.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    return few, most
+
+
+def different_calls(few: list[int], one: Collective, most: list[int], other: Collective) -> str:
+    """The sentence about ranks that entered `one` where most entered `other`."""
+    root = other_root = ""
+    if one.root != other.root:
+        root = _root(one)
+        other_root = _root(other)
+    return (
+        f"{name_ranks(few)} entered {one.describe()}{root}{one.place}, where {name_ranks(most)} "
+        f"entered {other.op} ({other.tensors}){other_root}, at {other.at}"
+    )
+
+
+def _root(collective: Collective) -> str:
+    if collective.root is None:
+        return ""
+    return f" of root {collective.group.ranks[collective.root]}"
+
+
+class Uneven(NamedTuple):
+    """A rank sends other numbers of experts' rows than their receiver expects."""
+
+    sender: int
+    receiver: int
+    text: str
+
+
+def uneven_exchange(exchanges: Mapping[int, Iterable[Exchange]]) -> Uneven | None:
+    """The first exchange of experts' rows whose ranks disagree.
+
+    Args:
+        exchanges: those of each rank.
+    """
+    same: dict[tuple[int, ...], dict[int, Exchange]] = {}
+    for rank, own in exchanges.items():
+        for exchange in own:
+            same.setdefault((exchange.number, *exchange.ranks), {})[rank] = exchange
+    for (number, *ranks), by_rank in sorted(same.items()):
+        for sender, its in sorted(by_rank.items()):
+            for receiver, other in sorted(by_rank.items()):
+                sent = its.sent[ranks.index(receiver)]
+                expected = other.expected[ranks.index(sender)]
+                if sent != expected:
+                    text = (
+                        f"rank {sender} sends {sent} rows to rank {receiver}, which expects "
+                        f"{expected}, in exchange #{number} of experts' rows among "
+                        f"{name_ranks(ranks)}"
+                    )
+                    return Uneven(sender, receiver, text)
+    return None
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 2-5`."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' * (len(ordered) > 1)} {text}"
