@@ -79,10 +79,9 @@ def main(argv: list[str]) -> int:
     else:
         config = resolved.config
         print(
-            f"OK: {setup.spec.name} {config.model.flavor} on "
-            f"{plural(options.world, 'rank')}, global batch "
-            f"{config.training.global_batch_size} x {config.training.seq_len} tokens, "
-            f"{plural(gradient_accumulation_steps(config), 'accumulation step')}, "
+            f"OK: {setup.spec.name} {config.model.flavor} on {plural(options.world, 'rank')}, "
+            f"global batch {config.training.global_batch_size} x {config.training.seq_len} "
+            f"tokens, {plural(gradient_accumulation_steps(config), 'accumulation step')}, "
             f"{plural(config.training.steps, 'step')}"
         )
     return 0

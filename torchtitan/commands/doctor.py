@@ -60,6 +60,6 @@ def main(argv: list[str]) -> int:
             return 0
     raise UserError(
         f"{options.folder}: no rank has written anything here. Reports are in "
-        "comm.save_traces_folder below "
-        "job.dump_folder, once a run hangs, fails, or receives SIGUSR2."
+        "comm.save_traces_folder below job.dump_folder, once a run hangs, fails, or receives "
+        "SIGUSR2."
     )

@@ -75,11 +75,10 @@ def main(argv: list[str]) -> int:
     theirs = min(degree, microbatches)
     bubble = (degree - 1) / (microbatches + degree - 1)
     print(
-        f"wrote {file}: {stages} stages on {degree} ranks, {microbatches} microbatches\n"
-        f"keeps the activations of at most {kept:g} microbatches on a rank (1F1B: {theirs})\n"
-        f"idle {idle:.1%} (1F1B: {bubble:.1%}), if forwards and both parts of backwards "
-        "take equally long\n"
-        f"for a run: --parallelism.pipeline_parallel_degree={degree} "
+        f"wrote {file}: {stages} stages on {degree} ranks, {microbatches} microbatches\nkeeps the "
+        f"activations of at most {kept:g} microbatches on a rank (1F1B: {theirs})\nidle "
+        f"{idle:.1%} (1F1B: {bubble:.1%}), if forwards and both parts of backwards take equally "
+        f"long\nfor a run: --parallelism.pipeline_parallel_degree={degree} "
         f"--parallelism.pipeline_parallel_schedule_csv={file} "
         f"--training.local_batch_size={microbatches} "
         "--parallelism.pipeline_parallel_microbatch_size=1"

@@ -38,6 +38,7 @@ from torchtitan.utils.errors import (
     UserError,
     did_you_mean,
 )
+from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
 from torchtitan.utils.lock import used_by_a_neighbor
 from torchtitan.utils.process import REPORTER_ENV
 from torchtitan.utils.signals import STOP_SIGNALS
@@ -49,10 +50,6 @@ ELASTIC_RESTARTS = 10
 SECRET_ENV = "RDZV_SECRET"
 """Not an option: every user of a machine sees the arguments of its processes."""
 MIN_SECRET = 16
-_MOST_RANKS_PER_NODE = 1024
-_MOST_NODES = 100_000
-_WIDEST_RANGE = 2000
-"""The configuration is checked for every number of nodes in the range."""
 
 
 # ---- options
@@ -64,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         allow_abbrev=False,
     )
-    ranks = partial(count, most=_MOST_RANKS_PER_NODE)
+    ranks = partial(count, most=RANKS_PER_NODE)
     parser.add_argument(
         "--nproc-per-node",
         type=ranks,
@@ -123,9 +120,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
             )
         if len(os.environ.get(SECRET_ENV, "")) < MIN_SECRET:
             ours.error(
-                f"{SECRET_ENV}: with several nodes, set this environment variable on all "
-                "of them to the same secret "
-                f"of {MIN_SECRET} characters or more, such as `openssl rand -hex 16` prints once"
+                f"{SECRET_ENV}: with several nodes, set this environment variable on all of them "
+                f"to the same secret of {MIN_SECRET} characters or more, such as `openssl rand "
+                "-hex 16` prints once"
             )
     if options.nproc_per_node is None:
         options.nproc_per_node = count_gpus() or 1
@@ -197,10 +194,10 @@ def node_range(text: str) -> tuple[int, int]:
     )
     if not 1 <= nodes[0] <= nodes[1]:
         raise argparse.ArgumentTypeError(f"{brief(text)} is neither a number of nodes nor MIN:MAX")
-    if nodes[1] > _MOST_NODES or nodes[1] - nodes[0] > _WIDEST_RANGE:
+    if nodes[1] > NODES or nodes[1] - nodes[0] > NODE_RANGE:
         raise argparse.ArgumentTypeError(
-            f"{brief(text)}: must be at most {_MOST_NODES:,} nodes, and MAX at most "
-            f"{_WIDEST_RANGE:,} above MIN"
+            f"{brief(text)}: must be at most {NODES:,} nodes, and MAX at most "
+            f"{NODE_RANGE:,} above MIN"
         )
     return nodes
 

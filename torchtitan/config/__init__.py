@@ -1,4 +1,4 @@
-"""From command-line arguments to a checked configuration, in milliseconds and without torch."""
+"""Turns command-line arguments into a checked configuration, without torch."""
 
 from dataclasses import dataclass
 

@@ -51,16 +51,13 @@ def layout_degrees(parallelism: Parallelism) -> dict[str, int]:
 
 
 def expert_ranks(parallelism: Parallelism) -> int:
-    """Ranks over which expert parallelism and FSDP together split the experts: dp_shard x cp x
-    tp.
-    """
+    """Ranks over which expert parallelism and FSDP split the experts: dp_shard x cp x tp."""
     p = parallelism
     return p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
 
 
 def expert_shard_dim(experts: int, shards: int) -> int:
-    """The dimension of a stack of `experts` matrices along which FSDP shards it over `shards`
-    ranks.
+    """Dimension along which FSDP shards a stack of `experts` matrices over `shards` ranks.
 
     Whole matrices if they divide evenly: gathering them takes no extra copy, and Muon no
     communication.
@@ -70,10 +67,8 @@ def expert_shard_dim(experts: int, shards: int) -> int:
 
 def layout_name(degrees: Mapping[str, int]) -> str:
     """The axes with more than one rank: `dp_shard 2 x tp 2`."""
-    return (
-        " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-        or "one rank"
-    )
+    several = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    return " x ".join(several) or "one rank"
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
@@ -84,9 +79,7 @@ def divisors(n: int, limit: int | None = None) -> list[int]:
 
 
 def _copies(config: Config, world: int) -> Derived | None:
-    """Elastic runs give up replicas first, because sharding over fewer ranks takes more memory on
-    each.
-    """
+    """Elastic runs give up replicas first: sharding over fewer ranks takes more memory on each."""
     p = config.parallelism
     others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
     ranks, rest = divmod(world, others)
@@ -121,9 +114,7 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
 
 
 def _expert_degree(config: Config, world: int) -> Derived | None:
-    """Fewer ranks hold more experts each. A divisor of the degree divides the number of experts
-    like it.
-    """
+    """Fewer ranks hold more experts each. A divisor of the degree still divides the experts."""
     p = config.parallelism
     given = p.expert_parallel_degree
     ranks = expert_ranks(p)
@@ -196,8 +187,8 @@ def _decay_after_warmup(config: Config, world: int) -> Derived | None:
     if round(s.total_steps * s.decay_ratio) <= left:
         return None
     text = (
-        f"{s.decay_ratio:g} cut to {left} steps, which {s.warmup_steps} warmup_steps leave "
-        f"of {s.total_steps}"
+        f"{s.decay_ratio:g} cut to {left} steps, which {s.warmup_steps} warmup_steps leave of "
+        f"{s.total_steps}"
     )
     return "lr_scheduler.decay_ratio", left / s.total_steps, text
 
@@ -218,9 +209,7 @@ _DERIVATIONS: tuple[Callable[[Config, int], Derived | None], ...] = (
 
 
 def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
-    """`config` with every derived value filled in for `world` ranks, and the formula of each filled
-    key.
-    """
+    """`config` with every derived value for `world` ranks, and the formula of each derived key."""
     formulas = {}
     for derivation in _DERIVATIONS:
         if result := derivation(config, world):
@@ -251,37 +240,32 @@ def degrees_fill(config: Config, world: int) -> bool:
 
 def replace(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` with the dotted `key` set to `value`."""
-    return _replaced(config, key.split("."), value)
+    return _replaced(config, key, value)
 
 
-def _replaced(section: Nested, path: list[str], value: Any) -> Nested:
-    name, *rest = path
-    return section.model_copy(
-        update={name: _replaced(getattr(section, name), rest, value) if rest else value}
-    )
+def _replaced(section: Nested, key: str, value: Any) -> Nested:
+    name, _, rest = key.partition(".")
+    if rest:
+        value = _replaced(getattr(section, name), rest, value)
+    return section.model_copy(update={name: value})
 
 
 def data_parallel_degree(config: Config) -> int:
     """Number of ranks that read different rows. The shard degree must be derived already."""
-    return (
-        config.parallelism.data_parallel_replicate_degree
-        * config.parallelism.data_parallel_shard_degree
-    )
+    p = config.parallelism
+    return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
 
 
 def offloaded_blocks(ac: ActivationCheckpoint, blocks: int) -> int:
-    """How many of a pipeline stage's blocks keep in host memory what their backward needs: the
-    first ones.
-    """
+    """Number of a pipeline stage's first blocks whose activations wait in host memory."""
     return blocks if ac.offload_blocks < 0 else min(ac.offload_blocks, blocks)
 
 
 def sums_whole_gradients(config: Config) -> bool:
-    """Whether the batches of a step add up in whole gradients, reduced after the last one, rather
-    than in shards.
+    """Whether a step's batches add up in whole gradients, reduced after the last, not in shards.
 
-    Whole gradients cost nothing where a shard is all of them, on the device. FSDP adds them up in
-    the type that it reduces them in.
+    Whole gradients cost nothing if a rank's shard is everything and stays on the device. FSDP adds
+    them up in the type in which it reduces them.
     """
     p = config.parallelism
     t = config.training
@@ -293,50 +277,43 @@ def sums_whole_gradients(config: Config) -> bool:
 
 
 def sums_on_replicas(config: Config) -> bool:
-    """Whether replicas add up the shards of a step's batches apart, and are all-reduced after the
-    last batch.
+    """Whether each replica adds up a step's batches by itself, and all-reduces after the last one.
 
-    That happens on the device, in the type of the reduction. So shards that can add up in host
-    memory, or are reduced in bf16, are all-reduced for each batch and add up in fp32.
+    It does so on the device, in the type of the reduction. So shards that can add up in host
+    memory, or are reduced in bf16, are all-reduced after each batch and add up in fp32.
     """
     t = config.training
-    return t.mixed_precision_reduce == "float32" and (
-        not t.enable_cpu_offload or t.dtype == "bfloat16"
-    )
+    on_device = not t.enable_cpu_offload or t.dtype == "bfloat16"
+    return on_device and t.mixed_precision_reduce == "float32"
 
 
 def needs_replica_axis(config: Config) -> bool:
     """Whether FSDP needs an axis of replicas even for a single one.
 
-    FSDP rounds reduced gradients to the parameters' type, and then adds them up; but a replica adds
-    up its own before. So where parameters are stored in bf16 and gradients accumulate in shards, a
-    single replica is an axis too.
+    FSDP rounds reduced gradients to the parameters' type before adding them up; a replica adds up
+    its own first. So if parameters are stored in bf16 and gradients accumulate in shards, a single
+    replica is an axis too.
     """
     in_shards = gradient_accumulation_steps(config) > 1 and not sums_whole_gradients(config)
     return config.training.dtype == "bfloat16" and in_shards
 
 
 def largest_batch(config: Config) -> int:
-    """Rows of the largest optimizer step, of all stages."""
+    """Rows of the largest optimizer step in the run."""
     t = config.training
     return max(t.global_batch_size, *(stage.global_batch_size or 0 for stage in t.stages), 0)
 
 
 def validation_rows(config: Config) -> int:
-    """Rows per forward pass of validation on each rank: no more than its share of a batch, in whole
-    microbatches.
-    """
+    """Rows per forward pass of validation on a rank: at most its share, in whole microbatches."""
     v = config.validation
     p = config.parallelism
     unit = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else 1
-    share = -(-v.global_batch_size // data_parallel_degree(config))
-    return min(v.local_batch_size, -(-share // unit) * unit)
+    share = math.ceil(v.global_batch_size / data_parallel_degree(config))
+    return min(v.local_batch_size, math.ceil(share / unit) * unit)
 
 
 def gradient_accumulation_steps(config: Config) -> int:
-    """Forward and backward passes per optimizer step on each rank; in the stage with the largest
-    batch.
-    """
-    return -(
-        -largest_batch(config) // (config.training.local_batch_size * data_parallel_degree(config))
-    )
+    """Forward and backward passes per optimizer step on each rank, for the largest batch."""
+    rows_per_pass = config.training.local_batch_size * data_parallel_degree(config)
+    return math.ceil(largest_batch(config) / rows_per_pass)

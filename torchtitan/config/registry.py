@@ -105,9 +105,8 @@ class Registry(Generic[T]):
             return None
         near = next((other for other in known if other.lower() == name.lower()), name[:100])
         return (
-            f"no {self.what} {brief(name)}; known: {', '.join(known) or 'none'}; "
-            "register others from a module named "
-            f"by experimental.custom_import{did_you_mean(near, known)}"
+            f"no {self.what} {brief(name)}; known: {', '.join(known) or 'none'}; register others "
+            f"from a module named by experimental.custom_import{did_you_mean(near, known)}"
         )
 
 
@@ -141,8 +140,8 @@ class Functions(Registry[Callable[..., Any]]):
             return "must be named by letters, digits and _, as a table of a TOML file is"
         if "<" in make.__qualname__:
             return (
-                f"is {make.__qualname__}; define it at the top level of its module, where "
-                "worker processes find it"
+                f"is {make.__qualname__}; define it at the top level of its module, where worker "
+                "processes find it"
             )
         if name in self.built_in:
             return "is built in; choose another name"
@@ -169,8 +168,8 @@ def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str 
     ):
         return None
     return (
-        f"is registered twice: by {other.__module__}.{other.__qualname__} as {registry.what} "
-        "too; rename one"
+        f"is registered twice: by {other.__module__}.{other.__qualname__} as {registry.what} too; "
+        "rename one"
     )
 
 

@@ -118,8 +118,8 @@ def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterat
     forwards = [a.microbatch for a in order if a.stage == last and a.kind == "F"]
     if forwards != list(range(len(microbatches))):
         yield (
-            f"{key}: the last stage must run the forwards of its microbatches in the order "
-            "0, 1, 2, ..."
+            f"{key}: the last stage must run the forwards of its microbatches in the order 0, 1, "
+            "2, ..."
         )
         return
     try:

@@ -19,6 +19,12 @@ KEY_LENGTH = 200
 NEAR_FILES = 1000
 """Files compared with a misspelt name."""
 PIPELINE_SCHEDULE_BYTES = 2**22
+FILE_NAME_BYTES = 255
+"""The name of a file, on all common file systems."""
+RANKS_PER_NODE = 1024
+NODES = 100_000
+NODE_RANGE = 2000
+"""Numbers of nodes for which a configuration is checked before an elastic run."""
 
 # data
 SEARCHED_FILES = 1_000_000

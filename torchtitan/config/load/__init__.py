@@ -1,1 +1,1 @@
-"""From TOML files and flags to one strict configuration, and back to text."""
+"""Reads TOML files and flags into one strict configuration, and writes it back as text."""

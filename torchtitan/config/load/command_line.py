@@ -130,16 +130,14 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
     flag = next((flag for flag in ("--help", "-h") if flag in argv), None)
     if flag is None:
         return
+    section = None
     following = argv[argv.index(flag) + 1 :]
-    section = (
-        following[0].replace("-", "_") if following and not following[0].startswith("-") else None
-    )
+    if following and not following[0].startswith("-"):
+        section = following[0].replace("-", "_")
     if section or whole:
         from torchtitan.config.load.render import help_text
 
-        print(
-            help_text(section), flush=True
-        )  # now: `run_main` ends quietly if `head` has seen enough
+        print(help_text(section), flush=True)  # now: `run_main` ends quietly if a pipe is closed
         sys.exit(0)
 
 
@@ -215,18 +213,14 @@ def _key_of(flag: str) -> str:
 
 
 def _kind_of(key: str) -> Any:
-    """The type of a key's value; None if any TOML value may follow: an open table, an unsupported
-    or unknown key.
-    """
+    """The type of a key's value; None if any value may follow (open tables, unknown keys)."""
     key = renamed(key) or key
     entry = UNSUPPORTED.get(key)
-    kind = (
-        FIELDS[key].annotation
-        if key in FIELDS
-        else entry.kind
-        if isinstance(entry, Tuning)
-        else None
-    )
+    kind = None
+    if key in FIELDS:
+        kind = FIELDS[key].annotation
+    elif isinstance(entry, Tuning):
+        kind = entry.kind
     return None if get_origin(kind) is dict else kind
 
 
@@ -246,10 +240,10 @@ def _parse_value(key: str, words: list[str]) -> Any:
         return [word.strip("\"'") for word in words if word]
     if not words and kind is bool:
         return True
-    if len(words) != 1:
-        raise ValueError(
-            f"takes one value, got {brief(' '.join(words))}" if words else "needs a value"
-        )
+    if not words:
+        raise ValueError("needs a value")
+    if len(words) > 1:
+        raise ValueError(f"takes one value, got {brief(' '.join(words))}")
     try:
         return TypeAdapter(kind).validate_strings(words[0])
     except ValidationError:
@@ -265,8 +259,6 @@ def _guess(words: list[str]) -> Any:
         return tomli.loads(f"value = {words[0]}")["value"]
     except tomli.TOMLDecodeError:
         return {"True": True, "False": False}.get(words[0], words[0])
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # an integer of thousands of digits, or nested too deeply
+    # an integer of thousands of digits, or nested too deeply
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"got {brief(words[0])}, not a value of TOML: {error}") from None

@@ -69,9 +69,8 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
         "overlap of one microbatch's all-to-all with another's computation", (False,)
     ),
     "parallelism.expert_tensor_parallel_degree": NotYet(
-        "tensor parallelism within an expert (tensor-parallel ranks have different "
-        "tokens, so expert_parallel_degree "
-        "splits the experts over them too)",
+        "tensor parallelism within an expert (tensor-parallel ranks have different tokens, so "
+        "expert_parallel_degree splits the experts over them too)",
         (1,),
     ),
     "parallelism.expert_parallel_comm_backend": NotYet(
@@ -125,8 +124,8 @@ def rename_old_keys(
             warnings.append(f"{setting.where}: {old} is called {key} now")
             if key in layer:
                 problems.append(
-                    f"{place(setting.where, old)}: {key} is set too "
-                    f"({layer[key].where}); remove {old}"
+                    f"{place(setting.where, old)}: {key} is set too ({layer[key].where}); remove "
+                    f"{old}"
                 )
                 continue
         out[key or old] = setting
@@ -145,15 +144,10 @@ def convert_microbatch_count(
     start = place(count.where, MICROBATCHES)
     if key in given:
         problems.append(f"{start}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
-    elif (
-        type(count.value) is not int
-        or type(rows) is not int
-        or count.value < 1
-        or rows % count.value
-    ):
+    elif not _divides(count.value, rows):
         problems.append(
-            f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; "
-            f"better set {key}"
+            f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; better set "
+            f"{key}"
         )
     else:
         warnings.append(
@@ -162,17 +156,19 @@ def convert_microbatch_count(
         given[key] = Setting(rows // count.value, count.where)
 
 
+def _divides(count: Any, rows: Any) -> bool:
+    """Whether both are integers, and `count` is a divisor."""
+    if type(count) is not int or type(rows) is not int:
+        return False
+    return count >= 1 and rows % count == 0
+
+
 def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> None:
-    """Replace 0.2's flavors that name an attention kernel in `given`: they are Llama 3 with a
-    document mask.
-    """
+    """Replace 0.2's flavors that name an attention kernel by the flavor and a document mask."""
     flavor = given.get("model.flavor")
     name = given.get("model.name")
-    if (
-        flavor is None
-        or not isinstance(flavor.value, str)
-        or (name and name.value != FIELDS["model.name"].default)
-    ):
+    other_family = name and name.value != FIELDS["model.name"].default
+    if flavor is None or not isinstance(flavor.value, str) or other_family:
         return
     if match := re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value):
         given["model.flavor"] = Setting(match[1], flavor.where)

@@ -77,8 +77,8 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 problems.append(
-                    f"{place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} "
-                    "is not a table"
+                    f"{place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} is not a "
+                    "table"
                 )
                 break
         else:

@@ -1,6 +1,4 @@
-"""Names that the configuration chooses, and the keys of what they stand for, checked against the
-registries.
-"""
+"""Checks the names that a configuration chooses, and `[custom.*]`, against the registries."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -90,9 +88,8 @@ def _unknown(name: str, classes: Mapping[str, Any], config: Config) -> str:
         )
     known = ", ".join(sorted(classes)) or "nothing"
     return (
-        f"{config.experimental.custom_import} registers nothing with keys as "
-        f"{brief(name)}; with keys it registers "
-        f"{known}{did_you_mean(name, classes)}"
+        f"{config.experimental.custom_import} registers nothing with keys as {brief(name)}; with "
+        f"keys it registers {known}{did_you_mean(name, classes)}"
     )
 
 
@@ -132,9 +129,8 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
     module = settings.get("experimental", {}).get("custom_import")
     if tokenizers.find(name) is None:
         raise UserError(
-            f"{step} has the tokenizer {name!a}, which the module {module!a} registers; "
-            "if you trust that module, add "
-            f"--custom-import {module!a}"
+            f"{step} has the tokenizer {name!a}, which the module {module!a} registers; if you "
+            f"trust that module, add --custom-import {module!a}"
         )
     problems: list[str] = []
     keys = tokenizers.registered[name]
@@ -147,9 +143,7 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
 
 
 def _at(key: str, sources: Mapping[str, str]) -> str:
-    """The start of a message about a key, with the place of the key, or of one above or below it,
-    if known.
-    """
+    """The start of a message about a key: its place, or that of a key above or below it."""
     above = [".".join(key.split(".")[:n]) for n in range(key.count(".") + 1, 1, -1)]
     near = [
         *(k for k in above if k in sources),

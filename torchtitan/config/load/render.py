@@ -125,8 +125,8 @@ def help_text(section: str | None = None) -> str:
             [f"--help: no section {section!r} (sections: {', '.join(sections)}){hint}"]
         )
     lines = [
-        "Flags are --section.key value or --section.key=value; - and _ are the same; a "
-        "bare flag is true.",
+        "Flags are --section.key value or --section.key=value; - and _ are the same; a bare flag "
+        "is true.",
         "",
     ]
     lines += ["--config FILE (or --job.config_file) reads a TOML file; flags override it.", ""]

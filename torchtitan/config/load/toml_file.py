@@ -110,10 +110,8 @@ class _Files:
                 f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: "
                 f"{error.reason})"
             )
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # an integer of thousands of digits, or nested too deeply
+        # an integer of thousands of digits, or nested too deeply
+        except (ValueError, RecursionError) as error:
             self.problems.append(f"{path}: not valid TOML: {error}")
         else:
             if problem := excess(tables):
@@ -134,9 +132,7 @@ def _suggestion(path: Path) -> str:
 
 
 def excess(tables: dict[str, Any]) -> str | None:
-    """Why TOML tables hold more than any configuration, and would take long to check or to
-    report.
-    """
+    """Why TOML tables hold more than any configuration does; None if they don't."""
     level: list[Any] = [tables]
     values = 0
     for _ in range(TOML_DEPTH):
@@ -184,7 +180,7 @@ def line_numbers(text: str) -> dict[str, int]:
     number = 1
     counted = 0
     for start in _statements(text):
-        number = number + text.count("\n", counted, start)
+        number += text.count("\n", counted, start)
         counted = start
         if header := _HEADER.match(text, start):
             table = _unquoted(header[1]) + "."

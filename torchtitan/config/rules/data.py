@@ -122,7 +122,7 @@ def sources_replace_the_dataset(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
-@rule("training.stages")
+@rule("training.stages", "training.sources")
 def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
     t = config.training
     names = {source.name for source in t.sources}

@@ -51,11 +51,11 @@ class Source(Section):
     name: Name
     """Name the source in logs, metrics and checkpoints. A resumed run finds its position by it."""
     dataset: Name = "demo"
-    """As `training.dataset`."""
+    """Like `training.dataset`."""
     dataset_path: LocalPath | None = None
-    """As `training.dataset_path`."""
+    """Like `training.dataset_path`."""
     text_column: Name = "text"
-    """As `training.text_column`."""
+    """Like `training.text_column`."""
     weight: Annotated[float, Field(ge=0, le=10**9)] = 1.0
     """The source's share of the tokens, relative to the weights of the others."""
     max_epochs: Annotated[int, Field(ge=1, le=10**9)] | None = None
@@ -82,10 +82,10 @@ class ValidationSet(Section):
     name: Name
     """Name of the set in logs and metrics."""
     dataset: Name = "c4_validation"
-    """As `validation.dataset`."""
+    """Like `validation.dataset`."""
     dataset_path: LocalPath | None = None
-    """As `training.dataset_path`."""
+    """Like `training.dataset_path`."""
     text_column: Name = "text"
-    """As `training.text_column`."""
+    """Like `training.text_column`."""
     steps: StepsOrDefault | None = None
     """Batches of this set. Default: `validation.steps`."""

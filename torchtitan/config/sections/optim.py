@@ -28,7 +28,7 @@ class ParamGroup(Section):
     lr_scale: Factor = 1.0
     """Multiply the group's learning rate by this."""
     weight_decay: Factor | None = None
-    """Weight decay of the group. Default: that of other parameters of its kind."""
+    """Weight decay of the group. Default: as for other parameters of its kind."""
 
 
 class Optimizer(Section):
@@ -92,7 +92,7 @@ class LRScheduler(Section):
     steps after warm-up, with a warning, if longer. Default: every step after warm-up.
     """
     decay_type: Literal["linear", "sqrt", "cosine"] | None = None
-    """Shape of the decay. Default: that of `name`, or `linear`."""
+    """Shape of the decay. Default: as `name` says, or `linear`."""
     min_lr_factor: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
 

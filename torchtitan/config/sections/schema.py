@@ -314,13 +314,13 @@ class Validation(Section):
     enable: bool = False
     """Run validation."""
     dataset: Name = "c4_validation"
-    """As `training.dataset`; also `demo_validation`, a part of the demo text that training never
+    """Like `training.dataset`; also `demo_validation`, a part of the demo text that training never
     sees.
     """
     dataset_path: LocalPath | None = None
-    """As `training.dataset_path`."""
+    """Like `training.dataset_path`."""
     text_column: Name = "text"
-    """As `training.text_column`."""
+    """Like `training.text_column`."""
     sets: Annotated[list[ValidationSet], Field(max_length=1000)] = []
     """Validate on several sets, instead of `dataset` and `dataset_path`: `[[validation.sets]]`
     tables.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from torchtitan.utils.limits import FILE_NAME_BYTES
 from torchtitan.utils.text import brief
 
 
@@ -64,16 +65,14 @@ Dtype = Literal["bfloat16", "float32"]
 # ---- text
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_LONGEST_NAME = 255
-"""Bytes in the name of a file, on all common file systems."""
 
 
 def path_problem(path: str) -> str | None:
     """Why no file system or terminal can hold this path."""
     if _CONTROL.search(path):
         return f"got {brief(path)}, must not contain control characters"
-    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.split("/")):
-        return f"got {brief(path)}, whose names must be of at most {_LONGEST_NAME} bytes"
+    if any(len(os.fsencode(part)) > FILE_NAME_BYTES for part in path.split("/")):
+        return f"got {brief(path)}, whose names must be of at most {FILE_NAME_BYTES} bytes"
     return None
 
 
@@ -131,8 +130,6 @@ FilePrefix = Annotated[str, Field(max_length=100), AfterValidator(_file_name)]
 
 def split_names(value: Any) -> Any:
     """A string is a list of names with commas between them."""
-    return (
-        [name.strip() for name in value.split(",") if name.strip()]
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return [name.strip() for name in value.split(",") if name.strip()]
